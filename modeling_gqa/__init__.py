@@ -1,0 +1,32 @@
+"""A transformers language model whose attention is a configuration choice: MHA, MQA, GQA or MLA, layer by layer."""
+
+import transformers
+
+from .attention import ATTENTION_CLASSES
+from .configuration_gqa import GQAConfig
+from .modeling_gqa import (
+    AUTO_CLASSES,
+    GQAForCausalLM,
+    GQAForQuestionAnswering,
+    GQAForSequenceClassification,
+    GQAForTokenClassification,
+    GQAModel,
+    GQAPreTrainedModel,
+)
+
+__version__ = "0.1.0"
+
+transformers.AutoConfig.register(GQAConfig.model_type, GQAConfig, exist_ok=True)
+for _auto_class, _model_class in AUTO_CLASSES.items():
+    getattr(transformers, _auto_class).register(GQAConfig, _model_class, exist_ok=True)
+
+__all__ = [
+    "ATTENTION_CLASSES",
+    "GQAConfig",
+    "GQAForCausalLM",
+    "GQAForQuestionAnswering",
+    "GQAForSequenceClassification",
+    "GQAForTokenClassification",
+    "GQAModel",
+    "GQAPreTrainedModel",
+]

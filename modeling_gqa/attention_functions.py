@@ -1,0 +1,146 @@
+"""Attention over given queries, keys and values: the eager reference, MLA over the latent, and masks of lone layers.
+
+Shapes: B batch, T query tokens, S key tokens, H query heads, G key/value heads, D head size, R latent size, P rotary
+size, N and V sizes of the unrotated key and of the value.
+"""
+
+import torch
+from torch import nn
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    eager_mask,
+    sdpa_mask,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+
+def masked_softmax(scores: torch.Tensor, attention_mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Softmax over the last dimension in at least float32, under an additive or boolean (True: attend) mask."""
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    return scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(dtype)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scaled dot-product attention (Vaswani et al., 1706.03762, eq. 1), written to be read.
+
+    Args:
+        query, key, value: (B, H, T, D), (B, G, S, D) and (B, G, S, V); query head h reads key/value head h // (H / G).
+        attention_mask: (B or 1, H or 1, T, S), additive or boolean; `None` attends everywhere.
+
+    Returns:
+        Output (B, T, H, V) and weights (B, H, T, S).
+    """
+    groups = query.shape[1] // key.shape[1]
+    key = key.repeat_interleave(groups, dim=1)  # (B, H, S, D)
+    value = value.repeat_interleave(groups, dim=1)  # (B, H, S, V)
+    scores = query @ key.transpose(2, 3) * scaling  # (B, H, T, S)
+    weights = masked_softmax(scores, attention_mask, query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights  # (B, T, H, V)
+
+
+def absorbed_attention_forward(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent: torch.Tensor,
+    key_rope: torch.Tensor,
+    kv_b_weight: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """MLA over the cached latent, `kv_b_proj` folded into query and output (DeepSeek-V2, 2405.04434, section 2.1.2).
+
+    All heads share the latent, so heads and tokens of the query form the rows of one matrix product per batch entry.
+
+    Args:
+        query, query_rope: unrotated (B, H, T, N) and rotated (B, H, T, P) part of the queries.
+        latent, key_rope: (B, 1, S, R) and (B, 1, S, P), as cached.
+        kv_b_weight: (H (N + V), R), the weight of `kv_b_proj`.
+        attention_mask: (B or 1, H or 1, T, S), additive or boolean; `None` attends everywhere.
+
+    Returns:
+        Output (B, T, H, V) and weights (B, H, T, S).
+    """
+    heads, length, nope = query.shape[1:]
+    key_up, value_up = kv_b_weight.view(heads, -1, latent.shape[-1]).split([nope, kv_b_weight.shape[0] // heads - nope], 1)
+    query = (query @ key_up).flatten(1, 2)  # (B, H, T, N) @ (H, N, R) -> (B, H T, R)
+    latent, key_rope = latent.squeeze(1), key_rope.squeeze(1)  # (B, S, R), (B, S, P)
+    scores = query @ latent.mT + query_rope.flatten(1, 2) @ key_rope.mT  # (B, H T, S)
+    scores = scores.unflatten(1, (heads, length)) * scaling  # (B, H, T, S)
+    weights = masked_softmax(scores, attention_mask, query.dtype)
+    output = (weights.flatten(1, 2) @ latent).unflatten(1, (heads, length))  # (B, H, T, R)
+    return (output @ value_up.mT).transpose(1, 2).contiguous(), weights  # (B, T, H, V)
+
+
+def pad_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Zero-pad the last dimensions to the largest, because fused kernels want one head size; no score changes."""
+    size = max(tensor.shape[-1] for tensor in tensors)
+    return [nn.functional.pad(tensor, (0, size - tensor.shape[-1])) for tensor in tensors]
+
+
+def lone_layer_mask(
+    backend: str | None,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    kv_length: int,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+) -> torch.Tensor | None:
+    """Mask of a layer that is used without a model; masks that a model has built pass through.
+
+    Args:
+        backend: the attention implementation; a lone layer's configuration names none, which means eager.
+        hidden_states: (B, T, hidden), the last T of the `kv_length` tokens.
+        attention_mask: `None`, a padding mask (B, S) with 1 or True for tokens to attend to, or a finished mask.
+        is_causal: `None` stands for True.
+        sliding_window: number of tokens within which to attend.
+
+    Returns:
+        A mask (B, 1, T, S), or `None` where the attention function masks by itself or nothing is masked.
+    """
+    backend = backend or "eager"
+    causal = is_causal is not False
+    if backend not in ("eager", "sdpa") or (attention_mask is not None and attention_mask.ndim == 4):
+        return attention_mask
+    batch, length = hidden_states.shape[:2]
+    window = sliding_window if sliding_window is not None and sliding_window < kv_length else None
+    if attention_mask is None and window is None and (backend == "sdpa" or not causal or length == 1):
+        return None
+    if attention_mask is not None:
+        if attention_mask.shape != (batch, kv_length):
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}: a padding mask is (batch, keys) = "
+                f"({batch}, {kv_length}), any other mask has four dimensions"
+            )
+        attention_mask = attention_mask.to(hidden_states.device, torch.bool)
+    if window is not None:
+        pattern = sliding_window_causal_mask_function if causal else sliding_window_bidirectional_mask_function
+        mask_function = pattern(window)
+    else:
+        mask_function = causal_mask_function if causal else bidirectional_mask_function
+    build = eager_mask if backend == "eager" else sdpa_mask
+    return build(
+        batch_size=batch,
+        q_length=length,
+        kv_length=kv_length,
+        q_offset=kv_length - length,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        dtype=hidden_states.dtype,
+        allow_is_causal_skip=False,
+        device=hidden_states.device,
+    )

@@ -1,0 +1,318 @@
+"""A decoder whose layers attend by MHA, MQA, GQA or MLA, and its heads.
+
+Shapes: B batch, T tokens given, S cached and new tokens, P rotary size of a layer's heads.
+"""
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_sliding_window_causal_mask,
+    find_packed_sequence_indices,
+    packed_sequence_mask_function,
+)
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
+from transformers.utils.output_capturing import capture_outputs
+
+from .attention import ATTENTION_CLASSES
+from .configuration_gqa import GQAConfig
+from .layers import GQAMLP, GQARMSNorm
+from .rotary import GQARotaryEmbedding
+
+MASK_FUNCTIONS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+
+
+class GQADecoderLayer(GradientCheckpointingLayer):
+    """Pre-norm block: attention of the layer's kind, then a gated MLP, each added to its input."""
+
+    def __init__(self, config: GQAConfig, layer_idx: int):
+        super().__init__()
+        layer = config.per_layer_config[layer_idx]
+        self.self_attn = ATTENTION_CLASSES[layer.attention_kind](config, layer_idx)
+        self.mlp = GQAMLP(layer)
+        self.input_layernorm = GQARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = GQARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        attended, _ = self.self_attn(
+            self.input_layernorm(hidden_states),
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class GQAPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know of the architecture."""
+
+    config: GQAConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["GQADecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {
+        "hidden_states": GQADecoderLayer,
+        "attentions": list(dict.fromkeys(ATTENTION_CLASSES.values())),
+    }
+
+    def __init__(self, config: GQAConfig, *args, **kwargs):
+        # Attribute writes since the configuration was built have skipped its checks.
+        config.validate()
+        super().__init__(config, *args, **kwargs)
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Save a complete repository: weights, configuration, and the code with every Auto class it serves."""
+        # transformers would add the saved class alone, and keep references to the repository this was loaded from.
+        self.config.auto_map = {
+            "AutoConfig": "configuration_gqa.GQAConfig",
+            **{auto_class: f"modeling_gqa.{cls.__name__}" for auto_class, cls in AUTO_CLASSES.items()},
+        }
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
+
+class GQAModel(GQAPreTrainedModel):
+    """Token embedding, decoder layers and final norm.
+
+    Args:
+        config: a `GQAConfig`; layers differ where its `per_layer_config` says so.
+
+    Raises:
+        StrictDataclassError: the configuration cannot work.
+    """
+
+    def __init__(self, config: GQAConfig):
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(GQADecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = GQARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        # Kinds rotate heads of different sizes, so there is one embedding per size.
+        layer_configs = list(config.per_layer_config)
+        self.rotary_sizes = [str(layer.head_dim) for layer in layer_configs]
+        self.rotary_emb = nn.ModuleDict(
+            {size: GQARotaryEmbedding(layer) for size, layer in zip(self.rotary_sizes, layer_configs, strict=True)}
+        )
+        self.gradient_checkpointing = False
+        self.post_init()
+        for layer in self.layers:
+            self._tp_plan.update(layer.self_attn.tp_plan)
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPast:
+        """Compute the hidden states of a batch of tokens.
+
+        Args:
+            input_ids: token ids (B, T), or `inputs_embeds` (B, T, hidden) in their place.
+            attention_mask: padding mask (B, S), 1 for tokens to attend to; or a finished mask (B, 1, T, S).
+            position_ids: (B, T); without a cache, documents packed into a row begin where they restart.
+            past_key_values: cache of earlier tokens; with `use_cache` one is made where it is `None`.
+
+        Returns:
+            Last hidden states (B, T, hidden), the cache, and what `output_hidden_states` and `output_attentions` ask for.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        restarts = position_ids
+        if position_ids is None:
+            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past
+            position_ids = position_ids.unsqueeze(0)  # (1, T)
+        # Before a cache is made: transformers looks for packed documents only where there is none.
+        masks = self._attention_masks(inputs_embeds, attention_mask, past_key_values, position_ids, restarts)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+
+        hidden_states = inputs_embeds
+        rotations = {size: rotary(hidden_states, position_ids) for size, rotary in self.rotary_emb.items()}
+        for index, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=masks[self.config.layer_types[index]],
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                position_embeddings=rotations[self.rotary_sizes[index]],
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def _attention_masks(self, inputs_embeds, attention_mask, past_key_values, position_ids, restarts) -> dict:
+        """The mask of each layer type in the form that the attention implementation wants."""
+        if isinstance(attention_mask, dict):  # `generate` has made them, for a compiled decoding step
+            return attention_mask
+        arguments = {
+            "config": self.config,
+            "inputs_embeds": inputs_embeds,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "position_ids": position_ids,
+        }
+        # transformers looks for packed documents only where no padding mask is given either.
+        padding = isinstance(attention_mask, torch.Tensor) and attention_mask.shape == inputs_embeds.shape[:2]
+        if padding and restarts is not None and past_key_values is None and not is_tracing(restarts):
+            documents = find_packed_sequence_indices(restarts.expand(inputs_embeds.shape[0], -1))
+            if documents is not None:
+                arguments["and_mask_function"] = packed_sequence_mask_function(documents)
+        return {kind: MASK_FUNCTIONS[kind](**arguments) for kind in dict.fromkeys(self.config.layer_types)}
+
+
+class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
+    """The decoder with a language modeling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: GQAConfig):
+        super().__init__(config)
+        self.model = GQAModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs,
+    ) -> CausalLMOutputWithPast:
+        """Predict the next token at every position; arguments of `GQAModel.forward`, and:
+
+        Args:
+            labels: (B, T) token ids, -100 where there is no loss; shifted here, so usually `input_ids` themselves.
+            logits_to_keep: number of last positions whose logits are computed, 0 for all; or the positions, (n,) or
+                (B, n), or a boolean choice (B, T).
+
+        Returns:
+            Loss (mean over predicted tokens, or sum divided by `num_items_in_batch`), logits (B, n, vocabulary) and
+            the model's outputs.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+def _keep(hidden_states: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
+    """The positions of `hidden_states` (B, T, hidden) that `logits_to_keep` names."""
+    if isinstance(positions, int):
+        return hidden_states[:, -positions:] if positions else hidden_states
+    if positions.ndim == 1:
+        return hidden_states[:, positions]
+    if positions.dtype == torch.bool:
+        return hidden_states[positions]  # (n, hidden), rows may keep different numbers
+    return hidden_states.take_along_dim(positions[..., None], dim=1)
+
+
+# transformers' generic heads build their base model through AutoModel, which asks for trust in remote code.
+
+
+class GQAForSequenceClassification(GenericForSequenceClassification, GQAPreTrainedModel):
+    """The decoder with a linear classifier on each row's last token."""
+
+    def __init__(self, config: GQAConfig):
+        GQAPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = GQAModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class GQAForTokenClassification(GenericForTokenClassification, GQAPreTrainedModel):
+    """The decoder with a linear classifier on every token."""
+
+    def __init__(self, config: GQAConfig):
+        GQAPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = GQAModel(config)
+        self.dropout = nn.Dropout(0.1)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class GQAForQuestionAnswering(GenericForQuestionAnswering, GQAPreTrainedModel):
+    """The decoder with start and end scores of an answer span on every token."""
+
+    def __init__(self, config: GQAConfig):
+        GQAPreTrainedModel.__init__(self, config)
+        self.model = GQAModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+
+AUTO_CLASSES = {
+    "AutoModel": GQAModel,
+    "AutoModelForCausalLM": GQAForCausalLM,
+    "AutoModelForSequenceClassification": GQAForSequenceClassification,
+    "AutoModelForTokenClassification": GQAForTokenClassification,
+    "AutoModelForQuestionAnswering": GQAForQuestionAnswering,
+}
+for _auto_class, _model_class in AUTO_CLASSES.items():
+    _model_class.register_for_auto_class(_auto_class)
