@@ -8,7 +8,7 @@ forward, `kinds` and `tp_plan`; enter it below; give `GQAConfig` its name, its f
 from .attention_grouped import GroupedAttention
 from .attention_latent import LatentAttention
 
-ATTENTION_CLASSES = {
+ATTENTION_CLASSES: dict[str, type[GroupedAttention] | type[LatentAttention]] = {
     "mha": GroupedAttention,
     "mqa": GroupedAttention,
     "gqa": GroupedAttention,

@@ -76,7 +76,8 @@ def absorbed_attention_forward(
         Output (B, T, H, V) and weights (B, H, T, S).
     """
     heads, length, nope = query.shape[1:]
-    key_up, value_up = kv_b_weight.view(heads, -1, latent.shape[-1]).split([nope, kv_b_weight.shape[0] // heads - nope], 1)
+    kv_b = kv_b_weight.view(heads, -1, latent.shape[-1])  # (H, N + V, R)
+    key_up, value_up = kv_b[:, :nope], kv_b[:, nope:]  # (H, N, R), (H, V, R)
     query = (query @ key_up).flatten(1, 2)  # (B, H, T, N) @ (H, N, R) -> (B, H T, R)
     latent, key_rope = latent.squeeze(1), key_rope.squeeze(1)  # (B, S, R), (B, S, P)
     scores = query @ latent.mT + query_rope.flatten(1, 2) @ key_rope.mT  # (B, H T, S)

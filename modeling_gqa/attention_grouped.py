@@ -50,10 +50,11 @@ class GroupedAttention(nn.Module):
         sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if sliding else None
 
-        hidden, query_bias, key_value_bias, output_bias = config.hidden_size, *layer.projection_biases
+        hidden = config.hidden_size
         query_size, key_value_size = (
             heads * self.head_dim for heads in (layer.num_attention_heads, layer.num_key_value_heads)
         )
+        query_bias, key_value_bias, output_bias = layer.projection_biases
         self.q_proj = nn.Linear(hidden, query_size, bias=query_bias)
         self.k_proj = nn.Linear(hidden, key_value_size, bias=key_value_bias)
         self.v_proj = nn.Linear(hidden, key_value_size, bias=key_value_bias)

@@ -180,7 +180,7 @@ class GQAConfig(PreTrainedConfig):
     def per_layer_config(self, overrides: dict[int | str, dict[str, Any]] | None):
         if overrides is not None:
             overrides = {index: self._resolve_layer(index, layer) for index, layer in overrides.items()}
-        PreTrainedConfig.per_layer_config.fset(self, overrides)
+        PreTrainedConfig.per_layer_config.fset(self, overrides)  # type: ignore[attr-defined]
 
     @property
     def projection_biases(self) -> tuple[bool, bool, bool]:

@@ -125,8 +125,8 @@ class GQAModel(GQAPreTrainedModel):
         )
         self.gradient_checkpointing = False
         self.post_init()
-        for layer in self.layers:
-            self._tp_plan.update(layer.self_attn.tp_plan)
+        for layer in layer_configs:
+            self._tp_plan.update(ATTENTION_CLASSES[layer.attention_kind].tp_plan)
 
     @merge_with_config_defaults
     @capture_outputs
@@ -149,7 +149,7 @@ class GQAModel(GQAPreTrainedModel):
             past_key_values: cache of earlier tokens; with `use_cache` one is made where it is `None`.
 
         Returns:
-            Last hidden states (B, T, hidden), the cache, and what `output_hidden_states` and `output_attentions` ask for.
+            Last hidden states (B, T, hidden), the cache, and all hidden states and weights where they are asked for.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
@@ -204,7 +204,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: GQAConfig):

@@ -15,6 +15,8 @@ class GQARotaryEmbedding(nn.Module):
     `compute_default_rope_parameters`.
     """
 
+    inv_freq: torch.Tensor
+
     def __init__(self, config):
         super().__init__()
         self.config = config

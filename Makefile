@@ -1,0 +1,46 @@
+# Every target makes its own virtual environment; nothing outside this directory changes.
+PYTHON ?= python3
+PYTEST = python -m pytest -n 2 $(PYTEST_ARGS)
+
+.PHONY: help quickstart test compat lint checks clean
+
+help:
+	@echo "make quickstart   pretrain a small model on real text, save it, load it back and generate (about 5 minutes)"
+	@echo "make test         run the test suite"
+	@echo "make compat       run the tests marked compat against the oldest supported transformers"
+	@echo "make lint         ruff and mypy"
+	@echo "make checks       lint, test and compat"
+
+quickstart: .venv/quickstart
+	.venv/bin/python -m training.pretrain configuration/recipes/quickstart.yaml
+
+test: .venv/test
+	OMP_NUM_THREADS=1 .venv/bin/$(PYTEST)
+
+compat: .venv-oldest/test
+	OMP_NUM_THREADS=1 .venv-oldest/bin/$(PYTEST) -m compat
+
+lint: .venv/test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+checks: lint test compat
+
+.venv/quickstart: setup.cfg constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[training]'
+	touch $@
+
+.venv/test: setup.cfg constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[training,test]'
+	touch $@
+
+.venv-oldest/test: setup.cfg constraints-oldest.txt
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[training,test]'
+	touch $@
+
+clean:
+	rm -rf .venv .venv-oldest build *.egg-info
