@@ -141,3 +141,28 @@ class GroupedAttention(nn.Module):
             **{**kwargs, "is_causal": False},
         )
         return self.o_proj(output.flatten(2)), weights  # (B, T, hidden)
+
+    @staticmethod
+    def parameter_counts(layer) -> tuple[int, int]:
+        """Parameters of `config.per_layer_config[i]` in weight matrices, and in biases and norms."""
+        query_bias, key_value_bias, output_bias = layer.projection_biases
+        query_size, key_value_size = (
+            heads * layer.head_dim for heads in (layer.num_attention_heads, layer.num_key_value_heads)
+        )
+        biases = query_bias * query_size + 2 * key_value_bias * key_value_size + output_bias * layer.hidden_size
+        norms = 2 * layer.head_dim if layer.qk_norm else 0
+        return 2 * layer.hidden_size * (query_size + key_value_size), biases + norms
+
+    @staticmethod
+    def cache_sizes(layer) -> tuple[int, int]:
+        """Numbers that one token adds to the cache's keys and to its values: G D each."""
+        return (layer.num_key_value_heads * layer.head_dim,) * 2
+
+    @classmethod
+    def multiplications(cls, layer, queries: int, keys: int, absorbed: bool = False) -> int:
+        """Multiply-adds of one batch entry: projections of `queries` tokens, and 2 D a head, query and key.
+
+        Sharing key/value heads saves memory, not operations; `absorbed` concerns latent attention alone.
+        """
+        projections, _ = cls.parameter_counts(layer)
+        return queries * projections + queries * keys * layer.num_attention_heads * 2 * layer.head_dim

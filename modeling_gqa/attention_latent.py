@@ -202,6 +202,37 @@ class LatentAttention(nn.Module):
         absorb = length * rank * up + pairs * (2 * rank + self.qk_rope_head_dim)
         return length == 1 or absorb <= expand
 
+    @staticmethod
+    def parameter_counts(layer) -> tuple[int, int]:
+        """Parameters of `config.per_layer_config[i]` in weight matrices, and in biases and norms."""
+        query_bias, key_value_bias, output_bias = layer.projection_biases
+        hidden, rank, query_rank = layer.hidden_size, layer.kv_lora_rank, layer.q_lora_rank
+        query_size = layer.num_attention_heads * layer.qk_head_dim
+        value_size = layer.num_attention_heads * layer.v_head_dim
+        first = query_rank or query_size
+        matrices = hidden * (first + rank + layer.qk_rope_head_dim + value_size)
+        matrices += (query_rank or 0) * query_size
+        matrices += rank * layer.num_attention_heads * (layer.qk_nope_head_dim + layer.v_head_dim)
+        biases = query_bias * first + key_value_bias * (rank + layer.qk_rope_head_dim) + output_bias * hidden
+        return matrices, biases + (rank + (query_rank or 0) if layer.latent_norm else 0)
+
+    @staticmethod
+    def cache_sizes(layer) -> tuple[int, int]:
+        """Numbers that one token adds to the cache: the latent (R) in place of keys, the rotary key (P) of values."""
+        return layer.kv_lora_rank, layer.qk_rope_head_dim
+
+    @classmethod
+    def multiplications(cls, layer, queries: int, keys: int, absorbed: bool = False) -> int:
+        """Multiply-adds of one batch entry: `kv_b_proj` is paid per key if expanded, per query if `absorbed`.
+
+        A head, query and key take N + P + V expanded and 2 R + P absorbed (DeepSeek-V2, 2405.04434, section 2.1.2).
+        """
+        heads, rank, rope = layer.num_attention_heads, layer.kv_lora_rank, layer.qk_rope_head_dim
+        up_projection = rank * heads * (layer.qk_nope_head_dim + layer.v_head_dim)
+        projections = cls.parameter_counts(layer)[0] - up_projection
+        pair = 2 * rank + rope if absorbed else layer.qk_head_dim + layer.v_head_dim
+        return queries * projections + (queries if absorbed else keys) * up_projection + queries * keys * heads * pair
+
 
 def _yarn_scale(rope_parameters: dict) -> float:
     """DeepSeek's correction of the softmax scale under YaRN: `(0.1 mscale_all_dim ln(factor) + 1) ** 2`."""

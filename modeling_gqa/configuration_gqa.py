@@ -1,7 +1,6 @@
 """Configuration of a decoder language model whose attention is MHA, MQA, GQA or MLA, layer by layer."""
 
 import copy
-import warnings
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -19,20 +18,10 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-ATTENTION_KINDS = ("mha", "mqa", "gqa", "mla")
+from .configuration_checks import LATENT_FIELDS, check_grouped, check_latent, check_sizes, suggestion
+
 FORMAT_VERSION = 1
 
-# What an MLA layer needs and another kind must not have; `None` elsewhere, as serving engines read presence as MLA.
-LATENT_FIELDS = (
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "v_head_dim",
-    "qk_head_dim",
-    "rope_interleave",
-    "latent_norm",
-)
 # A change of one of these makes a layer derive its sizes anew.
 SIZE_FIELDS = ("attention_kind", "num_attention_heads", "num_key_value_heads", "head_dim", "qk_norm", *LATENT_FIELDS)
 PER_LAYER_FIELDS = (
@@ -44,19 +33,6 @@ PER_LAYER_FIELDS = (
     "attention_dropout",
     "intermediate_size",
     "mlp_bias",
-)
-POSITIVE_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "sliding_window",
-    "rms_norm_eps",
-    *(name for name in LATENT_FIELDS if name not in ("qk_nope_head_dim", "rope_interleave", "latent_norm")),
 )
 # Keywords that are no fields and that transformers turns into fields.
 FOLDED_KEYWORDS = ("per_layer_config", "rope_theta", "partial_rotary_factor", "rope_scaling")
@@ -231,7 +207,7 @@ class GQAConfig(PreTrainedConfig):
             if name not in PER_LAYER_FIELDS:
                 raise ValueError(
                     f"per_layer_config[{index}] sets {name!r}, which cannot differ by layer"
-                    f"{_suggestion(name, PER_LAYER_FIELDS)}. These can: {', '.join(PER_LAYER_FIELDS)}"
+                    f"{suggestion(name, PER_LAYER_FIELDS)}. These can: {', '.join(PER_LAYER_FIELDS)}"
                 )
         if overrides.keys().isdisjoint(SIZE_FIELDS):
             return overrides
@@ -262,9 +238,9 @@ class GQAConfig(PreTrainedConfig):
         known = {field.name for field in fields(type(self))} | set(FOLDED_KEYWORDS)
         for name in kwargs:
             if name not in known and not hasattr(type(self), name):
-                suggestion = _suggestion(name, known)
-                if suggestion:
-                    raise ValueError(f"GQAConfig has no field {name!r}{suggestion}")
+                hint = suggestion(name, known)
+                if hint:
+                    raise ValueError(f"GQAConfig has no field {name!r}{hint}")
 
     def validate_architecture(self):
         """Check what all layers share."""
@@ -303,104 +279,11 @@ class GQAConfig(PreTrainedConfig):
         """Check each layer's attention."""
         for index, layer in enumerate(self.per_layer_config if self.is_heterogeneous else [self]):
             where = f"layer {index}: " if self.is_heterogeneous else ""
-            for check in (_check_sizes, _check_latent if layer.attention_kind == "mla" else _check_grouped):
+            for check in (check_sizes, check_latent if layer.attention_kind == "mla" else check_grouped):
                 try:
                     check(layer)
                 except ValueError as error:
                     raise ValueError(f"{where}{error}") from None
-
-
-def _check_sizes(layer: GQAConfig):
-    if layer.attention_kind not in ATTENTION_KINDS:
-        raise ValueError(f"attention_kind={layer.attention_kind!r} is unknown: choose 'mha', 'mqa', 'gqa' or 'mla'")
-    for name in POSITIVE_FIELDS:
-        value = getattr(layer, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name}={value} must be positive")
-    if not 0 <= layer.attention_dropout <= 1:
-        raise ValueError(f"attention_dropout={layer.attention_dropout} must lie between 0 and 1")
-    heads = layer.num_attention_heads
-    latent = layer.attention_kind == "mla"
-    missing = layer.qk_head_dim is None or layer.kv_lora_rank is None or layer.v_head_dim is None
-    if missing if latent else layer.head_dim is None:
-        raise ValueError(
-            f"hidden_size={layer.hidden_size} is not divisible by num_attention_heads={heads}: set head_dim"
-        )
-    if layer.num_key_value_heads is None:
-        raise ValueError(f"num_key_value_heads must be given: num_attention_heads={heads} is not divisible by 4")
-
-
-def _check_grouped(layer: GQAConfig):
-    kind, heads, key_value_heads = layer.attention_kind, layer.num_attention_heads, layer.num_key_value_heads
-    for name in LATENT_FIELDS:
-        if getattr(layer, name) is not None:
-            raise ValueError(
-                f"{name}={getattr(layer, name)} belongs to attention_kind='mla', but attention_kind={kind!r}: "
-                "leave it out, or choose 'mla'"
-            )
-    expected = {"mha": heads, "mqa": 1}.get(kind, key_value_heads)
-    if key_value_heads != expected:
-        raise ValueError(
-            f"num_key_value_heads={key_value_heads} contradicts attention_kind={kind!r}, which has {expected}: "
-            "leave it out, or choose 'gqa'"
-        )
-    if heads % key_value_heads:
-        raise ValueError(
-            f"num_attention_heads={heads} is not divisible by num_key_value_heads={key_value_heads}: "
-            f"choose one of {', '.join(str(g) for g in range(1, heads + 1) if heads % g == 0)}"
-        )
-    partial = (layer.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-    proportional = (layer.rope_parameters or {}).get("rope_type") == "proportional"
-    rotary = layer.head_dim if proportional else int(layer.head_dim * partial)
-    if rotary % 2 or not 0 < rotary <= layer.head_dim:
-        raise ValueError(
-            f"head_dim={layer.head_dim} with partial_rotary_factor={partial} rotates {rotary} dimensions of a head: "
-            "their number must be even, positive and at most head_dim"
-        )
-
-
-def _check_latent(layer: GQAConfig):
-    heads, rope, nope = layer.num_attention_heads, layer.qk_rope_head_dim, layer.qk_nope_head_dim
-    if layer.num_key_value_heads != heads:
-        raise ValueError(
-            f"num_key_value_heads={layer.num_key_value_heads} contradicts attention_kind='mla', which has one per "
-            f"query head ({heads}) and caches a latent instead: leave it out"
-        )
-    if nope < 0:
-        raise ValueError(f"qk_nope_head_dim={nope} must not be negative")
-    if rope % 2:
-        raise ValueError(f"qk_rope_head_dim={rope} must be even: rotary dimensions come in pairs")
-    if layer.qk_head_dim != nope + rope:
-        raise ValueError(
-            f"qk_head_dim={layer.qk_head_dim} must be qk_nope_head_dim + qk_rope_head_dim = {nope + rope}: leave it out"
-        )
-    if layer.qk_norm:
-        raise ValueError("qk_norm=True does not go with attention_kind='mla': use latent_norm, or another kind")
-    if (layer.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            "partial_rotary_factor does not go with attention_kind='mla', whose qk_rope_head_dim says what is rotated"
-        )
-    for name, produced in (("kv_lora_rank", nope + layer.v_head_dim), ("q_lora_rank", layer.qk_head_dim)):
-        rank, largest = getattr(layer, name), min(layer.hidden_size, heads * produced)
-        if rank is not None and rank > largest:
-            warnings.warn(f"{name}={rank} is larger than the {largest} dimensions that it compresses", stacklevel=2)
-
-
-def _suggestion(name: str, known) -> str:
-    """`", did you mean ...?"` for a name one edit (insert, delete, replace, swap neighbours) from a known one."""
-    for other in sorted(known):
-        start = 0
-        while start < min(len(name), len(other)) and name[start] == other[start]:
-            start += 1
-        rest, other_rest = name[start:], other[start:]
-        if rest != other_rest and (
-            rest[1:] == other_rest
-            or rest == other_rest[1:]
-            or rest[1:] == other_rest[1:]
-            or (rest[1::-1] == other_rest[:2] and rest[2:] == other_rest[2:])
-        ):
-            return f", did you mean {other!r}?"
-    return ""
 
 
 GQAConfig.register_for_auto_class()

@@ -259,6 +259,11 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
 
+    def _get_static_cache_init_shape(self):
+        # transformers 5.17 asks the model's configuration for sizes that differ by layer in a mixed model; without a
+        # shape the cache takes its own from the first keys and values.
+        return None if self.config.is_heterogeneous else super()._get_static_cache_init_shape()
+
 
 def _keep(hidden_states: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
     """The positions of `hidden_states` (B, T, hidden) that `logits_to_keep` names."""
