@@ -10,6 +10,7 @@ unpadded.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -57,7 +58,7 @@ def prefill_flops(
             attention, padding) is absorbed in layers with 2 R <= N + V.
     """
     layers = _layers_flops(config, sequence_length, sequence_length, absorbed)
-    return float(batch_size * (layers + _head_flops(config, logits_to_keep or sequence_length)))
+    return float(batch_size * (layers + _head_flops(config, min(logits_to_keep or sequence_length, sequence_length))))
 
 
 def decode_flops(config: GQAConfig, batch_size: int, cache_length: int, absorbed: bool = True) -> float:
@@ -88,7 +89,7 @@ def cache_bytes(config: GQAConfig, batch_size: int, tokens: int, dtype: torch.dt
     return batch_size * sum(sizes) * dtype.itemsize
 
 
-def _layers(config: GQAConfig) -> Iterator[tuple[GQAConfig, type, int | None]]:
+def _layers(config: GQAConfig) -> Iterator[tuple[GQAConfig, Any, int | None]]:
     """Each layer's configuration, attention class and sliding window in tokens (`None`: it sees all)."""
     for layer, layer_type in zip(config.per_layer_config, config.layer_types, strict=True):
         window = config.sliding_window if layer_type == "sliding_attention" else None

@@ -145,3 +145,20 @@ def lone_layer_mask(
         allow_is_causal_skip=False,
         device=hidden_states.device,
     )
+
+
+def packed_documents(position_ids: torch.Tensor, padding_mask: torch.Tensor) -> torch.Tensor:
+    """Number the documents of each row: one begins where a token's position is not beyond that of the token before it.
+
+    Args:
+        position_ids: (B, T); those of padding mean nothing.
+        padding_mask: (B, T), True for tokens that are not padding.
+
+    Returns:
+        (B, T) document indices, counted from 0.
+    """
+    index = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
+    index = index.masked_fill(~padding_mask, -1).cummax(dim=-1).values  # (B, T), the last token at or before
+    before = nn.functional.pad(index[:, :-1], (1, 0), value=-1)  # (B, T), the last token before
+    position_before = position_ids.gather(1, before.clamp(min=0)).masked_fill(before < 0, -1)  # (B, T)
+    return (padding_mask & (position_ids <= position_before)).cumsum(dim=-1)

@@ -25,10 +25,10 @@ class GroupedAttention(nn.Module):
 
     kinds = ("mha", "mqa", "gqa")
     tp_plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
+        "q_proj": "colwise",
+        "k_proj": "colwise",
+        "v_proj": "colwise",
+        "o_proj": "rowwise",
     }
 
     def __init__(self, config, layer_idx: int):

@@ -34,10 +34,10 @@ class LatentAttention(nn.Module):
 
     kinds = ("mla",)
     tp_plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.q_b_proj": "colwise",
-        "layers.*.self_attn.kv_b_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
+        "q_proj": "colwise",
+        "q_b_proj": "colwise",
+        "kv_b_proj": "colwise",
+        "o_proj": "rowwise",
     }
 
     def __init__(self, config, layer_idx: int):

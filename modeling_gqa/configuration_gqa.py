@@ -258,6 +258,8 @@ class GQAConfig(PreTrainedConfig):
             raise ValueError(f"layer_types has {unknown}: use 'full_attention' or 'sliding_attention'")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has 'sliding_attention', but sliding_window is None: set it in tokens")
+        if self.sliding_window == 1:
+            raise ValueError("sliding_window=1 lets a token see itself alone, which caches cannot hold: set 2 or more")
 
     def validate_rotary(self):
         """Check the rotary parameters, which all layers share."""

@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens given, S cached and new tokens, P rotary size of a layer's heads.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicCache
@@ -10,7 +12,6 @@ from transformers.generation import GenerationMixin
 from transformers.masking_utils import (
     create_causal_mask,
     create_sliding_window_causal_mask,
-    find_packed_sequence_indices,
     packed_sequence_mask_function,
 )
 from transformers.modeling_layers import (
@@ -26,6 +27,7 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import ATTENTION_CLASSES
+from .attention_functions import packed_documents
 from .configuration_gqa import GQAConfig
 from .layers import GQAMLP, GQARMSNorm
 from .rotary import GQARotaryEmbedding
@@ -118,15 +120,17 @@ class GQAModel(GQAPreTrainedModel):
         self.layers = nn.ModuleList(GQADecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = GQARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         # Kinds rotate heads of different sizes, so there is one embedding per size.
-        layer_configs = list(config.per_layer_config)
-        self.rotary_sizes = [str(layer.head_dim) for layer in layer_configs]
+        self.rotary_sizes = [str(layer.head_dim) for layer in config.per_layer_config]
         self.rotary_emb = nn.ModuleDict(
-            {size: GQARotaryEmbedding(layer) for size, layer in zip(self.rotary_sizes, layer_configs, strict=True)}
+            {size: GQARotaryEmbedding(config, index) for index, size in enumerate(self.rotary_sizes)}
         )
         self.gradient_checkpointing = False
         self.post_init()
-        for layer in layer_configs:
-            self._tp_plan.update(ATTENTION_CLASSES[layer.attention_kind].tp_plan)
+        for layer in self.layers:
+            attention: Any = layer.get_submodule("self_attn")
+            # A plan may name only what exists; MLA has `q_proj` or `q_b_proj`.
+            plan = {name: rule for name, rule in attention.tp_plan.items() if hasattr(attention, name)}
+            self._tp_plan.update({f"layers.*.self_attn.{name}": rule for name, rule in plan.items()})
 
     @merge_with_config_defaults
     @capture_outputs
@@ -193,8 +197,8 @@ class GQAModel(GQAPreTrainedModel):
         # transformers looks for packed documents only where no padding mask is given either.
         padding = isinstance(attention_mask, torch.Tensor) and attention_mask.shape == inputs_embeds.shape[:2]
         if padding and restarts is not None and past_key_values is None and not is_tracing(restarts):
-            documents = find_packed_sequence_indices(restarts.expand(inputs_embeds.shape[0], -1))
-            if documents is not None:
+            documents = packed_documents(restarts.expand(inputs_embeds.shape[0], -1), attention_mask.bool())
+            if documents.any():
                 arguments["and_mask_function"] = packed_sequence_mask_function(documents)
         return {kind: MASK_FUNCTIONS[kind](**arguments) for kind in dict.fromkeys(self.config.layer_types)}
 

@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 
 
 class GQARotaryEmbedding(nn.Module):
-    """Cosine and sine of every token's angles for layers whose heads have `config.head_dim`.
+    """Cosine and sine of every token's angles, for layers whose heads are of the size of layer `layer_idx`.
 
     transformers' `_init_weights` finds it by its name and its attributes `rope_type`, `original_inv_freq` and
     `compute_default_rope_parameters`.
@@ -17,9 +17,9 @@ class GQARotaryEmbedding(nn.Module):
 
     inv_freq: torch.Tensor
 
-    def __init__(self, config):
+    def __init__(self, config, layer_idx: int = 0):
         super().__init__()
-        self.config = config
+        self.config = config = config.per_layer_config[layer_idx]
         self.max_seq_len_cached = config.max_position_embeddings
         self.original_max_seq_len = config.max_position_embeddings
         self.rope_type = config.rope_parameters["rope_type"]

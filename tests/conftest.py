@@ -10,6 +10,9 @@ import torch
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM
 
+# Models this small run slower on more threads, and the test processes share the cores.
+torch.set_num_threads(1)
+
 # Reasons for which a test may be skipped; any other skip fails.
 PERMITTED_SKIPS = {
     "needs CUDA: flash attention",

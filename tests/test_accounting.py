@@ -1,0 +1,187 @@
+"""Predictions from a configuration alone against the built model, the live cache and torch's FLOP counter.
+
+FLOPs are counted under eager attention, whose products all are matrix products that the counter knows: its table has
+the fused attention of CUDA but not the CPU's, so that it takes SDPA on the CPU for nothing. `test_flops_of_sdpa` runs
+SDPA's own mathematical reference, which consists of matrix products. Equality is exact: both count matrix products.
+"""
+
+import pytest
+import torch
+from conftest import MODELS, make_config, make_model
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from modeling_gqa import GQAForCausalLM
+from modeling_gqa.accounting import (
+    cache_bytes,
+    cache_bytes_per_token,
+    count_parameters,
+    decode_flops,
+    prefill_flops,
+    training_flops,
+)
+
+BATCH, LENGTH = 2, 31
+VARIANTS = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "query-bias": {"query_bias": True},
+    "key-value-bias": {"key_value_bias": True},
+    "output-bias": {"output_bias": True},
+}
+MIXED = {
+    "per_layer_config": {
+        0: {"attention_kind": "mla", "q_lora_rank": 17, "intermediate_size": 38},
+        1: {"attention_kind": "mqa", "num_attention_heads": 5, "head_dim": 18, "mlp_bias": True, "query_bias": True},
+        2: {"qk_norm": True, "attention_bias": True, "output_bias": False},
+    }
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Products this small lose more by waiting for each other's threads than they gain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class WrappedLinear(nn.Linear):
+    """Not a plain `nn.Linear`, so that MLA expands."""
+
+
+def make_eager(model: str, **overrides) -> GQAForCausalLM:
+    return make_model(model, attn_implementation="eager", **overrides)
+
+
+def count_flops(run) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def make_ids(length: int, batch: int = BATCH) -> torch.Tensor:
+    return torch.randint(3, 101, (batch, length), generator=torch.Generator().manual_seed(0))
+
+
+def storage_bytes(cache) -> int:
+    return sum(tensor.untyped_storage().nbytes() for layer in cache.layers for tensor in (layer.keys, layer.values))
+
+
+def assert_parameters_match(config):
+    assert count_parameters(config) == sum(parameter.numel() for parameter in GQAForCausalLM(config).parameters())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameters(model_name, variant):
+    assert_parameters_match(make_config(model_name, **VARIANTS[variant]))
+
+
+@pytest.mark.parametrize("model_name", [name for name in MODELS if "mla" not in name])
+def test_parameters_of_qk_norm(model_name):
+    assert_parameters_match(make_config(model_name, qk_norm=True))
+
+
+@pytest.mark.parametrize("model_name", [name for name in MODELS if "mla" in name])
+def test_parameters_without_latent_norm(model_name):
+    assert_parameters_match(make_config(model_name, latent_norm=False))
+
+
+def test_parameters_where_all_differs_by_layer():
+    assert_parameters_match(make_config("gqa", **MIXED))
+
+
+def test_no_model_is_built(model_name, monkeypatch):
+    config = make_config(model_name)
+    monkeypatch.setattr(nn.Module, "__init__", lambda *args, **kwargs: pytest.fail("a module was built"))
+    predictions = [f(config, 1, 8) for f in (training_flops, prefill_flops, decode_flops, cache_bytes)]
+    assert min(count_parameters(config), cache_bytes_per_token(config), *predictions) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_cache_bytes(model_name, dtype):
+    model = make_model(model_name).to(dtype)
+    ids = make_ids(9)
+    # One token at a time, below and beyond the window of 5 tokens.
+    cache = None
+    for tokens in range(1, 10):
+        cache = model(ids[:, tokens - 1 : tokens], past_key_values=cache, use_cache=True).past_key_values
+        assert cache_bytes(model.config, BATCH, tokens, dtype) == storage_bytes(cache)
+        if tokens == 1:
+            assert cache_bytes_per_token(model.config, dtype) == storage_bytes(cache) / BATCH
+
+
+@torch.no_grad()
+def test_cache_bytes_after_a_prompt(model_name):
+    model = make_model(model_name)
+    cache = model(make_ids(9), use_cache=True).past_key_values
+    if "window" in model_name:  # the prompt's storage is let go at the first decoded token
+        assert storage_bytes(cache) > cache_bytes(model.config, BATCH, 9, torch.float32)
+    else:
+        assert storage_bytes(cache) == cache_bytes(model.config, BATCH, 9, torch.float32)
+    model(make_ids(1), past_key_values=cache)
+    assert storage_bytes(cache) == cache_bytes(model.config, BATCH, 10, torch.float32)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "gradient-checkpointing"])
+def test_training_flops(model_name, checkpointing):
+    model = make_eager(model_name, use_cache=False).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    ids = make_ids(LENGTH)
+    counted = count_flops(lambda: model(ids, labels=ids).loss.backward())
+    assert training_flops(model.config, BATCH, LENGTH, checkpointing) == counted
+
+
+@pytest.mark.parametrize("logits_to_keep", [1, 0, 7])
+@torch.no_grad()
+def test_prefill_flops(model_name, logits_to_keep):
+    model = make_eager(model_name)
+    counted = count_flops(lambda: model(make_ids(LENGTH), use_cache=True, logits_to_keep=logits_to_keep))
+    assert prefill_flops(model.config, BATCH, LENGTH, logits_to_keep) == counted
+
+
+@torch.no_grad()
+def test_absorbed_prefill_flops():
+    model = make_eager("mla", kv_lora_rank=5)
+    counted = count_flops(lambda: model(make_ids(LENGTH), use_cache=True, logits_to_keep=1))
+    assert prefill_flops(model.config, BATCH, LENGTH, absorbed=True) == counted
+    assert prefill_flops(model.config, BATCH, LENGTH) != counted
+
+
+@pytest.mark.parametrize("absorbed", [True, False], ids=["absorbed", "expanded"])
+@pytest.mark.parametrize("cache_length", [3, LENGTH])
+@torch.no_grad()
+def test_decode_flops(model_name, cache_length, absorbed):
+    model = make_eager(model_name)
+    if not absorbed:
+        for layer in model.model.layers:
+            if hasattr(layer.self_attn, "kv_b_proj"):
+                layer.self_attn.kv_b_proj.__class__ = WrappedLinear
+    cache = model(make_ids(cache_length), use_cache=True).past_key_values
+    counted = count_flops(lambda: model(make_ids(1), past_key_values=cache))
+    assert decode_flops(model.config, BATCH, cache_length, absorbed) == counted
+
+
+def test_flops_where_all_differs_by_layer():
+    model = make_eager("gqa", **MIXED)
+    ids = make_ids(LENGTH)
+    cache = model(ids, use_cache=True).past_key_values
+    counted = count_flops(lambda: model(make_ids(1), past_key_values=cache))
+    assert decode_flops(model.config, BATCH, LENGTH) == counted
+    counted = count_flops(lambda: model(ids, labels=ids, use_cache=False).loss.backward())
+    assert training_flops(model.config, BATCH, LENGTH) == counted
+
+
+@pytest.mark.parametrize("model_name", ["mha", "mqa", "gqa"])
+def test_flops_of_sdpa(model_name):
+    # MLA is left out: SDPA counts its values padded to the size of its keys.
+    model = make_model(model_name, attn_implementation="sdpa").train()
+    ids = make_ids(LENGTH)
+    with sdpa_kernel(SDPBackend.MATH):
+        counted = count_flops(lambda: model(ids, labels=ids, use_cache=False).loss.backward())
+    assert training_flops(model.config, BATCH, LENGTH) == counted
