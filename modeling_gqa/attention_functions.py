@@ -94,39 +94,50 @@ def pad_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def lone_layer_mask(
-    backend: str | None,
+    module: nn.Module,
     hidden_states: torch.Tensor,
     attention_mask: torch.Tensor | None,
     kv_length: int,
+    past_key_values=None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
 ) -> torch.Tensor | None:
     """Mask of a layer that is used without a model; masks that a model has built pass through.
 
     Args:
-        backend: the attention implementation; a lone layer's configuration names none, which means eager.
-        hidden_states: (B, T, hidden), the last T of the `kv_length` tokens.
+        module: the layer; a lone layer's configuration names no attention implementation, which means eager.
+        hidden_states: (B, T, hidden), the last T of the tokens seen.
         attention_mask: `None`, a padding mask (B, S) with 1 or True for tokens to attend to, or a finished mask.
+        kv_length: number of keys, of which a static cache may not have filled all.
+        past_key_values: cache that holds the keys, the T new ones included.
         is_causal: `None` stands for True.
         sliding_window: number of tokens within which to attend.
 
     Returns:
         A mask (B, 1, T, S), or `None` where the attention function masks by itself or nothing is masked.
     """
-    backend = backend or "eager"
-    causal = is_causal is not False
+    backend = module.config._attn_implementation or "eager"  # type: ignore[union-attr]
     if backend not in ("eager", "sdpa") or (attention_mask is not None and attention_mask.ndim == 4):
         return attention_mask
+    causal = is_causal is not False
     batch, length = hidden_states.shape[:2]
     window = sliding_window if sliding_window is not None and sliding_window < kv_length else None
-    if attention_mask is None and window is None and (backend == "sdpa" or not causal or length == 1):
-        return None
-    if attention_mask is not None:
-        if attention_mask.shape != (batch, kv_length):
+    total = kv_length if past_key_values is None else int(past_key_values.get_seq_length(module.layer_idx))
+    seen = min(total, kv_length)  # a window holds the last ones, a static cache has room for more
+    if attention_mask is None and window is None:
+        unmasked = seen == kv_length and (length == 1 or not causal)
+        if unmasked or (backend == "sdpa" and seen == length and causal):
+            return None
+    if attention_mask is None and seen < kv_length:
+        attention_mask = hidden_states.new_ones(batch, seen)
+    elif attention_mask is not None:
+        if attention_mask.shape != (batch, total):
             raise ValueError(
                 f"attention_mask has shape {tuple(attention_mask.shape)}: a padding mask is (batch, keys) = "
-                f"({batch}, {kv_length}), any other mask has four dimensions"
+                f"({batch}, {total}), any other mask has four dimensions"
             )
+        attention_mask = attention_mask[:, -kv_length:]  # (B, seen)
+    if attention_mask is not None:
         attention_mask = attention_mask.to(hidden_states.device, torch.bool)
     if window is not None:
         pattern = sliding_window_causal_mask_function if causal else sliding_window_bidirectional_mask_function
@@ -138,7 +149,7 @@ def lone_layer_mask(
         batch_size=batch,
         q_length=length,
         kv_length=kv_length,
-        q_offset=kv_length - length,
+        q_offset=seen - length,
         mask_function=mask_function,
         attention_mask=attention_mask,
         dtype=hidden_states.dtype,

@@ -98,7 +98,13 @@ class GroupedAttention(nn.Module):
 
         backend = self.config._attn_implementation or "eager"
         attention_mask = lone_layer_mask(
-            backend, hidden_states, attention_mask, key.shape[2], kwargs.get("is_causal"), self.sliding_window
+            self,
+            hidden_states,
+            attention_mask,
+            key.shape[2],
+            past_key_values,
+            kwargs.get("is_causal"),
+            self.sliding_window,
         )
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
         output, weights = attention_interface(
@@ -128,7 +134,7 @@ class GroupedAttention(nn.Module):
         value = self.v_proj(key_value_states).unflatten(-1, (-1, self.head_dim))  # (B, S, G, D)
         query, key, value = (x.transpose(1, 2) for x in (self.q_norm(query), self.k_norm(key), value))
         backend = self.config._attn_implementation or "eager"
-        attention_mask = lone_layer_mask(backend, hidden_states, attention_mask, key.shape[2], is_causal=False)
+        attention_mask = lone_layer_mask(self, hidden_states, attention_mask, key.shape[2], is_causal=False)
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
         output, weights = attention_interface(
             self,

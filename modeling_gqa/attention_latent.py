@@ -105,7 +105,13 @@ class LatentAttention(nn.Module):
 
         backend = self.config._attn_implementation or "eager"
         attention_mask = lone_layer_mask(
-            backend, hidden_states, attention_mask, latent.shape[2], kwargs.get("is_causal"), self.sliding_window
+            self,
+            hidden_states,
+            attention_mask,
+            latent.shape[2],
+            past_key_values,
+            kwargs.get("is_causal"),
+            self.sliding_window,
         )
         if past_key_values is not None and self.absorbs(query.shape[2], latent.shape[2], attention_mask):
             output, weights = absorbed_attention_forward(
@@ -143,7 +149,7 @@ class LatentAttention(nn.Module):
         query = torch.cat(self.project_query(hidden_states), dim=-1)  # (B, H, T, N + P)
         key, value = self.expand_kv(*self.project_latent(key_value_states))  # (B, H, S, N + P), (B, H, S, V)
         backend = self.config._attn_implementation or "eager"
-        attention_mask = lone_layer_mask(backend, hidden_states, attention_mask, key.shape[2], is_causal=False)
+        attention_mask = lone_layer_mask(self, hidden_states, attention_mask, key.shape[2], is_causal=False)
         if backend != "eager":
             query, key, value = pad_heads(query, key, value)
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
