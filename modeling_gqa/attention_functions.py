@@ -4,16 +4,22 @@ Shapes: B batch, T query tokens, S key tokens, H query heads, G key/value heads,
 size, N and V sizes of the unrotated key and of the value.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
     eager_mask,
+    flex_attention_mask,
     sdpa_mask,
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
+
+MASK_BUILDERS: dict[str, Callable] = {"eager": eager_mask, "sdpa": sdpa_mask, "flex_attention": flex_attention_mask}
 
 
 def masked_softmax(scores: torch.Tensor, attention_mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -116,8 +122,10 @@ def lone_layer_mask(
     Returns:
         A mask (B, 1, T, S), or `None` where the attention function masks by itself or nothing is masked.
     """
-    backend = module.config._attn_implementation or "eager"  # type: ignore[union-attr]
-    if backend not in ("eager", "sdpa") or (attention_mask is not None and attention_mask.ndim == 4):
+    config: Any = module.config
+    backend = config._attn_implementation or "eager"
+    finished = attention_mask is not None and (not torch.is_tensor(attention_mask) or attention_mask.ndim == 4)
+    if finished or backend not in MASK_BUILDERS:
         return attention_mask
     causal = is_causal is not False
     batch, length = hidden_states.shape[:2]
@@ -144,8 +152,7 @@ def lone_layer_mask(
         mask_function = pattern(window)
     else:
         mask_function = causal_mask_function if causal else bidirectional_mask_function
-    build = eager_mask if backend == "eager" else sdpa_mask
-    return build(
+    return MASK_BUILDERS[backend](
         batch_size=batch,
         q_length=length,
         kv_length=kv_length,

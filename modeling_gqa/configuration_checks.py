@@ -21,11 +21,11 @@ POSITIVE_FIELDS = (
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
-    "head_dim",
     "max_position_embeddings",
     "sliding_window",
     "rms_norm_eps",
     *(name for name in LATENT_FIELDS if name not in ("qk_nope_head_dim", "rope_interleave", "latent_norm")),
+    "head_dim",
 )
 
 
@@ -39,11 +39,16 @@ def check_sizes(layer):
     if not 0 <= layer.attention_dropout <= 1:
         raise ValueError(f"attention_dropout={layer.attention_dropout} must lie between 0 and 1")
     heads = layer.num_attention_heads
-    latent = layer.attention_kind == "mla"
-    missing = layer.qk_head_dim is None or layer.kv_lora_rank is None or layer.v_head_dim is None
-    if missing if latent else layer.head_dim is None:
+    needed = (*LATENT_FIELDS[1:], "head_dim") if layer.attention_kind == "mla" else ("head_dim",)
+    missing = next((name for name in needed if getattr(layer, name) is None), None)
+    if missing and layer.hidden_size % heads:
         raise ValueError(
             f"hidden_size={layer.hidden_size} is not divisible by num_attention_heads={heads}: set head_dim"
+        )
+    if missing:
+        raise ValueError(
+            f"{missing}=None does not go with attention_kind={layer.attention_kind!r}: set it, or build the "
+            "configuration with this kind, which derives it"
         )
     if layer.num_key_value_heads is None:
         raise ValueError(f"num_key_value_heads must be given: num_attention_heads={heads} is not divisible by 4")
@@ -95,9 +100,11 @@ def check_latent(layer):
         )
     if layer.qk_norm:
         raise ValueError("qk_norm=True does not go with attention_kind='mla': use latent_norm, or another kind")
-    if (layer.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
+    partial = (layer.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    if partial != 1.0:
         raise ValueError(
-            "partial_rotary_factor does not go with attention_kind='mla', whose qk_rope_head_dim says what is rotated"
+            f"partial_rotary_factor={partial} does not go with attention_kind='mla': qk_rope_head_dim says what is "
+            "rotated"
         )
     for name, produced in (("kv_lora_rank", nope + layer.v_head_dim), ("q_lora_rank", layer.qk_head_dim)):
         rank, largest = getattr(layer, name), min(layer.hidden_size, heads * produced)

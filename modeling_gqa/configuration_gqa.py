@@ -137,6 +137,7 @@ class GQAConfig(PreTrainedConfig):
         if self.layer_types is None:
             layer_type = "full_attention" if self.sliding_window is None else "sliding_attention"
             self.layer_types = [layer_type] * self.num_hidden_layers
+        self.layer_types = list(self.layer_types)
         self._derive_sizes()
         super().__post_init__(**kwargs)
 
@@ -145,7 +146,7 @@ class GQAConfig(PreTrainedConfig):
         """Build from `config_dict`; keywords that are fields of ours count as written in it, so all is derived anew."""
         own = {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
         overrides = {name: kwargs.pop(name) for name in (*own, *FOLDED_KEYWORDS) if name in kwargs}
-        return super().from_dict({**config_dict, **overrides}, **kwargs)
+        return super().from_dict(_overridden(config_dict, overrides), **kwargs)
 
     @property
     def per_layer_config(self):
@@ -155,6 +156,8 @@ class GQAConfig(PreTrainedConfig):
     @per_layer_config.setter
     def per_layer_config(self, overrides: dict[int | str, dict[str, Any]] | None):
         if overrides is not None:
+            if not isinstance(overrides, dict) or not all(isinstance(layer, dict) for layer in overrides.values()):
+                raise ValueError(f"per_layer_config={overrides!r} must be {{layer index: {{field: value}}}}")
             overrides = {index: self._resolve_layer(index, layer) for index, layer in overrides.items()}
         PreTrainedConfig.per_layer_config.fset(self, overrides)  # type: ignore[attr-defined]
 
@@ -213,24 +216,12 @@ class GQAConfig(PreTrainedConfig):
             return overrides
         layer = copy.copy(self)
         layer.__dict__.pop("_heterogeneity_spec", None)
-        for name in layer._not_inherited(overrides):
+        for name in derived_anew(layer.attention_kind, overrides):
             setattr(layer, name, type(self).__dataclass_fields__[name].default)
         for name, value in overrides.items():
             setattr(layer, name, value)
         layer._derive_sizes()
         return {**overrides, **{name: getattr(layer, name) for name in SIZE_FIELDS}}
-
-    def _not_inherited(self, overrides: dict[str, Any]) -> set[str]:
-        """The size fields that a layer with these overrides derives itself instead of taking the model's."""
-        kind = overrides.get("attention_kind", self.attention_kind)
-        names = {"qk_head_dim"}
-        if kind != "gqa" or self.attention_kind != "gqa":
-            names.add("num_key_value_heads")
-        if (kind == "mla") != (self.attention_kind == "mla"):
-            names |= {"qk_norm", *LATENT_FIELDS} if kind == "mla" else {"head_dim", *LATENT_FIELDS}
-        elif kind == "mla" and "head_dim" in overrides:
-            names |= set(LATENT_FIELDS)
-        return names
 
     # -- checks; the model's constructor runs them again through `validate`
 
@@ -261,8 +252,8 @@ class GQAConfig(PreTrainedConfig):
         if self.sliding_window == 1:
             raise ValueError("sliding_window=1 lets a token see itself alone, which caches cannot hold: set 2 or more")
 
-    def validate_rotary(self):
-        """Check the rotary parameters, which all layers share."""
+    def validate_rope(self):
+        """Check the rotary parameters, which all layers share, before transformers' own checks read them."""
         rope = self.rope_parameters or {}
         if rope.get("rope_type", "default") not in ("default", *ROPE_INIT_FUNCTIONS):
             raise ValueError(
@@ -271,11 +262,14 @@ class GQAConfig(PreTrainedConfig):
             )
         if any(isinstance(value, dict) for value in rope.values()):
             raise ValueError("rope_parameters by layer type is not supported: give one set for all layers")
+        if not rope.get("rope_theta", 1.0) > 0:
+            raise ValueError(f"rope_parameters['rope_theta']={rope['rope_theta']} must be positive")
         if self.is_heterogeneous and rope.get("rope_type") == "longrope":
             raise ValueError(
                 "rope_parameters['rope_type']='longrope' lists a factor per rotary dimension and cannot serve the "
                 "layers of a mixed model (per_layer_config): use 'yarn', 'llama3', 'dynamic' or 'linear'"
             )
+        super().validate_rope()
 
     def validate_layers(self):
         """Check each layer's attention."""
@@ -286,6 +280,40 @@ class GQAConfig(PreTrainedConfig):
                     check(layer)
                 except ValueError as error:
                     raise ValueError(f"{where}{error}") from None
+
+
+def _overridden(stored: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """A stored configuration with fields replaced, less what was stored but follows from them."""
+    rope_parameters = overrides.get("rope_parameters", stored.get("rope_parameters"))
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in overrides and rope_parameters is not None:
+            rope_parameters = overrides["rope_parameters"] = {**rope_parameters, name: overrides.pop(name)}
+    by_layer = {} if "per_layer_config" in overrides else stored.get("per_layer_config") or {}
+    for name in overrides.keys() & {name for layer in by_layer.values() for name in layer}:
+        raise ValueError(
+            f"{name}={overrides[name]!r} would reach no layer, because this configuration's per_layer_config sets "
+            f"{name} layer by layer: give per_layer_config as well (None for equal layers)"
+        )
+    stale: set[str] = set()
+    if not overrides.keys().isdisjoint(SIZE_FIELDS):
+        stale |= derived_anew(stored.get("attention_kind", GQAConfig.attention_kind), overrides)
+    same_type = len(set(stored.get("layer_types") or [])) == 1
+    if same_type and not overrides.keys().isdisjoint(("sliding_window", "num_hidden_layers")):
+        stale.add("layer_types")
+    return {**{name: value for name, value in stored.items() if name not in stale}, **overrides}
+
+
+def derived_anew(kind: str, overrides: dict[str, Any]) -> set[str]:
+    """The size fields that follow from `overrides` instead of being kept from a configuration of `kind`."""
+    new_kind = overrides.get("attention_kind", kind)
+    names = {"qk_head_dim"}
+    if (new_kind, kind) != ("gqa", "gqa"):
+        names.add("num_key_value_heads")
+    if new_kind != kind and "mla" in (new_kind, kind):
+        names |= {*LATENT_FIELDS, "qk_norm" if new_kind == "mla" else "head_dim"}
+    elif new_kind == "mla" and "head_dim" in overrides:
+        names |= {"kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+    return names - overrides.keys()
 
 
 GQAConfig.register_for_auto_class()

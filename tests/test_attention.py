@@ -1,0 +1,297 @@
+"""Attention layers alone, against formulas in float64 that are written here and share no code with the package."""
+
+import math
+
+import pytest
+import torch
+from conftest import make_config
+from torch import nn
+from transformers import DynamicCache, StaticCache
+
+from modeling_gqa import ATTENTION_CLASSES, GQAConfig
+from modeling_gqa.attention_functions import masked_softmax
+from modeling_gqa.layers import GQARMSNorm
+
+HIDDEN, BATCH, WINDOW = 66, 3, 4
+BIASES = {"attention_bias": True}
+# Every kind, and what each kind can do besides: name -> kind, configuration.
+LAYERS = {
+    **{kind: (kind, BIASES) for kind in ATTENTION_CLASSES},
+    "gqa-qk-norm": ("gqa", {"qk_norm": True}),
+    "mla-q-lora": ("mla", {"q_lora_rank": 17, **BIASES}),
+    "mla-no-latent-norm": ("mla", {"latent_norm": False, "q_lora_rank": 17}),
+    "mla-half-split": ("mla", {"rope_interleave": False}),
+    "mla-all-rotary": ("mla", {"qk_nope_head_dim": 0}),
+}
+
+
+def make_layer(name: str, backend: str | None = None, dtype=torch.float64, **overrides) -> nn.Module:
+    """A lone layer whose weights, norms and biases are all random."""
+    kind, fields = LAYERS[name]
+    config = make_config(kind, num_hidden_layers=1, **fields, **overrides)
+    config._attn_implementation = backend
+    layer = ATTENTION_CLASSES[kind](config, layer_idx=0).to(torch.float64).eval()
+    generator = torch.Generator().manual_seed(3)
+    for parameter in layer.parameters():
+        parameter.data.normal_(std=0.3, generator=generator)
+    return layer.to(dtype)
+
+
+def make_input(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(BATCH, length, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+# -- the formulas
+
+
+def linear(projection, x):
+    y = torch.einsum("bti,oi->bto", x, projection.weight)
+    return y if projection.bias is None else y + projection.bias
+
+
+def norm(module, x, eps=1e-6):
+    return x if isinstance(module, nn.Identity) else module.weight * x / ((x * x).mean(-1, keepdim=True) + eps).sqrt()
+
+
+def turn(x, angles, neighbours: bool):
+    """Rotate (B, T, D) by angles (B, T, P / 2) as complex numbers; what is beyond P stays."""
+    if angles is None:
+        return x
+    size = 2 * angles.shape[-1]
+    real, imaginary = (x[..., 0:size:2], x[..., 1:size:2]) if neighbours else x[..., :size].split(size // 2, -1)
+    z = torch.complex(real, imaginary) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((z.real, z.imag, x[..., size:]), -1)
+
+
+def attend(query, key, value, allowed, bias=0.0):
+    """One head: (B, T, D), (B, S, D), (B, S, V) and who may see what (B, T, S)."""
+    scores = torch.einsum("btd,bsd->bts", query, key) / math.sqrt(query.shape[-1]) + bias
+    weights = torch.where(allowed, scores.exp(), 0.0)
+    return torch.einsum("bts,bsv->btv", weights / weights.sum(-1, keepdim=True), value)
+
+
+def grouped_formula(layer, x, source, allowed, angles=None, bias=0.0):
+    size = layer.head_dim
+    query, key, value = linear(layer.q_proj, x), linear(layer.k_proj, source), linear(layer.v_proj, source)
+    heads, groups = query.shape[-1] // size, key.shape[-1] // size
+    outputs = []
+    for head in range(heads):
+        own, shared = slice(head * size, (head + 1) * size), head * groups // heads
+        shared = slice(shared * size, (shared + 1) * size)
+        q = turn(norm(layer.q_norm, query[..., own]), angles, neighbours=False)
+        k = turn(norm(layer.k_norm, key[..., shared]), angles, neighbours=False)
+        outputs.append(attend(q, k, value[..., shared], allowed, bias))
+    return linear(layer.o_proj, torch.cat(outputs, -1))
+
+
+def latent_formula(layer, x, source, allowed, angles=None, bias=0.0):
+    config = layer.config
+    rank, nope, rope, v = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+    if config.q_lora_rank is None:
+        query = linear(layer.q_proj, x)
+    else:
+        query = linear(layer.q_b_proj, norm(layer.q_a_layernorm, linear(layer.q_a_proj, x)))
+    compressed = linear(layer.kv_a_proj_with_mqa, source)
+    rebuilt = linear(layer.kv_b_proj, norm(layer.kv_a_layernorm, compressed[..., :rank]))
+    key_rope = turn(compressed[..., rank:], angles, config.rope_interleave)
+    outputs = []
+    for head in range(config.num_attention_heads):
+        q = query[..., head * (nope + rope) : (head + 1) * (nope + rope)]
+        q = torch.cat((q[..., :nope], turn(q[..., nope:], angles, config.rope_interleave)), -1)
+        own = rebuilt[..., head * (nope + v) : (head + 1) * (nope + v)]
+        k = torch.cat((own[..., :nope], key_rope), -1)
+        outputs.append(attend(q, k, own[..., nope:], allowed, bias))
+    return linear(layer.o_proj, torch.cat(outputs, -1))
+
+
+FORMULAS = {"mha": grouped_formula, "mqa": grouped_formula, "gqa": grouped_formula, "mla": latent_formula}
+
+
+def formula(name, layer, x, allowed, source=None, **kwargs):
+    with torch.no_grad():
+        return FORMULAS[LAYERS[name][0]](layer, x, x if source is None else source, allowed, **kwargs)
+
+
+def who_sees_whom(length, keys=None, causal=True, window=None, padding=None) -> torch.Tensor:
+    """(B, T, S) as booleans, for the last `length` of `keys` tokens."""
+    keys = keys or length
+    allowed = torch.ones(BATCH, length, keys, dtype=torch.bool)
+    for i in range(length):
+        for j in range(keys):
+            distance = i + keys - length - j
+            seen = distance >= 0 if causal else True
+            if window is not None:  # transformers' windows: the token itself counts only where one side is seen
+                seen = seen and (distance < window if causal else abs(distance) <= window)
+            allowed[:, i, j] = seen
+    return allowed if padding is None else allowed & padding.bool()[:, None]
+
+
+def padding_mask(keys: int, side: str) -> torch.Tensor:
+    mask = torch.ones(BATCH, keys, dtype=torch.long)
+    for row in range(1, BATCH):
+        mask[row, slice(0, row) if side == "left" else slice(keys - row, keys)] = 0
+    return mask
+
+
+def angles_and_embeddings(layer, length: int):
+    """Angles (B, T, P / 2) of shifted positions, and the cosine and sine that a model passes to its layers."""
+    size = layer.config.head_dim
+    positions = torch.arange(length, dtype=torch.float64) + torch.tensor([[0.0], [3.0], [11.0]])
+    angles = positions[..., None] * 100.0 ** (-2 * torch.arange(size // 2, dtype=torch.float64) / size)
+    doubled = torch.cat((angles, angles), -1)
+    return angles, (doubled.cos(), doubled.sin())
+
+
+def assert_same(output, expected, allowed=None, tolerance=1e-10):
+    """Equal wherever a token sees anything; finite everywhere."""
+    assert output.isfinite().all()
+    seeing = ... if allowed is None else allowed.any(-1)
+    torch.testing.assert_close(output[seeing], expected[seeing], atol=tolerance, rtol=tolerance)
+
+
+# -- each kind alone
+
+CASES = {
+    "causal": ({}, {}),
+    "not causal": ({"is_causal": False}, {}),
+    "left padding": ({"padding": "left"}, {}),
+    "right padding": ({"padding": "right"}, {}),
+    "not causal, padding": ({"padding": "right", "is_causal": False}, {}),
+    "window": ({}, {"sliding_window": WINDOW}),
+    "window, padding": ({"padding": "left"}, {"sliding_window": WINDOW}),
+    "window, not causal": ({"is_causal": False}, {"sliding_window": WINDOW}),
+}
+
+
+@pytest.mark.parametrize("backend", [None, "sdpa"])
+@pytest.mark.parametrize("rotary", [False, True], ids=["no rotary", "rotary"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_alone_computes_its_formula(name, case, rotary, backend):
+    arguments, fields = CASES[case]
+    layer, x = make_layer(name, backend, **fields), make_input(9)
+    padding = padding_mask(9, arguments["padding"]) if "padding" in arguments else None
+    call = {"is_causal": False} if "is_causal" in arguments else {}
+    angles, embeddings = angles_and_embeddings(layer, 9) if rotary else (None, None)
+    output, weights = layer(x, attention_mask=padding, position_embeddings=embeddings, **call)
+    allowed = who_sees_whom(9, causal=not call, window=fields.get("sliding_window"), padding=padding)
+    assert_same(output, formula(name, layer, x, allowed, angles=angles), allowed)
+    if backend is None:
+        assert weights.shape == (BATCH, layer.config.num_attention_heads, 9, 9)
+        assert (weights[~allowed[:, None].expand_as(weights) & allowed.any(-1)[:, None, :, None]] == 0).all()
+
+
+@pytest.mark.parametrize("padding", [None, "right"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_flex_attention_alone_is_causal_too(name, padding):
+    layer, x = make_layer(name, "flex_attention", torch.float32), make_input(9)
+    mask = None if padding is None else padding_mask(9, padding)
+    # Flex attention has no gradients on a CPU, and compiling it takes long.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        output, _ = layer(x.float(), attention_mask=mask)
+    allowed = who_sees_whom(9, padding=mask)
+    assert_same(output.double(), formula(name, layer.double(), x, allowed), allowed, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("backend", [None, "sdpa"])
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_cross_attention_sees_all_keys_that_are_not_padding(name, padding, backend):
+    layer, x, source = make_layer(name, backend, sliding_window=WINDOW), make_input(5), make_input(8, seed=1)
+    mask = None if padding is None else padding_mask(8, padding)
+    output, _ = layer(x, key_value_states=source, attention_mask=mask)
+    allowed = who_sees_whom(5, 8, causal=False, padding=mask)
+    assert_same(output, formula(name, layer, x, allowed, source=source))
+
+
+@pytest.mark.parametrize("backend", [None, "sdpa"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_finished_masks_are_taken_as_they_are(name, backend):
+    layer, x = make_layer(name, backend), make_input(7)
+    generator = torch.Generator().manual_seed(5)
+    allowed = torch.rand(BATCH, 7, 7, generator=generator) < 0.5
+    allowed |= torch.eye(7, dtype=torch.bool)
+    bias = torch.randn(BATCH, 7, 7, dtype=torch.float64, generator=generator)
+    additive = bias.masked_fill(~allowed, torch.finfo(torch.float64).min)
+    assert_same(layer(x, attention_mask=allowed[:, None])[0], formula(name, layer, x, allowed))
+    assert_same(layer(x, attention_mask=additive[:, None])[0], formula(name, layer, x, allowed, bias=bias))
+
+
+@pytest.mark.parametrize("backend", [None, "sdpa"])
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize("cache", ["dynamic", "window", "static"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_chunks_over_a_cache_equal_the_whole(name, cache, padding, backend):
+    window = WINDOW if cache == "window" else None
+    layer, x = make_layer(name, backend, sliding_window=window), make_input(12)
+    mask = None if padding is None else padding_mask(12, padding)
+    angles, (cos, sin) = angles_and_embeddings(layer, 12)
+    cache = StaticCache(layer.config, max_cache_len=15) if cache == "static" else DynamicCache()
+    outputs, start = [], 0
+    for length in (4, 3, 1, 1, 2, 1):
+        end = start + length
+        turned, seen = (cos[:, start:end], sin[:, start:end]), None if mask is None else mask[:, :end]
+        outputs.append(layer(x[:, start:end], turned, seen, past_key_values=cache)[0])
+        start = end
+    allowed = who_sees_whom(12, window=window, padding=mask)
+    assert_same(torch.cat(outputs, 1), formula(name, layer, x, allowed, angles=angles), allowed)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_bfloat16_stays_within_its_rounding(name):
+    layer, x = make_layer(name, dtype=torch.bfloat16), make_input(9).to(torch.bfloat16)
+    output = layer(x)[0]
+    expected = formula(name, layer.to(torch.float64), x.double(), who_sees_whom(9))
+    assert output.dtype == torch.bfloat16
+    # Three roundings of 2 ** -9 each follow one another on the way through projections, scores and output.
+    assert (output.double() - expected).abs().max() <= 8 * 2**-9 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_are_those_of_the_function(name):
+    kind, fields = LAYERS[name]
+    sizes = {"kv_lora_rank": 3, "qk_nope_head_dim": 1, "qk_rope_head_dim": 2, "v_head_dim": 3} if kind == "mla" else {}
+    fields = {**fields, **({"q_lora_rank": 2} if "q_lora_rank" in fields else {})}
+    config = GQAConfig(hidden_size=5, head_dim=2, num_attention_heads=4, num_hidden_layers=1, attention_kind=kind,
+                       **{**sizes, **fields})  # fmt: skip
+    torch.manual_seed(0)
+    layer = ATTENTION_CLASSES[kind](config, layer_idx=0).double()
+    names, parameters = zip(*layer.named_parameters(), strict=True)
+    parameters = [torch.randn_like(parameter).requires_grad_() for parameter in parameters]
+    x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+
+    def function(x, *parameters):
+        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x, None, mask))[0]
+
+    assert torch.autograd.gradcheck(function, (x, *parameters))
+
+
+@pytest.mark.parametrize("wrong", [(BATCH, 5), (BATCH + 1, 9), (9, 9)], ids=str)
+def test_a_padding_mask_of_the_wrong_shape_is_refused(kind, wrong):
+    with pytest.raises(ValueError, match=rf"attention_mask has shape \({wrong[0]}, {wrong[1]}\)"):
+        make_layer(kind)(make_input(9), attention_mask=torch.ones(wrong))
+
+
+def test_a_layer_of_another_kind_is_refused(kind):
+    config = make_config(kind)
+    for attention_class in set(ATTENTION_CLASSES.values()) - {ATTENTION_CLASSES[kind]}:
+        with pytest.raises(ValueError, match=f"layer 1 has attention_kind='{kind}'"):
+            attention_class(config, layer_idx=1)
+
+
+# -- the parts
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_norm_and_softmax_compute_in_float32_at_least(dtype):
+    """As exact as the dtype of the result allows, so nothing in between is rounded to less than float32."""
+    x = 30 * make_input(9).to(dtype)
+    norm_layer = GQARMSNorm(HIDDEN).to(dtype)
+    exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    wide = torch.promote_types(dtype, torch.float32)
+    tolerance = {"atol": 1e-14, "rtol": 1e-14} if dtype == torch.float64 else {"atol": 1e-6, "rtol": 1e-6}
+    torch.testing.assert_close(norm_layer(x).double(), exact.to(wide).to(dtype).double(), **tolerance)
+    weights = masked_softmax(x, None, wide)
+    torch.testing.assert_close(weights.double(), x.double().softmax(-1), **tolerance)
+    assert masked_softmax(x, None, dtype).dtype == norm_layer(x).dtype == dtype

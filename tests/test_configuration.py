@@ -1,0 +1,299 @@
+"""GQAConfig: what it derives, stores, loads and refuses."""
+
+import copy
+import json
+import pickle
+import tempfile
+
+import pytest
+import torch
+from conftest import KIND_SIZES, MODELS, make_batch, make_config, make_model
+from huggingface_hub.errors import StrictDataclassError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM
+from modeling_gqa.configuration_checks import ATTENTION_KINDS, LATENT_FIELDS
+
+pytestmark = pytest.mark.compat
+
+MLA = KIND_SIZES["mla"]
+# What each rope type needs, for heads of 14.
+ROPES = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 3.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 20.0},
+    "longrope": {"factor": 4.0, "short_factor": [1.5] * 7, "long_factor": [2.0] * 7},
+    "llama3": {"factor": 4.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 2.0},
+    "proportional": {"factor": 2.0},
+}  # fmt: skip
+
+
+def layers_of(config) -> list[tuple]:
+    """Kind, key/value heads and head sizes (D or P, R, N + P, V) of each layer."""
+    names = ("attention_kind", "num_key_value_heads", "head_dim", "kv_lora_rank", "qk_head_dim", "v_head_dim")
+    return [tuple(getattr(layer, name) for name in names) for layer in config.per_layer_config]
+
+
+def same(one, other) -> bool:
+    return one.to_dict() == other.to_dict() and layers_of(one) == layers_of(other)
+
+
+# -- what follows from what is given
+
+
+def test_the_default_is_a_small_gqa_model():
+    config = GQAConfig()
+    assert layers_of(config) == [("gqa", 3, 64, None, None, None)] * 12
+    assert config.projection_biases == (False, False, False)
+    assert (config.model_type, config.format_version, config.rope_parameters["rope_theta"]) == ("gqa", 1, 10000.0)
+    with torch.device("meta"):
+        assert 50e6 < GQAForCausalLM(config).num_parameters() < 200e6
+
+
+def test_the_kinds_are_those_of_the_classes():
+    assert tuple(ATTENTION_CLASSES) == ATTENTION_KINDS
+    assert all(kind in attention_class.kinds for kind, attention_class in ATTENTION_CLASSES.items())
+
+
+@pytest.mark.parametrize(("kind", "heads"), [("mha", 8), ("mqa", 1), ("gqa", 2), ("mla", 8)])
+def test_key_value_heads_follow_from_the_kind(kind, heads):
+    assert make_config(kind, num_attention_heads=8, num_key_value_heads=None).num_key_value_heads == heads
+    assert make_config(kind, num_attention_heads=8, num_key_value_heads=heads).num_key_value_heads == heads
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 6])
+def test_gqa_takes_any_divisor(heads):
+    assert make_config("gqa", num_key_value_heads=heads).num_key_value_heads == heads
+
+
+@pytest.mark.parametrize(("size", "rank", "nope", "rope", "value"), [(128, 512, 128, 64, 128), (10, 40, 10, 4, 10)])
+def test_latent_sizes_have_the_proportions_of_deepseek_v2(size, rank, nope, rope, value):
+    expected = [("mla", 4, rope, rank, nope + rope, value)]
+    by_head = GQAConfig(attention_kind="mla", num_hidden_layers=1, num_attention_heads=4, head_dim=size)
+    by_hidden = GQAConfig(attention_kind="mla", num_hidden_layers=1, num_attention_heads=4, hidden_size=4 * size)
+    assert layers_of(by_head) == layers_of(by_hidden) == expected
+    assert (by_head.q_lora_rank, by_head.rope_interleave, by_head.latent_norm) == (None, True, True)
+
+
+def test_head_dim_is_free_of_hidden_size(kind):
+    config = make_config(kind, hidden_size=67, num_hidden_layers=1)
+    assert GQAForCausalLM(config)(torch.ones(1, 3, dtype=torch.long)).logits.shape == (1, 3, 101)
+
+
+def test_fields_of_one_kind_are_none_for_the_others(kind):
+    values = [getattr(make_config(kind), name) for name in LATENT_FIELDS if name != "q_lora_rank"]
+    assert all((value is not None) == (kind == "mla") for value in values)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"attention_bias": True}, (True, True, True)),
+        ({"query_bias": True}, (True, False, False)),
+        ({"key_value_bias": True}, (False, True, False)),
+        ({"attention_bias": True, "output_bias": False}, (True, True, False)),
+    ],
+    ids=str,
+)
+def test_biases_apart(kind, fields, expected):
+    attention = GQAForCausalLM(make_config(kind, **fields)).model.layers[1].self_attn
+    names = ("q_proj", "kv_a_proj_with_mqa" if kind == "mla" else "v_proj", "o_proj")
+    assert tuple(getattr(attention, name).bias is not None for name in names) == expected
+    if kind != "mla":
+        assert (attention.k_proj.bias is not None) == expected[1]
+
+
+# -- layers that differ
+
+FULL_MLA = ("mla", 6, 6, 22, 16, 13)
+BY_LAYER = {
+    "kinds": ("gqa", {0: {"attention_kind": "mla", **MLA}, 2: {"attention_kind": "mqa"}},
+              [FULL_MLA, ("gqa", 2, 14, None, None, None), ("mqa", 1, 14, None, None, None)]),
+    "sizes derived": ("mha", {1: {"attention_kind": "mla"}, 2: {"attention_kind": "mla", "head_dim": 8}},
+                      [("mha", 6, 14, None, None, None), ("mla", 6, 6, 56, 20, 14), ("mla", 6, 4, 32, 12, 8)]),
+    "from mla": ("mla", {0: {"attention_kind": "mqa", "head_dim": 10}, 1: {"kv_lora_rank": 9}},
+                 [("mqa", 1, 10, None, None, None), ("mla", 6, 6, 9, 16, 13), FULL_MLA]),
+    "part of a key": ("mla", {2: {"qk_nope_head_dim": 3}}, [FULL_MLA, FULL_MLA, ("mla", 6, 6, 22, 9, 13)]),
+    "heads": ("mha", {"1": {"num_attention_heads": 3}},
+              [("mha", 6, 14, None, None, None), ("mha", 3, 14, None, None, None), ("mha", 6, 14, None, None, None)]),
+    "no attention": ("gqa", {1: {"intermediate_size": 31}}, [("gqa", 2, 14, None, None, None)] * 3),
+}  # fmt: skip
+
+
+def by_attribute(model, overrides, folder):
+    config = make_config(model)
+    config.per_layer_config = overrides
+    return config
+
+
+def by_keyword(model, overrides, folder):
+    make_config(model).save_pretrained(folder)
+    return GQAConfig.from_pretrained(folder, per_layer_config=overrides)
+
+
+def by_rewriting(model, overrides, folder):
+    make_config(model, per_layer_config={0: {"attention_kind": "mla"}}).save_pretrained(folder)
+    return GQAConfig.from_pretrained(folder, per_layer_config=overrides)
+
+
+def by_constructor(model, overrides, folder):
+    return make_config(model, per_layer_config=overrides)
+
+
+@pytest.mark.parametrize("arrival", [by_constructor, by_attribute, by_keyword, by_rewriting], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", BY_LAYER)
+def test_layers_tell_the_truth_however_overrides_arrive(name, arrival, tmp_path):
+    model, overrides, expected = BY_LAYER[name]
+    config = arrival(model, overrides, tmp_path / "saved")
+    assert layers_of(config) == expected
+    config.save_pretrained(tmp_path)
+    assert same(GQAConfig.from_pretrained(tmp_path), config)
+    shapes = [layer.self_attn.o_proj.in_features for layer in GQAForCausalLM(config).model.layers]
+    heads = [layer.num_attention_heads for layer in config.per_layer_config]
+    assert shapes == [n * (layer[5] or layer[2]) for n, layer in zip(heads, expected, strict=True)]
+
+
+def test_copies_are_equal(model_name):
+    config = make_config(model_name)
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
+
+
+def test_equality_of_mixed_models():
+    assert make_config("mixed") == make_config("mixed")
+    assert make_config("mixed") != make_config("gqa")
+    config = make_config("mixed")
+    config.per_layer_config = None
+    assert config == make_config("gqa")
+
+
+@pytest.mark.parametrize("new", ATTENTION_CLASSES)
+def test_loading_as_another_kind_derives_it_anew(model_name, new, tmp_path):
+    make_config(model_name).save_pretrained(tmp_path)
+    overrides = {"attention_kind": new, "head_dim": 14, **({"num_key_value_heads": 3} if new == "gqa" else {})}
+    if "per_layer_config" in MODELS[model_name]:
+        with pytest.raises(ValueError, match=r"would reach no layer.*per_layer_config"):
+            GQAConfig.from_pretrained(tmp_path, **overrides)
+        overrides["per_layer_config"] = None
+    config = GQAConfig.from_pretrained(tmp_path, **overrides)
+    assert [layer.attention_kind for layer in config.per_layer_config] == [new] * 3
+    assert config.num_key_value_heads == {"mha": 6, "mqa": 1, "gqa": 3, "mla": 6}[new]
+    sizes = (config.head_dim, config.v_head_dim, config.qk_head_dim)
+    assert sizes == ((6, 14, 20) if new == "mla" else (14, None, None))
+    GQAForCausalLM(config)
+
+
+@pytest.mark.parametrize(("stored", "window"), [(None, 4), (4, None)])
+def test_a_window_given_at_loading_reaches_every_layer(stored, window, tmp_path):
+    make_config("gqa", sliding_window=stored).save_pretrained(tmp_path)
+    config = GQAConfig.from_pretrained(tmp_path, sliding_window=window, num_hidden_layers=2)
+    assert config.sliding_window == window
+    assert config.layer_types == ["sliding_attention" if window else "full_attention"] * 2
+
+
+@pytest.mark.parametrize("fields", [{"rope_theta": 5.0}, {"output_bias": True, "mlp_bias": True}], ids=str)
+def test_keywords_of_from_pretrained_take_effect(model_name, fields, tmp_path):
+    make_config(model_name).save_pretrained(tmp_path)
+    expected = make_config(model_name, **fields)
+    expected.save_pretrained(tmp_path / "expected")  # which names the code's files in it
+    assert same(GQAConfig.from_pretrained(tmp_path, **fields), expected)
+
+
+# -- storing and loading
+
+
+@st.composite
+def attention(draw, heads: int):
+    kind = draw(st.sampled_from(sorted(ATTENTION_CLASSES)))
+    fields = {"attention_kind": kind, "head_dim": 2 * draw(st.integers(1, 9))}
+    if kind == "gqa":
+        fields["num_key_value_heads"] = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
+    if kind == "mla":
+        sizes = ("kv_lora_rank", "q_lora_rank", "v_head_dim", "qk_nope_head_dim")
+        fields |= draw(st.fixed_dictionaries({}, optional={name: st.integers(1, 9) for name in sizes}))
+        if draw(st.booleans()):
+            fields["qk_rope_head_dim"] = 2 * draw(st.integers(1, 5))
+    switches = ["query_bias", "key_value_bias", "output_bias", "attention_bias", "mlp_bias"]
+    switches += ["rope_interleave", "latent_norm"] if kind == "mla" else ["qk_norm"]
+    return fields | draw(st.fixed_dictionaries({}, optional={name: st.booleans() for name in switches}))
+
+
+@st.composite
+def configurations(draw):
+    layers, heads = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+    fields = {"num_hidden_layers": layers, "num_attention_heads": heads, **draw(attention(heads))}
+    fields["tie_word_embeddings"] = draw(st.booleans())
+    fields["attention_dropout"] = draw(st.sampled_from([0, 0.0, 0.1, 1 / 3]))
+    fields["eos_token_id"] = draw(st.none() | st.integers(0, 9) | st.lists(st.integers(0, 9), max_size=3))
+    if draw(st.booleans()):
+        fields["sliding_window"] = draw(st.integers(2, 9))
+        types = st.sampled_from(["full_attention", "sliding_attention"])
+        fields["layer_types"] = draw(st.none() | st.lists(types, min_size=layers, max_size=layers))
+    rope_type = draw(st.sampled_from(sorted(ROPES)))
+    rope = {"rope_type": rope_type, "rope_theta": 5e5, **ROPES[rope_type]}
+    if rope_type == "longrope":
+        planes = GQAConfig(**fields).head_dim // 2
+        rope |= {"short_factor": [1.25] * planes, "long_factor": [1 / 3] * planes}
+    fields["rope_parameters"] = draw(st.none() | st.just(rope))
+    if rope_type != "longrope" or fields["rope_parameters"] is None:
+        overrides = attention(heads) | st.fixed_dictionaries({}, optional={"intermediate_size": st.integers(1, 99)})
+        by_layer = draw(st.none() | st.dictionaries(st.integers(0, layers - 1), overrides, max_size=4))
+        if by_layer is not None:
+            fields["per_layer_config"] = by_layer
+    return fields
+
+
+@pytest.mark.filterwarnings("ignore:.*is larger than the .* dimensions:UserWarning")
+@settings(max_examples=120, deadline=None)
+@given(configurations())
+def test_json_round_trip_is_exact(fields):
+    with tempfile.TemporaryDirectory() as folder:
+        config = GQAConfig(**fields)
+        assert config == GQAConfig(**fields)
+        config.save_pretrained(folder)
+        loaded = GQAConfig.from_pretrained(folder)
+        assert same(loaded, config)
+        assert loaded == GQAConfig.from_pretrained(folder)
+        for use_diff in (True, False):
+            assert same(GQAConfig.from_dict(json.loads(config.to_json_string(use_diff=use_diff))), config)
+
+
+@pytest.mark.parametrize("rope_type", ["default", *ROPE_INIT_FUNCTIONS])
+@pytest.mark.parametrize("model", ["gqa", "mla", "mixed"])
+def test_every_rope_type_builds_a_model_that_runs(rope_type, model):
+    sizes = {"max_position_embeddings": 20}
+    if model == "mla":
+        sizes["qk_rope_head_dim"] = 14
+    plain = make_model(model, **sizes)
+    config = {**sizes, "rope_parameters": {"rope_type": rope_type, "rope_theta": 1e4, **ROPES[rope_type]}}
+    if (rope_type, model) == ("longrope", "mixed"):
+        with pytest.raises(StrictDataclassError, match=r"'longrope'.*per_layer_config.*use 'yarn'"):
+            make_config(model, **config)
+        return
+    scaled, batch = make_model(model, **config), make_batch(length=30)
+    logits = scaled(**batch).logits
+    assert logits.isfinite().all()
+    assert torch.allclose(logits, plain(**batch).logits, atol=1e-4) == (rope_type == "default")
+    assert torch.equal(GQAForCausalLM(GQAConfig.from_dict(scaled.config.to_dict())).model.rotary_emb["14"].inv_freq,
+                       make_model(model, **config).model.rotary_emb["14"].inv_freq)  # fmt: skip
+
+
+def test_rope_parameters_of_the_caller_are_left_alone():
+    rope = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
+    before = dict(rope)
+    assert make_config("gqa", rope_parameters=rope).rope_parameters["original_max_position_embeddings"] == 256
+    assert rope == before
+
+
+def test_format_versions(tmp_path):
+    """A checkpoint without a version is one of the first; one from the future is not guessed at."""
+    saved = make_config("mixed").to_dict()
+    del saved["format_version"]
+    assert same(GQAConfig.from_dict(saved), make_config("mixed"))
+    (tmp_path / "config.json").write_text(json.dumps({**saved, "format_version": 2}))
+    with pytest.raises(
+        StrictDataclassError, match=r"format_version=2 is newer than this code reads .1.: update modeling_gqa"
+    ):
+        GQAConfig.from_pretrained(tmp_path)

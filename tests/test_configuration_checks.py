@@ -1,0 +1,197 @@
+"""Wrong configurations: one error each, at construction, that names field, value and remedy."""
+
+import importlib.util
+import re
+import warnings
+from dataclasses import fields
+
+import pytest
+import transformers
+from conftest import KIND_SIZES, make_config
+from huggingface_hub.errors import StrictDataclassError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM, configuration_gqa
+
+pytestmark = pytest.mark.compat
+
+MLA = KIND_SIZES["mla"]
+LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 7, "long_factor": [1.0] * 7}
+LONGROPE["original_max_position_embeddings"] = 16
+# what is wrong -> the model, its fields, the message
+WRONG = {
+    "heads and hidden size": ("gqa", {"head_dim": None, "num_attention_heads": 4},
+                              r"hidden_size=66 is not divisible by num_attention_heads=4: set head_dim"),
+    "heads and hidden size, mla": ("mla", {"num_attention_heads": 4, "kv_lora_rank": None, "head_dim": None},
+                                   r"hidden_size=66 is not divisible by num_attention_heads=4: set head_dim"),
+    "heads and groups": ("gqa", {"num_key_value_heads": 4},
+                         r"num_attention_heads=6 is not divisible by num_key_value_heads=4: choose one of 1, 2, 3, 6"),
+    "no groups": ("gqa", {"num_key_value_heads": None}, r"num_key_value_heads must be given: num_attention_heads=6"),
+    "mha and groups": ("mha", {"num_key_value_heads": 2},
+                       r"num_key_value_heads=2 contradicts attention_kind='mha', which has 6: leave it out"),
+    "mqa and groups": ("mqa", {"num_key_value_heads": 6},
+                       r"num_key_value_heads=6 contradicts attention_kind='mqa', which has 1: leave it out"),
+    "mla and groups": ("mla", {"num_key_value_heads": 2},
+                       r"num_key_value_heads=2 contradicts attention_kind='mla', which .* \(6\) .*: leave it out"),
+    "odd head": ("gqa", {"head_dim": 13}, r"head_dim=13 .* must be even"),
+    "odd rotary part": ("gqa", {"partial_rotary_factor": 0.4}, r"head_dim=14 with partial_rotary_factor=0.4 .* even"),
+    "too much rotary": ("gqa", {"partial_rotary_factor": 2.0}, r"partial_rotary_factor=2.0 .* at most head_dim"),
+    "odd rotary key": ("mla", {"qk_rope_head_dim": 5}, r"qk_rope_head_dim=5 must be even"),
+    "part of a rotary key": ("mla", {"partial_rotary_factor": 0.5},
+                             r"partial_rotary_factor=0.5 .* attention_kind='mla': qk_rope_head_dim"),
+    "qk_head_dim": ("mla", {"qk_head_dim": 5}, r"qk_head_dim=5 must be .* = 16: leave it out"),
+    "qk_norm and mla": ("mla", {"qk_norm": True}, r"qk_norm=True .* attention_kind='mla': use latent_norm"),
+    "unknown kind": ("gqa", {"attention_kind": "GQA"}, r"attention_kind='GQA' is unknown: choose 'mha', 'mqa', 'gqa'"),
+    "type": ("gqa", {"hidden_size": "66"}, r"'hidden_size' expected int, got str \(value: '66'\)"),
+    "dropout": ("gqa", {"attention_dropout": 1.5}, r"attention_dropout=1.5 must lie between 0 and 1"),
+    "activation": ("gqa", {"hidden_act": "swoosh"}, r"hidden_act='swoosh' is unknown: choose one of .*silu"),
+    "initializer": ("gqa", {"initializer_range": -0.1}, r"initializer_range=-0.1 must not be negative"),
+    "negative part of a key": ("mla", {"qk_nope_head_dim": -2}, r"qk_nope_head_dim=-2 must not be negative"),
+    "layer type": ("gqa", {"layer_types": ["chunked_attention"] * 3}, r"layer_types has \['chunked_attention'\]: use"),
+    "number of layer types": ("gqa", {"layer_types": ["full_attention"]}, r"num_hidden_layers.*3.*layer_types.*1"),
+    "no window": ("gqa", {"layer_types": ["sliding_attention"] * 3}, r"sliding_window is None: set it in tokens"),
+    "window of one": ("gqa", {"sliding_window": 1}, r"sliding_window=1 .*: set 2 or more"),
+    "rope type": ("gqa", {"rope_parameters": {"rope_type": "spiral"}},
+                  r"rope_parameters\['rope_type'\]='spiral' is unknown: choose one of default, dynamic, .*yarn"),
+    "rope by layer type": ("gqa", {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+                           r"rope_parameters by layer type is not supported: give one set"),
+    "rope keys": ("gqa", {"rope_parameters": {"rope_type": "yarn"}}, r"`rope_parameters` for .*'yarn': \{'factor'\}"),
+    "mixed longrope, one head size": ("gqa", {"rope_parameters": LONGROPE,
+                                              "per_layer_config": {0: {"attention_kind": "mqa"}}},
+                                      r"rope_type'\]='longrope' .*mixed model \(per_layer_config\): use 'yarn'"),
+    "mixed longrope, two head sizes": ("mixed", {"rope_parameters": LONGROPE},
+                                       r"rope_type'\]='longrope' .*mixed model \(per_layer_config\): use 'yarn'"),
+    "format": ("gqa", {"format_version": 2}, r"format_version=2 is newer than this code reads \(1\): update"),
+    "misspelled": ("gqa", {"num_key_value_head": 2},
+                   r"no field 'num_key_value_head', did you mean 'num_key_value_heads'"),
+    "misspelled in a layer": ("gqa", {"per_layer_config": {1: {"attention_knd": "mla"}}},
+                              r"per_layer_config\[1\] sets 'attention_knd'.* did you mean 'attention_kind'"),
+    "global in a layer": ("gqa", {"per_layer_config": {1: {"hidden_size": 60}}},
+                          r"per_layer_config\[1\] sets 'hidden_size', which cannot differ by layer.*: attention_kind,"),
+    "layer index": ("gqa", {"per_layer_config": {3: {"attention_kind": "mla"}}}, r"per_layer_config.*\[0, 3\).*\[3\]"),
+    "negative layer index": ("gqa", {"per_layer_config": {-1: {"attention_kind": "mla"}}},
+                             r"per_layer_config has the key -1: keys are layer indices, counted from 0"),
+    "layer name": ("gqa", {"per_layer_config": {"first": {}}}, r"per_layer_config has the key 'first'"),
+    "layer's groups": ("mha", {"per_layer_config": {1: {"attention_kind": "gqa", "num_key_value_heads": 5}}},
+                       r"layer 1: num_attention_heads=6 is not divisible by num_key_value_heads=5: choose one of"),
+    "layer's kind": ("mha", {"per_layer_config": {2: {"attention_kind": "mlp"}}}, r"layer 2: attention_kind='mlp' is"),
+    "layer's latent": ("mha", {"per_layer_config": {0: {"kv_lora_rank": 5}}}, r"layer 0: kv_lora_rank=5 belongs to"),
+    "layer's rank": ("mla", {"per_layer_config": {0: {"kv_lora_rank": 0}}}, r"layer 0: kv_lora_rank=0 must be"),
+    "layer's type": ("mha", {"per_layer_config": {0: {"head_dim": "x"}}}, r"'head_dim'.*'x'"),
+    **{f"no {name}": ("gqa", {name: 0}, f"{name}=0 must be positive") for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")},
+    **{f"negative {name}": ("mla", {name: -3}, f"{name}=-3 must be positive") for name in (
+        "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_configuration_is_refused(name):
+    model, wrong, message = WRONG[name]
+    with pytest.raises((ValueError, KeyError, StrictDataclassError), match=f"(?s){message}") as error:
+        make_config(model, **wrong)
+    assert len(str(error.value).strip().splitlines()) <= 2  # huggingface_hub's headline may precede ours
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ATTENTION_CLASSES if kind != "mla"])
+@pytest.mark.parametrize("field", [*MLA, "q_lora_rank", "qk_head_dim", "rope_interleave", "latent_norm"])
+def test_latent_fields_belong_to_mla(kind, field):
+    value = False if field in ("rope_interleave", "latent_norm") else 8
+    with pytest.raises(
+        StrictDataclassError, match=f"{field}={value} belongs to attention_kind='mla', .*'{kind}': leave"
+    ):
+        make_config(kind, **{field: value})
+
+
+KNOWN = sorted({field.name for field in fields(GQAConfig)} | set(configuration_gqa.FOLDED_KEYWORDS))
+
+
+def one_edit_away(name: str) -> set[str]:
+    """All names that one inserted, deleted, replaced or swapped character makes of `name`."""
+    letters = "abcdefghijklmnopqrstuvwxyz_0123456789ABC-"
+    splits = [(name[:i], name[i:]) for i in range(len(name) + 1)]
+    made = {left + letter + right for left, right in splits for letter in letters}
+    made |= {left + letter + right[1:] for left, right in splits if right for letter in ("", *letters)}
+    return made | {left + right[1] + right[0] + right[2:] for left, right in splits if len(right) > 1}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(KNOWN), st.data())
+def test_a_keyword_one_edit_away_from_a_field_is_refused(field, data):
+    wrong = data.draw(st.sampled_from(sorted(one_edit_away(field))))
+    if wrong in KNOWN or hasattr(GQAConfig, wrong):
+        return
+    with pytest.raises(ValueError, match="did you mean") as error:
+        GQAConfig(**{wrong: 3})
+    suggested = re.search(r"no field '(.*)', did you mean '(.*)'\?", str(error.value))
+    assert suggested[1] == wrong
+    assert suggested[2] == field or wrong in one_edit_away(suggested[2])
+
+
+def test_keywords_that_resemble_no_field_are_kept():
+    """transformers stores unknown keywords; so do configurations of later versions."""
+    assert make_config("gqa", invented_elsewhere=3).invented_elsewhere == 3
+    assert make_config("gqa", num_labels=3).num_labels == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kv_lora_rank": 67}, "kv_lora_rank=67 is larger than the 66 dimensions that it compresses"),
+        ({"hidden_size": 300, "kv_lora_rank": 139}, "kv_lora_rank=139 is larger than the 138 dimensions"),
+        ({"q_lora_rank": 67}, "q_lora_rank=67 is larger than the 66 dimensions"),
+        ({"hidden_size": 300, "q_lora_rank": 97}, "q_lora_rank=97 is larger than the 96 dimensions"),
+    ],
+    ids=str,
+)
+def test_a_rank_larger_than_what_it_compresses_warns(fields, message):
+    with pytest.warns(UserWarning, match=message):
+        make_config("mla", **fields)
+    (name,) = {"kv_lora_rank", "q_lora_rank"} & fields.keys()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_config("mla", **{**fields, name: fields[name] - 1})
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value", "message"),
+    [
+        ("gqa", "num_key_value_heads", 5, r"num_attention_heads=6 is not divisible by num_key_value_heads=5"),
+        ("mha", "num_key_value_heads", 3, r"num_key_value_heads=3 contradicts attention_kind='mha'"),
+        ("mha", "num_attention_heads", 5, r"num_key_value_heads=6 contradicts attention_kind='mha', which has 5"),
+        ("mla", "attention_kind", "mha", r"lora_rank=22 belongs to attention_kind='mla', but attention_kind='mha'"),
+        ("mha", "attention_kind", "mla", r"kv_lora_rank=None .*attention_kind='mla'"),
+        ("mla", "qk_nope_head_dim", 9, r"qk_head_dim=16 must be .* = 15"),
+        ("mla", "kv_lora_rank", None, r"kv_lora_rank=None .*attention_kind='mla'"),
+        ("mla", "qk_nope_head_dim", None, r"qk_nope_head_dim=None .*attention_kind='mla'"),
+        ("gqa", "layer_types", ["full_attention"], r"num_hidden_layers.*3.*layer_types.*1"),
+        ("mixed", "num_attention_heads", 5, r"layer 0: num_key_value_heads=6 contradicts attention_kind='mla'"),
+        ("mixed", "rope_parameters", LONGROPE, r"'longrope' .*per_layer_config"),
+        ("mixed", "per_layer_config", {1: {"num_key_value_heads": 5}}, r"layer 1: .*num_key_value_heads=5"),
+    ],
+)
+def test_the_models_constructor_checks_what_was_written_since(model, field, value, message):
+    config = make_config(model)
+    setattr(config, field, value)
+    with pytest.raises(StrictDataclassError, match=message):
+        GQAForCausalLM(config)
+
+
+def test_keywords_of_a_models_from_pretrained_are_checked(tmp_path):
+    GQAForCausalLM(make_config("gqa")).save_pretrained(tmp_path)
+    for wrong in ({"num_key_value_heads": 5}, {"per_layer_config": {0: {"num_key_value_heads": 5}}}):
+        with pytest.raises(StrictDataclassError, match="num_key_value_heads=5"):
+            GQAForCausalLM.from_pretrained(tmp_path, **wrong)
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.16.4", "5.0.0rc1"])
+def test_an_older_transformers_is_named_in_one_line(version, monkeypatch):
+    spec = importlib.util.spec_from_file_location("modeling_gqa.freshly_loaded", configuration_gqa.__file__)
+    monkeypatch.setattr(transformers, "__version__", version)
+    with pytest.raises(
+        ImportError, match=rf"needs transformers>=5.17,<6 and found {re.escape(version)}: .*pip"
+    ) as error:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert "\n" not in str(error.value)
