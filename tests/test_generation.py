@@ -1,0 +1,288 @@
+"""`generate` and the text-generation pipeline give the same tokens whatever the cache and the way of decoding."""
+
+import accelerate
+import pytest
+import torch
+from conftest import MODELS, SIZES, make_batch, make_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast, StaticCache, pipeline, set_seed
+
+compat = pytest.mark.compat
+
+NEW_TOKENS = 7
+# Each fills the cache in its own way; `use_cache=False` needs none and is what they are compared with.
+CACHE_ARGUMENTS = {
+    "dynamic": {},
+    "static": {"cache_implementation": "static"},
+    "dynamic-chunked": {"prefill_chunk_size": 3},
+    "static-chunked": {"prefill_chunk_size": 3, "cache_implementation": "static"},
+}
+STRATEGIES = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 20, "top_p": 0.95},
+    "beam": {"num_beams": 3},
+    "beam-sampling": {"num_beams": 3, "do_sample": True, "temperature": 1.5},
+}
+
+
+def make_endless_model(model_name: str, **overrides):
+    """Model that never stops early, so that every comparison covers all tokens."""
+    return make_model(model_name, eos_token_id=None, **overrides)
+
+
+def generate(model, batch, **arguments) -> torch.Tensor:
+    """New tokens (B, T) for the prompts of a batch."""
+    set_seed(3)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    tokens = model.generate(**inputs, **{"max_new_tokens": NEW_TOKENS, **arguments})
+    assert torch.equal(tokens[:, : inputs["input_ids"].shape[1]], inputs["input_ids"])
+    return tokens[:, inputs["input_ids"].shape[1] :]
+
+
+@torch.no_grad()
+def greedy_tokens(model, batch) -> torch.Tensor:
+    """Reference without `generate`: the likeliest next token of a full forward, again and again."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    for _ in range(NEW_TOKENS):
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, -1]
+        ids = torch.cat((ids, logits.argmax(-1, keepdim=True)), dim=1)
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+    return ids[:, -NEW_TOKENS:]
+
+
+@compat
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("cache", ["none", *CACHE_ARGUMENTS])
+def test_greedy_equals_full_forwards(model_name, cache, padding):
+    model, batch = make_endless_model(model_name), make_batch(padding=padding)
+    arguments = {"use_cache": False} if cache == "none" else CACHE_ARGUMENTS[cache]
+    assert generate(model, batch, **arguments).tolist() == greedy_tokens(model, batch).tolist()
+
+
+@compat
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "greedy"])
+def test_every_cache_gives_the_same_tokens(model_name, strategy):
+    model, batch = make_endless_model(model_name), make_batch(padding="left")
+    expected = generate(model, batch, use_cache=False, **STRATEGIES[strategy])
+    assert expected.tolist() != generate(model, batch, use_cache=False).tolist(), "the strategy changes nothing"
+    for cache, arguments in CACHE_ARGUMENTS.items():
+        tokens = generate(model, batch, **arguments, **STRATEGIES[strategy])
+        assert tokens.tolist() == expected.tolist(), cache
+
+
+@compat
+@pytest.mark.parametrize("cache", CACHE_ARGUMENTS)
+def test_left_padded_rows_equal_each_row_alone(model_name, cache):
+    model, batch = make_endless_model(model_name), make_batch(padding="left")
+    together = generate(model, batch, **CACHE_ARGUMENTS[cache])
+    assert batch["attention_mask"].sum(-1).tolist() == [11, 9, 8]
+    for row, mask in enumerate(batch["attention_mask"].bool()):
+        alone = {name: tensor[row : row + 1, mask] for name, tensor in batch.items()}
+        assert generate(model, alone, **CACHE_ARGUMENTS[cache]).tolist() == together[row : row + 1].tolist()
+
+
+@compat
+def test_rows_stop_at_their_own_end_token(model_name):
+    model, batch = make_endless_model(model_name), make_batch()
+    endless = generate(model, batch)
+    end = endless[1, 2].item()
+    for arguments in CACHE_ARGUMENTS.values():
+        stopped = generate(model, batch, eos_token_id=end, **arguments)
+        for row, expected in zip(stopped.tolist(), endless.tolist(), strict=True):
+            length = expected.index(end) + 1 if end in expected else NEW_TOKENS
+            assert row[:length] == expected[:length]
+            assert set(row[length:]) <= {SIZES["pad_token_id"]}
+        assert stopped[1, 3:].tolist() == [SIZES["pad_token_id"]] * (stopped.shape[1] - 3)
+
+
+@compat
+def test_prompt_lookup_equals_greedy(model_name):
+    model, batch = make_endless_model(model_name), make_batch(batch=1)
+    # A repeated prompt, so that there is something to look up.
+    batch = {"input_ids": batch["input_ids"].repeat(1, 2), "attention_mask": batch["attention_mask"].repeat(1, 2)}
+    calls = count_forwards(model)
+    tokens = generate(model, batch, prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
+    assert calls[0] > batch["input_ids"].shape[1], "no candidates were proposed with the prompt"
+    assert tokens.tolist() == greedy_tokens(model, batch).tolist()
+
+
+@compat
+@pytest.mark.parametrize("assistant", ["gqa", "mla", "mixed"])
+def test_assisted_equals_greedy(model_name, assistant):
+    model, batch = make_endless_model(model_name), make_batch(batch=1)
+    helper = make_endless_model(assistant, seed=5, intermediate_size=26)
+    calls = count_forwards(model)
+    tokens = generate(model, batch, assistant_model=helper)
+    assert calls[0] > batch["input_ids"].shape[1], "the assistant proposed nothing"
+    assert tokens.tolist() == greedy_tokens(model, batch).tolist()
+
+
+@compat
+# transformers 5.17 cannot draft several tokens with a sliding cache.
+@pytest.mark.parametrize("model_name", [name for name in MODELS if name != "mixed-window"])
+def test_assistant_that_is_right_is_accepted(model_name):
+    model, batch = make_endless_model(model_name), make_batch(batch=1)
+    helper = make_endless_model(model_name)
+    helper.generation_config.num_assistant_tokens = 3
+    helper.generation_config.assistant_confidence_threshold = 0.0
+    calls = count_forwards(model)
+    tokens = generate(model, batch, assistant_model=helper)
+    assert calls == [11 + 3, 1 + 2], "3 candidates and a token of its own, then the rest"
+    assert tokens.tolist() == greedy_tokens(model, batch).tolist()
+
+
+def count_forwards(model) -> list[int]:
+    """List to which each forward of the model adds the number of tokens it was given."""
+    calls = []
+
+    def record(module, arguments, keywords):
+        calls.append((arguments[0] if arguments else keywords["input_ids"]).shape[1])
+
+    model.register_forward_pre_hook(record, with_kwargs=True)
+    return calls
+
+
+@compat
+@pytest.mark.parametrize(
+    ("cache", "kind"),
+    [({}, DynamicCache), ({"cache_implementation": "static"}, StaticCache)],
+    ids=["dynamic", "static"],
+)
+def test_prompt_is_read_once(model_name, cache, kind):
+    model, batch = make_endless_model(model_name), make_batch()
+    calls = count_forwards(model)
+    outputs = model.generate(batch["input_ids"], max_new_tokens=4, return_dict_in_generate=True, **cache)
+    assert calls == [11, 1, 1, 1]
+    assert type(outputs.past_key_values) is kind
+    calls.clear()
+    generate(model, batch, prefill_chunk_size=4, max_new_tokens=3, **cache)
+    assert calls == [4, 4, 3, 1, 1]
+
+
+@compat
+def test_scores_and_attentions_of_generated_tokens(model_name):
+    model, batch = make_endless_model(model_name), make_batch()
+    model.set_attn_implementation("eager")
+    outputs = model.generate(
+        batch["input_ids"],
+        max_new_tokens=3,
+        return_dict_in_generate=True,
+        output_logits=True,
+        output_attentions=True,
+        output_hidden_states=True,
+    )
+    with torch.no_grad():
+        full = model(outputs.sequences[:, :-1], output_attentions=True, output_hidden_states=True)
+    torch.testing.assert_close(torch.stack(outputs.logits, 1), full.logits[:, 10:], rtol=1e-4, atol=1e-4)
+    for step in (1, 2):
+        assert len(outputs.attentions[step]) == 3
+        for weights, expected, states, expected_states in zip(
+            outputs.attentions[step], full.attentions, outputs.hidden_states[step], full.hidden_states, strict=False
+        ):
+            position = 10 + step
+            # A sliding cache has dropped the keys outside its window.
+            expected = expected[:, :, position : position + 1, : position + 1][..., -weights.shape[-1] :]
+            torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(states, expected_states[:, position : position + 1], rtol=1e-4, atol=1e-4)
+
+
+@compat
+@pytest.mark.parametrize("model_name", ["mixed", "mixed-window"])
+def test_static_cache_decodes_in_one_graph(model_name):
+    model, batch = make_endless_model(model_name), make_batch(padding="left")
+    expected = generate(model, batch)
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    assert generate(model, batch, cache_implementation="static").tolist() == expected.tolist()
+
+
+@compat
+def test_generation_config_survives_saving(tmp_path):
+    model, batch = make_endless_model("mixed"), make_batch()
+    model.generation_config = GenerationConfig(do_sample=True, top_k=7, max_new_tokens=5, pad_token_id=0)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert (again.generation_config.top_k, again.generation_config.max_new_tokens) == (7, 5)
+    set_seed(0)
+    expected = model.generate(batch["input_ids"])
+    set_seed(0)
+    assert again.generate(batch["input_ids"]).tolist() == expected.tolist()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "<s>", "</s>", *(f"w{index}" for index in range(3, SIZES["vocab_size"]))]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )
+
+
+@compat
+@pytest.mark.parametrize("model_name", MODELS)
+def test_pipeline(model_name, tokenizer):
+    model = make_endless_model(model_name)
+    texts = ["w7 w9 w30 w4", "w50 w51"]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    expected = greedy_tokens(model, batch)
+    generator = pipeline("text-generation", model=model, tokenizer=tokenizer, device="cpu")
+    for batch_size in (1, 2):
+        outputs = generator(
+            texts, batch_size=batch_size, return_full_text=False, do_sample=False, max_new_tokens=NEW_TOKENS
+        )
+        assert [output["generated_text"] for [output] in outputs] == tokenizer.batch_decode(
+            expected, skip_special_tokens=True
+        )
+
+
+def wrap_in_lora(model, folder):
+    import peft
+
+    config = peft.LoraConfig(r=3, target_modules=["kv_b_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).eval().base_model.model
+
+
+def quantize_with_torchao(model, folder):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name.endswith("kv_b_proj"))
+    return model
+
+
+def quantize_with_quanto(model, folder):
+    from optimum.quanto import freeze, qint8, quantize
+
+    quantize(model, weights=qint8, include="*kv_b_proj")
+    freeze(model)
+    return model
+
+
+def offload_to_cpu(model, folder):
+    return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def offload_to_disk(model, folder):
+    return accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+
+
+WRAPPERS = [wrap_in_lora, quantize_with_torchao, quantize_with_quanto, offload_to_cpu, offload_to_disk]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize("model_name", ["mla", "mla-q-lora", "mixed"])
+def test_projection_that_is_not_plain_is_expanded(model_name, wrap, tmp_path):
+    plain, batch = make_endless_model(model_name), make_batch(padding="left")
+    model = wrap(make_endless_model(model_name), tmp_path)
+    projections = [module for name, module in model.named_modules() if name.endswith("self_attn.kv_b_proj")]
+    assert len(projections) == (1 if model_name == "mixed" else 3)
+    calls = []
+    for projection in projections:
+        projection.register_forward_hook(lambda *_: calls.append(1))
+    tokens = generate(model, batch)
+    assert len(calls) == NEW_TOKENS * len(projections)
+    assert tokens.tolist() == greedy_tokens(model, batch).tolist()
+    with torch.no_grad():
+        same = torch.equal(model(**batch).logits, plain(**batch).logits)
+    assert same is wrap.__name__.startswith("offload"), "only offloading leaves the function as it was"

@@ -1,0 +1,299 @@
+"""The model beside its attention: Auto classes, heads, backends, masks, packed documents, training, wrapped weights."""
+
+import pytest
+import torch
+import transformers
+from conftest import make_batch, make_config, make_model
+from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+HEADS = {
+    "AutoModelForCausalLM": lambda ids: {"labels": ids},
+    "AutoModelForSequenceClassification": lambda ids: {"labels": ids[:, 0] % 2},
+    "AutoModelForTokenClassification": lambda ids: {"labels": ids % 2},
+    "AutoModelForQuestionAnswering": lambda ids: {"start_positions": ids[:, 0] % 5, "end_positions": ids[:, 1] % 9},
+}
+
+
+def build(auto_class: str, model_name: str, **overrides):
+    torch.manual_seed(0)
+    return getattr(transformers, auto_class).from_config(make_config(model_name, **overrides))
+
+
+def assert_close(actual, expected, tolerance=1e-5):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def real(logits, batch):
+    return logits[batch["attention_mask"].bool()]
+
+
+def gradients(model) -> dict:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("auto_class", HEADS)
+def test_two_steps_move_every_parameter(auto_class, model_name):
+    model = build(auto_class, model_name, attention_bias=True, mlp_bias=True).train()
+    batch = make_batch(padding="right")
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        loss = model(**batch, **HEADS[auto_class](batch["input_ids"])).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    # Weight decay alone would move a parameter that has no gradient.
+    still = [name for name, grad in gradients(model).items() if grad is None or not grad.abs().sum() > 0]
+    assert not still
+    assert not [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
+
+
+def test_sequence_classification_reads_the_last_token_of_each_row():
+    model, batch = build("AutoModelForSequenceClassification", "mixed").eval(), make_batch(padding="right")
+    logits = model(**batch).logits
+    for row, mask in enumerate(batch["attention_mask"].bool()):
+        assert_close(logits[row : row + 1], model(batch["input_ids"][row : row + 1, mask]).logits)
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_backends_agree(model_name, padding):
+    model, batch = make_model(model_name), make_batch(padding=padding)
+    logits = {}
+    # Uncompiled, flex_attention runs on the CPU (forward only) and needs no compiler.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for backend in ("eager", "sdpa", "flex_attention"):
+            model.set_attn_implementation(backend)
+            cache = DynamicCache(config=model.config)
+            first = model(batch["input_ids"][:, :9], attention_mask=batch["attention_mask"][:, :9],
+                          position_ids=batch["position_ids"][:, :9], past_key_values=cache).logits  # fmt: skip
+            second = model(batch["input_ids"][:, 9:], attention_mask=batch["attention_mask"],
+                           position_ids=batch["position_ids"][:, 9:], past_key_values=cache).logits  # fmt: skip
+            logits[backend] = real(torch.cat((first, second), dim=1), batch)
+    assert_close(logits["sdpa"], logits["eager"], 1e-4)
+    assert_close(logits["flex_attention"], logits["eager"], 1e-4)
+
+
+def test_eager_and_sdpa_have_the_same_gradients(model_name):
+    results = []
+    for backend in ("eager", "sdpa"):
+        model, batch = make_model(model_name).train().double(), make_batch(padding="left")
+        model.set_attn_implementation(backend)
+        # A padding token's own prediction depends on how a backend treats a row without keys.
+        labels = batch["input_ids"].masked_fill(batch["position_ids"] == 0, -100)
+        model(**batch, labels=labels).loss.backward()
+        results.append(gradients(model))
+    for name, gradient in results[0].items():
+        assert_close(results[1][name], gradient, 1e-9)
+
+
+@pytest.mark.parametrize("model_name", ["gqa", "mla", "mixed", "mixed-window"])
+def test_flash_attention_dispatch(model_name, monkeypatch):
+    """A stand-in for flash attention sees what the kernel must see, in every layer, while reading and decoding."""
+    calls = []
+
+    def stand_in(module, query, key, value, attention_mask, scaling, dropout=0.0, sliding_window=None, **kwargs):
+        calls.append((module, query, key, value, attention_mask, sliding_window, kwargs))
+        length, total = query.shape[2], key.shape[2]
+        mask = torch.ones(length, total, dtype=torch.bool).tril(total - length)
+        if sliding_window is not None:
+            mask = mask.triu(total - length - sliding_window + 1)
+        if attention_mask is not None:
+            mask = mask & attention_mask[:, None, None, -total:].bool()
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        scores = (query @ key.mT * scaling).masked_fill(~mask, torch.finfo(query.dtype).min)
+        return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", stand_in)
+    model, batch = make_model(model_name), make_batch(padding="left")
+    with torch.no_grad():
+        expected = real(model(**batch).logits, batch)
+        model.config._attn_implementation = "flash_attention_2"
+        cache, logits = DynamicCache(config=model.config), []
+        for part in (slice(0, 10), slice(10, 11)):
+            step = {"input_ids": batch["input_ids"][:, part], "position_ids": batch["position_ids"][:, part]}
+            step["attention_mask"] = batch["attention_mask"][:, : part.stop]
+            logits.append(model(**step, past_key_values=cache).logits)
+    assert_close(real(torch.cat(logits, 1), batch), expected, 1e-4)
+    assert [call[0] for call in calls] == [layer.self_attn for layer in model.model.layers] * 2
+    for index, (module, query, key, value, mask, window, kwargs) in enumerate(calls):
+        layer = model.config.per_layer_config[index % 3]
+        size = 16 if layer.attention_kind == "mla" else 14
+        assert query.shape == (3, 6, 10 if index < 3 else 1, size)
+        assert key.shape[1] == layer.num_key_value_heads
+        assert key.shape == value.shape
+        if layer.attention_kind == "mla":
+            assert not value[..., 13:].any()
+        # A mask of ones is left out: decoding, the padding lies outside the window.
+        assert mask.ndim == 2 if window is None or index < 3 else mask is None
+        assert window == (5 if model.config.layer_types[index % 3] == "sliding_attention" else None)
+        assert "position_ids" in kwargs
+        assert module.is_causal
+
+
+@pytest.mark.parametrize("model_name", ["mixed", "mixed-window"])
+def test_set_attn_implementation_reaches_every_layer(model_name, monkeypatch):
+    model, batch, seen = make_model(model_name), make_batch(), []
+    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    stand_in = lambda module, *args, **kwargs: seen.append(module) or stock(module, *args, **kwargs)  # noqa: E731
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", stand_in)
+    for backend, layers in (("eager", 0), ("sdpa", 3), ("eager", 0)):
+        seen.clear()
+        model.set_attn_implementation(backend)
+        model(**batch)
+        assert len({id(module) for module in seen}) == layers
+
+
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_finished_masks(model_name, backend):
+    model, batch = make_model(model_name), make_batch(padding="left")
+    if model_name == "mixed-window":
+        model.config.sliding_window = 100  # a finished mask replaces the window's
+        for layer in model.model.layers:
+            layer.self_attn.sliding_window = None
+    model.set_attn_implementation(backend)
+    expected = real(model(**batch).logits, batch)
+    allowed = batch["attention_mask"].bool()[:, None, None, :] & torch.ones(11, 11, dtype=torch.bool).tril()
+    additive = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+    for mask in (allowed, additive):
+        assert_close(real(model(**{**batch, "attention_mask": mask}).logits, batch), expected)
+
+
+def test_holes_in_the_padding_mask_are_not_documents(model_name):
+    model, ids = make_model(model_name), make_batch(batch=1)["input_ids"]
+    mask = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1]])
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    with torch.no_grad():
+        full = model(ids, attention_mask=mask, position_ids=positions).logits
+        cache = DynamicCache(config=model.config)
+        cached = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+    assert_close(full[mask.bool()], cached[mask.bool()])
+
+
+@pytest.mark.compat
+@pytest.mark.parametrize("mask", ["no mask", "mask of ones", "right padding"])
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_packed_documents_do_not_see_each_other(model_name, backend, training, use_cache, mask):
+    model, ids = make_model(model_name).train(training), make_batch(batch=2)["input_ids"]
+    model.set_attn_implementation(backend)
+    # Documents begin at another place in each row.
+    positions = torch.stack([torch.cat((torch.arange(n), torch.arange(11 - n))) for n in (4, 6)])
+    attention_mask = torch.ones_like(ids) if mask != "no mask" else None
+    if mask == "right padding":
+        attention_mask[1, -2:] = 0
+    changed = ids.clone()
+    changed[0, :4] = ids[0, :4].flip(0) + 1
+    arguments = {"attention_mask": attention_mask, "position_ids": positions, "use_cache": use_cache}
+    logits, other = (model(tokens, **arguments).logits for tokens in (ids, changed))
+    assert not torch.allclose(logits[0, :4], other[0, :4])
+    assert_close(logits[0, 4:], other[0, 4:])
+    assert_close(logits[1, :9], other[1, :9])
+    for row, begin, end in ((0, 4, 11), (1, 0, 6), (1, 6, 9)):
+        assert_close(logits[row, begin:end], model(ids[row : row + 1, begin:end]).logits[0], 1e-4)
+    embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
+    model(inputs_embeds=embeds, **arguments).logits[0, 4:].square().sum().backward()
+    assert embeds.grad[0, 4:].abs().sum() > 0
+    assert not embeds.grad[0, :4].any()
+    assert not embeds.grad[1].any()
+
+
+def test_attentions_and_hidden_states(model_name):
+    model, ids = make_model(model_name), make_batch()["input_ids"]
+    model.set_attn_implementation("eager")
+    cache, request = DynamicCache(config=model.config), {"output_attentions": True, "output_hidden_states": True}
+    full = model(ids, **request)
+    model(ids[:, :10], past_key_values=cache)
+    step = model(ids[:, 10:], past_key_values=cache, **request)  # latent layers absorb
+    assert len(full.attentions) == len(step.attentions) == 3
+    assert len(full.hidden_states) == len(step.hidden_states) == 4
+    for index, (weights, decoded) in enumerate(zip(full.attentions, step.attentions, strict=True)):
+        window = model.config.sliding_window if model.model.layers[index].self_attn.sliding_window else 11
+        assert weights.shape == (3, 6, 11, 11)
+        assert_close(weights.sum(-1), torch.ones(3, 6, 11))
+        assert not weights.triu(1).any()
+        assert_close(decoded, weights[:, :, 10:, -window:])
+    assert_close(full.hidden_states[0], model.get_input_embeddings()(ids))
+    assert_close(model.lm_head(full.hidden_states[3]), full.logits)
+    for states, decoded in zip(full.hidden_states, step.hidden_states, strict=True):
+        assert_close(decoded, states[:, 10:], 1e-4)
+
+
+def test_gradient_checkpointing_and_accumulation_change_nothing(model_name):
+    batch, results = make_batch(batch=4), []
+    parts = [{name: tensor[rows] for name, tensor in batch.items()} for rows in (slice(0, 1), slice(1, 4))]
+    for variant in ("plain", "checkpointed", "accumulated"):
+        model, blocks = make_model(model_name).train(), []
+        model.model.layers[1].mlp.register_forward_pre_hook(lambda *_, blocks=blocks: blocks.append(1))
+        if variant == "checkpointed":
+            model.gradient_checkpointing_enable()
+        loss = 0.0
+        for part in parts if variant == "accumulated" else [batch]:
+            labels = part["input_ids"].masked_fill(part["input_ids"] % 3 == 0, -100)
+            predicted = (batch["input_ids"][:, 1:] % 3 != 0).sum()
+            part_loss = model(**part, labels=labels, num_items_in_batch=predicted).loss
+            part_loss.backward()
+            loss += part_loss.detach()
+        assert len(blocks) == (1 if variant == "plain" else 2)
+        results.append((loss, gradients(model)))
+    for loss, grads in results[1:]:
+        assert_close((loss, grads), results[0], 1e-5)
+
+
+@pytest.mark.parametrize("model_name", ["gqa", "mixed"])
+def test_logits_to_keep_and_inputs_embeds(model_name):
+    model, ids = make_model(model_name), make_batch()["input_ids"]
+    full, chosen = model(ids).logits, ids % 2 == 0
+    rows = torch.tensor([[0, 3], [1, 10], [2, 2]])
+    for keep, expected in (
+        (0, full),
+        (3, full[:, -3:]),
+        (torch.tensor([0, 7]), full[:, [0, 7]]),
+        (rows, torch.stack([full[row, positions] for row, positions in enumerate(rows)])),
+        (chosen, full[chosen]),
+    ):
+        assert_close(model(ids, logits_to_keep=keep).logits, expected)
+    assert_close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, full)
+    for wrong in ({}, {"input_ids": ids, "inputs_embeds": model.get_input_embeddings()(ids)}):
+        with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+            model(**wrong)
+
+
+@pytest.mark.parametrize("auto_class", HEADS)
+def test_plans_name_existing_modules(auto_class, model_name):
+    model = build(auto_class, model_name)
+    names = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name, _ in model.named_modules()}
+    for plan in (model._tp_plan, model._pp_plan, model._fsdp_plan):
+        assert len(plan) > 2
+        assert plan.keys() <= names
+    heads = {name.rsplit(".", 1)[1] for name in names if "self_attn." in name and name.endswith("_proj")}
+    assert {name.rsplit(".", 1)[1] for name in model._tp_plan if "self_attn" in name} == heads - {"q_a_proj"}
+
+
+def test_float64_is_float64_throughout(model_name):
+    """A rounding to float32 anywhere would be an error of 0.1 in a difference quotient over 1e-6."""
+    model = make_model(model_name).double()
+    embeds = torch.randn(1, 7, 66, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: model(inputs_embeds=x).logits, (embeds,), atol=1e-5, fast_mode=True)
+    for rotary in model.model.rotary_emb.values():
+        cos, sin = rotary(embeds, torch.arange(7)[None])
+        assert_close(cos**2 + sin**2, torch.ones_like(cos), 1e-14)
+
+
+def test_lora_on_every_linear_layer_trains_adapters_alone(model_name):
+    import peft  # not installed beside the oldest transformers
+
+    model, ids = make_model(model_name), make_batch()["input_ids"]
+    linear = {name for name, module in model.model.named_modules() if isinstance(module, torch.nn.Linear)}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM")).train()
+    targets = {name.partition(".lora_A")[0] for name in model.state_dict() if ".lora_A" in name}
+    assert targets == {f"base_model.model.model.{name}" for name in linear}
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
+    for _ in range(2):
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved == {name for name in before if ".lora_" in name}
