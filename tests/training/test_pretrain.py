@@ -1,0 +1,204 @@
+"""The script, as users run it: results, interruption and resumption, divergence, refusals."""
+
+import json
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from training_texts import MODEL
+
+from training import data, publish
+from training.pretrain import pretrain
+from training.recipe import Recipe, RecipeError, load_config
+
+LAST = 24  # steps of the tiny recipe; it saves every 7
+
+
+def assert_same_weights(left: Path, right: Path) -> None:
+    """Every bit of every tensor."""
+    ours, theirs = (load_file(path / "final" / "model.safetensors") for path in (left, right))
+    assert ours.keys() == theirs.keys() and len(ours) > 20
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def assert_one_line(process: subprocess.CompletedProcess, message: str) -> None:
+    errors = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+    assert process.returncode == 1 and "Traceback" not in process.stderr
+    assert len(errors) == 1 and message in errors[0], process.stderr
+
+
+def test_finished_run(finished, losses):
+    output, printed = finished
+    results = json.loads((output / "results.json").read_text())
+    assert results["steps"] == LAST and results["tokens_seen"] == LAST * 4 * 64
+    assert results["tokens_per_second"] > 0 and 0 < results["mfu"] < 1
+    assert f"validation loss      {results['validation_loss']:.4f}" in printed
+    assert f"bigram model's loss  {results['bigram_loss']:.4f}" in printed
+    assert len(losses(output)) == LAST and losses(output)[-1] < losses(output)[0] - 0.5
+    assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-21", "checkpoint-24"}
+
+
+def test_final_folder_is_a_hub_repository(finished):
+    output, printed = finished
+    final = output / "final"
+    assert "loads it and writes:\n\nthe " in printed
+    assert json.loads((final / "config.json").read_text()).get("use_cache", True) is True
+    config = json.loads((final / "config.json").read_text())
+    assert "AutoModelForCausalLM" in config["auto_map"] and config["eos_token_id"] == 0
+    assert (final / "generation_config.json").is_file() and (final / "tokenizer.json").is_file()
+    card = (final / "README.md").read_text()
+    results = json.loads((output / "results.json").read_text())
+    for text in (
+        f"{results['validation_loss']:.4f}",
+        f"{results['bigram_loss']:.4f}",
+        "Licence of the text: not stated",
+    ):
+        assert text in card
+    metadata = yaml.safe_load(card.split("---")[1])
+    assert metadata["library_name"] == "transformers" and metadata["pipeline_tag"] == "text-generation"
+
+
+def test_licence_of_the_default_text(tmp_path):
+    recipe = Recipe(output_dir=str(tmp_path), preset="tiny-mixed")
+    results = {"parameters": 1, "steps": 1, "tokens_per_step": 1, "validation_blocks": 1}
+    publish.write_card(tmp_path, recipe, load_config(recipe), data.open_source(recipe), results)
+    assert "Licence of the text: PSF-2.0" in (tmp_path / "README.md").read_text()
+    assert "by layer, mha, gqa, mqa, mla" in (tmp_path / "README.md").read_text()
+
+
+def test_broken_repository_is_noticed(finished, tmp_path):
+    shutil.copytree(finished[0] / "final", tmp_path / "final")
+    (tmp_path / "final" / "rotary.py").unlink()
+    with pytest.raises(RecipeError, match="does not load in a process without the package"):
+        publish.load_as_stranger(tmp_path / "final", "the ")
+
+
+def test_sigterm_saves_and_resume_gives_the_same_bits(script, finished, tmp_path):
+    code, printed = script.stop(tmp_path, 9, signal.SIGTERM)
+    assert code == 128 + 15 and "Stopped by SIGTERM" in printed, printed
+    steps = sorted(int(path.name.partition("-")[2]) for path in tmp_path.glob("checkpoint-*"))
+    assert steps[0] == 7 and 9 <= steps[1] < 14  # between two saves
+    assert not (tmp_path / "final").exists()
+    process = script.run(tmp_path, "--resume")
+    assert process.returncode == 0 and f"Resuming from {tmp_path}/checkpoint-{steps[1]}" in process.stdout
+    assert_same_weights(tmp_path, finished[0])
+    # Once more, as if the script had been stopped between training and saving the result.
+    shutil.rmtree(tmp_path / "final")
+    assert script.run(tmp_path, "--resume").returncode == 0
+    assert_same_weights(tmp_path, finished[0])
+
+
+def test_kill_and_resume_passes_over_an_incomplete_checkpoint(script, finished, tmp_path):
+    code, printed = script.stop(tmp_path, 10, signal.SIGKILL)
+    assert code == -signal.SIGKILL, printed
+    # What a kill in the middle of the next save leaves behind.
+    shutil.copytree(tmp_path / "checkpoint-7", tmp_path / "checkpoint-14")
+    (tmp_path / "checkpoint-14" / "complete.json").unlink()
+    (tmp_path / "checkpoint-14" / "model.safetensors").write_bytes(b"cut short")
+    process = script.run(tmp_path, "--resume")
+    assert process.returncode == 0 and f"Resuming from {tmp_path}/checkpoint-7\n" in process.stdout, process.stderr
+    assert_same_weights(tmp_path, finished[0])
+
+
+def test_resume_and_overwrite_refusals(script, finished):
+    output, _ = finished
+    run = [str(script.recipe), "--output_dir", str(output)]
+    with pytest.raises(RecipeError, match="--resume continues it, --overwrite replaces it"):
+        pretrain(run)
+    model = json.dumps(MODEL | {"vocab_size": 301})
+    with pytest.raises(RecipeError, match="another recipe: ") as error:
+        pretrain([*run, "--resume", "--learning_rate", "0.5", "--model_overrides", model])
+    for key in ("learning_rate (0.003 then, 0.5 now)", "model_overrides", "model vocab_size (300 then, 301 now)"):
+        assert key in str(error.value)
+    assert (output / "final" / "model.safetensors").is_file() and (output / "checkpoint-21").is_dir()
+
+
+def test_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(script, tmp_path):
+    # The first step has a learning rate of zero; the second throws the weights far away.
+    process = script.run(tmp_path, "--learning_rate", "1e30", "--save_steps", "1", "--save_total_limit", "1")
+    assert_one_line(process, "at step 3")
+    for text in ("non-finite", "checkpoint-2 is kept", "Try a lower learning_rate"):
+        assert text in process.stderr
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    assert (checkpoint / "complete.json").is_file()
+    assert all(tensor.isfinite().all() for tensor in load_file(checkpoint / "model.safetensors").values())
+
+
+@pytest.fixture
+def train(script, tmp_path, monkeypatch):
+    """Runs the script here, for a few steps of a tiny model without dropout; returns its results and log."""
+    monkeypatch.setattr(publish, "load_as_stranger", lambda folder, prompt: "a sample")
+
+    def train(name: str, **values) -> tuple[dict, list[dict]]:
+        recipe = yaml.safe_load(script.recipe.read_text())
+        recipe |= {"preset": "tiny-mla", "max_steps": 4, "warmup_steps": 0, "eval_steps": 4}
+        recipe["output_dir"] = str(tmp_path / name)
+        recipe["model_overrides"] = {**MODEL, "attention_dropout": 0.0, "num_hidden_layers": 1}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe | values))
+        pretrain([str(tmp_path / f"{name}.yaml")])
+        state = json.loads((tmp_path / name / "checkpoint-4" / "trainer_state.json").read_text())
+        return json.loads((tmp_path / name / "results.json").read_text()), state["log_history"]
+
+    return train
+
+
+def training_losses(log: list[dict]) -> list[float]:
+    return [entry["loss"] for entry in log if "loss" in entry]
+
+
+def test_precision_checkpointing_and_accumulation(train):
+    _, log = train("plain")
+    for name, values, tolerance in (
+        ("checkpointing", {"gradient_checkpointing": True}, 1e-6),
+        ("accumulation", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}, 1e-5),
+        ("bf16", {"bf16": True}, 2e-2),
+    ):
+        results, other = train(name, **values)
+        assert training_losses(other) == pytest.approx(training_losses(log), abs=tolerance), name
+        assert (training_losses(other) != training_losses(log)) is (name != "checkpointing"), name
+        assert results["tokens_seen"] == 4 * 4 * 64
+
+
+def test_warmup_stable_decay(train):
+    kwargs = {"num_decay_steps": 2}
+    _, log = train("wsd", lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=kwargs, warmup_steps=1)
+    rates = [entry["learning_rate"] for entry in log if "learning_rate" in entry]
+    assert rates[0] == 0 and rates[1] == rates[2] == 3e-3 and 0 < rates[3] < 3e-3
+
+
+def test_streaming_and_tensorboard(train, tmp_path):
+    results, log = train("streamed", streaming=True, report_to="tensorboard")
+    assert len(training_losses(log)) == 4 and "bigram_loss" not in results
+    assert list(tmp_path.rglob("events.out.tfevents*"))
+
+
+def test_upload(train, tmp_path, monkeypatch):
+    calls = []
+
+    class Hub:
+        def __init__(self, token):
+            assert token == "secret"
+
+        def create_repo(self, name, **options):
+            calls.append(name)
+            return SimpleNamespace(repo_id=f"me/{name}")
+
+        def upload_folder(self, repo_id, folder_path, **options):
+            calls.extend([repo_id, sorted(path.suffix for path in Path(folder_path).iterdir())])
+            return SimpleNamespace(commit_url="https://hub/commit")
+
+    monkeypatch.setattr(publish, "HfApi", Hub)
+    train("uploaded", push_to_hub=True, hub_token="secret")
+    assert calls[:2] == ["uploaded", "me/uploaded"] and {".safetensors", ".md", ".py"} <= set(calls[2])
+    assert "secret" not in (tmp_path / "uploaded" / "recipe.yaml").read_text()
+
+
+def test_missing_file_ends_in_one_line(script, tmp_path):
+    assert_one_line(script.run(tmp_path / "run", "--data_files", str(tmp_path / "absent.txt")), "nothing to read at")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,140 @@
+"""Recipes: precedence, refusals, presets, and what a resumed run may change."""
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from training.recipe import (
+    CONFIGURATION,
+    RecipeError,
+    compare_recipes,
+    load_config,
+    load_recipe,
+    recipe_names,
+    save_recipe,
+)
+
+PRESETS = sorted(path.parent.name for path in (CONFIGURATION / "models").glob("*/config.json"))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(**values) -> str:
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump({"preset": "tiny-gqa", "output_dir": str(tmp_path / "run"), **values}))
+        return str(path)
+
+    return write
+
+
+def test_command_line_beats_yaml_beats_default(write):
+    path = write(max_steps=7, learning_rate="2e-3")
+    recipe, values = load_recipe([path, "--max_steps", "9"])
+    assert (recipe.max_steps, recipe.learning_rate, recipe.adam_beta2) == (9, 2e-3, 0.95)
+    assert values["max_steps"] == 9 and values["learning_rate"] == 2e-3
+
+
+def test_kinds_of_yaml_values(write):
+    kwargs = {"num_decay_steps": 3}
+    path = write(
+        bf16=False, overwrite=True, eval_steps=None, data_files=["a b.txt", "c"], lr_scheduler_kwargs=kwargs,
+        lr_scheduler_type="warmup_stable_decay", model_overrides={"hidden_size": 64}, report_to=["tensorboard"],
+    )  # fmt: skip
+    recipe, _ = load_recipe([path])
+    assert recipe.overwrite is True and recipe.bf16 is False and recipe.eval_steps is None
+    assert recipe.data_files == ["a b.txt", "c"] and recipe.report_to == ["tensorboard"]
+    assert recipe.lr_scheduler_kwargs == kwargs and load_config(recipe).hidden_size == 64
+
+
+@pytest.mark.parametrize(
+    ("yaml_values", "options", "message"),
+    [
+        ({"max_step": 7}, [], "unknown field max_step (did you mean max_steps?)"),
+        ({}, ["--learning_rat", "1"], "unknown option --learning_rat (did you mean --learning_rate?)"),
+        ({}, ["--max_steps", "soon"], "max_steps/--max-steps: invalid int value: 'soon'"),
+        ({"learning_rate": "fast"}, [], "invalid float value: 'fast'"),
+        ({"resume_from_checkpoint": "x"}, [], "resume_from_checkpoint has no effect here: use --resume"),
+        ({"sequence_length": 1}, [], "sequence_length is 1"),
+        ({"validation_fraction": 1.5}, [], "validation_fraction is 1.5"),
+        ({"streaming": True}, [], "max_steps"),
+        ({"dataset_name": "a/b", "data_files": ["x"]}, [], "data_files and dataset_name are both given"),
+    ],
+)
+def test_refused(write, yaml_values, options, message):
+    with pytest.raises(RecipeError) as error:
+        load_recipe([write(**yaml_values), *options])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("argv", [["configuration/recipes/quickstar.yaml"], []])
+def test_recipe_is_suggested(argv):
+    with pytest.raises(RecipeError, match="quickstart"):
+        load_recipe(argv)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"preset": "tiny-gqb"}, r"no model preset named 'tiny-gqb' \(did you mean tiny-gqa\?\)"),
+        ({"preset": ""}, "no model preset named ''; there are base-124m-gqa"),
+        ({"model_overrides": {"hidden_sizes": 3}}, r"unknown field hidden_sizes \(did you mean hidden_size\?\)"),
+        ({"model_overrides": {"num_attention_heads": 7}}, "model preset tiny-gqa: .*num_attention_heads"),
+    ],
+)
+def test_wrong_model(write, values, message):
+    recipe, _ = load_recipe([write(**values)])
+    with pytest.raises(RecipeError, match=message):
+        load_config(recipe)
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_both_names_of_checkpointing(write, name):
+    for values, options in (({name: True}, []), ({}, [f"--{name}=true"]), ({}, [f"--{name}"])):
+        recipe, _ = load_recipe([write(**values), *options])
+        assert recipe.gradient_checkpointing is True
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_recipe_in_the_repository(name, tmp_path):
+    path = CONFIGURATION / "recipes" / f"{name}.yaml"
+    # A CPU has no need of a GPU's precision to read the rest.
+    recipe, _ = load_recipe([str(path), "--output_dir", str(tmp_path), "--bf16=false", "--torch_compile=false"])
+    assert recipe.preset in PRESETS
+    assert recipe.sequence_length <= load_config(recipe).max_position_embeddings
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset(name, write):
+    config = load_config(load_recipe([write(preset=name)])[0])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    low, high = (120e6, 128e6) if "124m" in name else (1.1e6, 1.5e6)
+    assert low < model.num_parameters() < high
+    kinds = {config.per_layer_config[i].attention_kind for i in range(config.num_hidden_layers)}
+    assert kinds == ({"mha", "mqa", "gqa", "mla"} if "mixed" in name else {name.rpartition("-")[2]})
+
+
+def test_saved_recipe_loads_again_and_compares(write, tmp_path):
+    recipe, values = load_recipe([write(model_overrides={"hidden_size": 64}, warmup_steps=0.1, data_files=["x y"])])
+    config = load_config(recipe)
+    save_recipe(values, config)
+    again, again_values = load_recipe([str(tmp_path / "run" / "recipe.yaml")])
+    assert {**again_values, "hub_token": None} == {**values, "hub_token": None}
+    compare_recipes(again_values, load_config(again))
+
+    _, free = load_recipe(
+        [write(model_overrides={"hidden_size": 64}, warmup_steps=0.1, data_files=["x y"]), "--resume"]
+    )
+    compare_recipes({**free, "save_steps": 3.0, "report_to": "wandb"}, config)
+    with pytest.raises(RecipeError, match=r"another recipe: learning_rate \(0.003 then, 0.1 now\)"):
+        compare_recipes({**values, "learning_rate": 0.1}, config)
+    config.hidden_act = "gelu"
+    with pytest.raises(RecipeError, match=r"model hidden_act \('silu' then, 'gelu' now\)"):
+        compare_recipes(values, config)
+
+
+def test_nothing_to_resume(write):
+    recipe, values = load_recipe([write(), "--resume"])
+    with pytest.raises(RecipeError, match="nothing to resume"):
+        compare_recipes(values, load_config(recipe))

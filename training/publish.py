@@ -1,0 +1,186 @@
+"""Save a trained model as a Hub repository, load it as a stranger would, and upload it."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, SchedulerType
+
+from .data import Source
+from .recipe import Recipe, RecipeError
+
+# Identifiers that the Hub's model card metadata knows; any other goes under `license: other`.
+HUB_LICENSES = {"apache-2.0", "mit", "odc-by", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-sa-3.0", "unlicense"}
+
+CARD = """---
+{metadata}---
+
+# {title}
+
+A {parameters:.1f}M-parameter decoder language model, pretrained from scratch with `modeling_gqa`, for Hugging Face
+transformers. Its attention: {attention}.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{repository}", trust_remote_code=True)
+model = AutoModelForCausalLM.from_pretrained("{repository}", trust_remote_code=True)
+```
+
+The model's code is in this repository, hence `trust_remote_code=True`; pin what you have read with `revision=`.
+
+## Measured
+
+| | |
+|---|---|
+{table}
+
+The loss is the mean over every predicted token of {validation_blocks} blocks of {sequence_length} tokens, from
+documents that were not trained on. Utilisation is the model's FLOPs over the rate of a large matrix product, measured
+on the same device in the same precision when training began.
+
+## Training
+
+- Text: {text}. Licence of the text: {text_license}.
+- {steps} steps of {tokens_per_step:,} tokens on {device}, {precision}; {scheduler} schedule, peak learning rate
+  {learning_rate}, weight decay {weight_decay}, seed {seed}.
+- transformers {transformers}, torch {torch}. The complete recipe is in `recipe.yaml`.
+
+The model's code is licensed under Apache-2.0. This is a base model: it continues text and has not been made to follow
+instructions; what it writes can be wrong, and repeats its training text's biases.
+"""
+
+
+def check_upload(recipe: Recipe) -> None:
+    """Raise `RecipeError` where an upload was asked for that cannot succeed."""
+    if recipe.push_to_hub and not (recipe.hub_token or get_token()):
+        raise RecipeError("push_to_hub needs a Hub token: run `hf auth login` first, or set HF_TOKEN")
+
+
+def repository_name(recipe: Recipe) -> str:
+    return recipe.hub_model_id or Path(recipe.output_dir).resolve().name
+
+
+def describe_attention(config: PreTrainedConfig) -> str:
+    """For instance `gqa (8 query heads, 2 key/value heads)`; a mixed model's layers one by one."""
+    layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+    if len({layer.attention_kind for layer in layers}) > 1:
+        return "by layer, " + ", ".join(layer.attention_kind for layer in layers)
+    first = layers[0]
+    if first.attention_kind == "mla":
+        return f"mla ({first.num_attention_heads} query heads, a latent of {first.kv_lora_rank})"
+    return (
+        f"{first.attention_kind} ({first.num_attention_heads} query heads, {first.num_key_value_heads} key/value heads)"
+    )
+
+
+def write_card(folder: Path, recipe: Recipe, config: PreTrainedConfig, source: Source, results: dict[str, Any]) -> None:
+    """Write the model card, with the numbers that were measured in this run."""
+    text_license = source.license or "not stated; see the source"
+    kinds = {config.per_layer_config[i].attention_kind for i in range(config.num_hidden_layers)}
+    metadata: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": sorted({"gqa", *kinds}),
+        "license": (source.license or "").lower() if (source.license or "").lower() in HUB_LICENSES else "other",
+    }
+    if metadata["license"] == "other":
+        metadata["license_name"] = (source.license or "unknown").lower()
+    if recipe.dataset_name:
+        metadata["datasets"] = [recipe.dataset_name]
+    labels = {
+        "validation_loss": ("Validation loss, nats per token", "{:.4f}"),
+        "validation_perplexity": ("Validation perplexity", "{:.2f}"),
+        "bigram_loss": ("Interpolated bigram model on the same tokens, nats per token", "{:.4f}"),
+        "tokens_seen": ("Tokens seen", "{:,}"),
+        "tokens_per_second": ("Training speed, tokens per second", "{:,.0f}"),
+        "mfu": ("Model FLOPs utilisation", "{:.0%}"),
+        "cache_bytes_per_token": ("Cache, bytes per token (float32)", "{:,}"),
+    }
+    table = "\n".join(
+        f"| {name} | {form.format(results[key])} |" for key, (name, form) in labels.items() if key in results
+    )
+    card = CARD.format(
+        metadata=yaml.safe_dump(metadata, sort_keys=False),
+        title=repository_name(recipe).rpartition("/")[2],
+        parameters=results["parameters"] / 1e6,
+        attention=describe_attention(config),
+        repository=repository_name(recipe),
+        table=table,
+        validation_blocks=results["validation_blocks"],
+        sequence_length=recipe.sequence_length,
+        text=source.name,
+        text_license=text_license,
+        steps=results["steps"],
+        tokens_per_step=results["tokens_per_step"],
+        device=torch.cuda.get_device_name()
+        if recipe.device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads",
+        precision="bf16" if recipe.bf16 else "fp16" if recipe.fp16 else "fp32",
+        scheduler=SchedulerType(recipe.lr_scheduler_type).value,
+        learning_rate=recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        seed=recipe.seed,
+        transformers=transformers.__version__,
+        torch=torch.__version__,
+    )
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def save_repository(
+    folder: Path,
+    model: PreTrainedModel,
+    weights: dict[str, torch.Tensor],
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: Recipe,
+    results: dict[str, Any],
+) -> None:
+    """Save what `from_pretrained` needs: weights, configurations, code and tokenizer."""
+    # Trainer switches the cache off for training and would have that saved.
+    model.config.use_cache = True
+    model.generation_config.use_cache = True
+    model.save_pretrained(folder, state_dict=weights)
+    model.generation_config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "recipe.yaml").write_bytes((Path(recipe.output_dir) / "recipe.yaml").read_bytes())
+    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def load_as_stranger(folder: Path, prompt: str) -> str:
+    """Load the repository in a process that cannot import the package; return the text that it generates."""
+    with tempfile.TemporaryDirectory() as cache:
+        process = subprocess.run(
+            [sys.executable, "-I", str(Path(__file__).with_name("sample.py")), str(folder.resolve()), prompt],
+            env={**os.environ, "HF_MODULES_CACHE": cache, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+    if process.returncode:
+        lines = process.stderr.strip().splitlines() or ["no message"]
+        raise RecipeError(f"{folder} was saved, but does not load in a process without the package: {lines[-1]}")
+    return process.stdout.rstrip("\n")
+
+
+def upload(folder: Path, recipe: Recipe) -> str:
+    """Upload the repository and return its address."""
+    api = HfApi(token=recipe.hub_token)
+    try:
+        name = api.create_repo(repository_name(recipe), private=recipe.hub_private_repo, exist_ok=True).repo_id
+        if recipe.hub_revision:
+            api.create_branch(name, branch=recipe.hub_revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=name, folder_path=folder, revision=recipe.hub_revision, commit_message="Pretrained model"
+        )
+    except (HfHubHTTPError, OSError) as error:
+        raise RecipeError(f"{folder} is complete, but the upload failed: {' '.join(str(error).split())}") from error
+    return str(commit.commit_url)

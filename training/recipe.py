@@ -1,0 +1,242 @@
+"""Recipes: what a run does, from defaults, then a YAML file, then the command line (the later wins)."""
+
+import difflib
+import json
+import os
+import sys
+from argparse import Action
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, TrainingArguments
+
+import modeling_gqa  # noqa: F401  (registers model_type "gqa")
+
+CONFIGURATION = Path(__file__).resolve().parents[1] / "configuration"
+SAVED_RECIPE, SAVED_MODEL = "recipe.yaml", "model.json"
+
+# Fields of TrainingArguments that this script does not read: refused rather than silently ignored.
+UNUSED = {
+    "resume_from_checkpoint": "use --resume",
+    "do_train": "this script always trains",
+    "do_eval": "use --eval_strategy",
+    "do_predict": "this script does not predict",
+    "hub_strategy": "the script uploads the finished repository once, at the end",
+    "include_num_input_tokens_seen": "tokens are always counted",
+    "load_best_model_at_end": "the last weights are the result of a pretraining run",
+    "dataloader_drop_last": "it would drop validation text as well",
+    "auto_find_batch_size": "it would change the run's arithmetic",
+}
+# What may differ between a run and its resumption: nothing here reaches the weights.
+FREE_ON_RESUME = {
+    "resume", "overwrite", "output_dir", "run_name", "project", "report_to", "disable_tqdm", "log_level",
+    "log_level_replica", "logging_steps", "logging_first_step", "save_steps", "save_strategy", "save_total_limit",
+    "push_to_hub", "hub_model_id", "hub_private_repo", "hub_revision", "hub_token", "ddp_timeout", "ddp_backend",
+    "dataloader_num_workers", "dataloader_pin_memory", "sample_prompt", "license", "bigram_baseline", "local_rank",
+}  # fmt: skip
+
+
+class RecipeError(Exception):
+    """Something the user can put right; shown as one line, without a traceback."""
+
+
+@dataclass
+class Recipe(TrainingArguments):
+    """Every option of a pretraining run: transformers' `TrainingArguments` and the fields below."""
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_overrides"]
+
+    preset: str = field(default="", metadata={"help": "Model: a folder of configuration/models, or a path."})
+    model_overrides: dict | str | None = field(default=None, metadata={"help": "JSON: fields changed in the preset."})
+    attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, flash_attention_2, ..."})
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "Hub name or path; a byte-level BPE tokenizer is trained if left out."}
+    )
+    data_files: list[str] = field(
+        default_factory=list, metadata={"help": "Text, JSONL or Parquet files, folders or globs."}
+    )
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Hub data set; without it and data_files, Python's standard library is read."}
+    )
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the Hub data set."})
+    dataset_split: str = field(default="train", metadata={"help": "Split of the Hub data set."})
+    streaming: bool = field(default=False, metadata={"help": "Tokenize while training instead of before it."})
+    text_column: str = field(default="text", metadata={"help": "Field that holds the text (JSONL, Parquet, Hub)."})
+    license: str | None = field(default=None, metadata={"help": "Licence of the text, for the model card."})
+    sequence_length: int = field(default=256, metadata={"help": "Tokens in a packed block."})
+    validation_fraction: float = field(default=0.05, metadata={"help": "Share of the documents held out."})
+    max_eval_blocks: int = field(default=256, metadata={"help": "Most blocks used for validation."})
+    bigram_baseline: bool = field(default=True, metadata={"help": "Report the loss of a bigram model as well."})
+    sample_prompt: str = field(default="", metadata={"help": "Prompt of the sample printed at the end."})
+    resume: bool = field(default=False, metadata={"help": "Continue the run in output_dir."})
+    overwrite: bool = field(default=False, metadata={"help": "Replace a run that output_dir already holds."})
+
+    # Defaults of TrainingArguments that pretraining wants otherwise.
+    learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate of AdamW."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "Decay of AdamW's second moment."})
+    weight_decay: float = field(default=0.1, metadata={"help": "Weight decay; not applied to norms and biases."})
+    logging_steps: float = field(default=20, metadata={"help": "Steps between log lines."})
+    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept."})
+    # The filter would show an average in place of a NaN; training stops at the first one instead.
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide non-finite losses in the log."})
+    enable_jit_checkpoint: bool = field(default=True, metadata={"help": "Save and exit on SIGTERM."})
+
+    def __post_init__(self) -> None:
+        if self.disable_tqdm is None:
+            self.disable_tqdm = not sys.stderr.isatty()
+        if isinstance(self.report_to, str):
+            self.report_to = self.report_to.split(",")
+        # Unless told, accelerate does not join CPU processes into a group.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        super().__post_init__()
+        for name, low in (("sequence_length", 2), ("max_eval_blocks", 1)):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
+        if not 0 < self.validation_fraction < 1:
+            raise ValueError(f"validation_fraction is {self.validation_fraction}; it must lie between 0 and 1")
+        if self.data_files and self.dataset_name:
+            raise ValueError("data_files and dataset_name are both given; name one source of text")
+        if self.streaming and self.max_steps <= 0:
+            raise ValueError("streaming has no end, so max_steps must say how long to train")
+
+
+class RecipeParser(HfArgumentParser):
+    def __init__(self) -> None:
+        parsed: Any = Recipe
+        super().__init__(parsed, allow_abbrev=False, prog="python -m training.pretrain", description=__doc__)
+        self.add_argument("recipe", nargs="?", help="YAML file, for instance configuration/recipes/quickstart.yaml")
+
+    def error(self, message: str) -> Any:
+        # argparse would print every option that TrainingArguments has.
+        raise RecipeError(message)
+
+
+def suggestion(word: str, words: Any) -> str:
+    """Return ` (did you mean X?)`, or nothing where no word is near."""
+    near = difflib.get_close_matches(word, list(words), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def load_recipe(argv: list[str]) -> tuple[Recipe, dict[str, Any]]:
+    """Parse a command line into a recipe.
+
+    Returns the recipe and its resolved values, which `save_recipe` writes and `compare_recipes` reads. Raises
+    `RecipeError` for an unknown key, a value of the wrong type or a combination that cannot work.
+    """
+    parser = RecipeParser()
+    argv = [renamed_option(argument, {item.name for item in fields(Recipe)}) for argument in argv]
+    defaults = vars(parser.parse_known_args([])[0])
+    path = parser.parse_known_args(argv)[0].recipe
+    if path is None:
+        raise RecipeError(f"no recipe given; there are {', '.join(recipe_names())} in configuration/recipes")
+    options = {name: action for action in parser._actions for name in action.option_strings}
+    # The recipe's values go in front of the command line's, so that types are checked alike and the latter win.
+    namespace, unknown = parser.parse_known_args([*yaml_arguments(Path(path), parser, options), *argv])
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        raise RecipeError(f"unknown option {name}{suggestion(name, options)}")
+    values = {name: getattr(value, "value", value) for name, value in vars(namespace).items() if name != "recipe"}
+    for name in UNUSED:
+        if values.get(name) != defaults.get(name):
+            raise RecipeError(f"{name} has no effect here: {UNUSED[name]}")
+    values["output_dir"] = values["output_dir"] or str(Path("runs") / Path(path).stem)
+    try:
+        return Recipe(**values), values
+    except (ValueError, ImportError) as error:
+        raise RecipeError(" ".join(str(error).split())) from error
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in (CONFIGURATION / "recipes").glob("*.yaml"))
+
+
+def yaml_arguments(path: Path, parser: RecipeParser, options: dict[str, Action]) -> list[str]:
+    """Turn a YAML recipe into command-line arguments."""
+    if not path.is_file():
+        raise RecipeError(f"no recipe at {path}{suggestion(path.stem, recipe_names())}")
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(recipe, dict):
+        raise RecipeError(f"{path} must hold `field: value` lines")
+    known = {item.name for item in fields(Recipe) if item.init}
+    arguments = []
+    for key, value in recipe.items():
+        key = checkpointing_name(str(key), known)
+        if key not in known:
+            raise RecipeError(f"{path}: unknown field {key}{suggestion(key, known)}")
+        if value is None or (value is True and options[f"--{key}"].type is str):
+            parser.set_defaults(**{key: value})
+        elif isinstance(value, list) and options[f"--{key}"].nargs == "+":
+            # As arguments they would swallow a positional one behind them.
+            parser.set_defaults(**{key: [str(item) for item in value]})
+        elif isinstance(value, list):
+            arguments.append(f"--{key}={','.join(map(str, value))}")
+        else:
+            arguments.append(f"--{key}={json.dumps(value) if isinstance(value, dict) else value}")
+    return arguments
+
+
+def checkpointing_name(key: str, known: set[str]) -> str:
+    """Map transformers' old and new names of activation checkpointing to the one that this release has."""
+    new = key.replace("gradient_checkpointing", "activation_checkpointing")
+    return new if new in known else key.replace("activation_checkpointing", "gradient_checkpointing")
+
+
+def renamed_option(argument: str, known: set[str]) -> str:
+    name, equals, value = argument.partition("=")
+    return f"--{checkpointing_name(name[2:], known)}{equals}{value}" if name.startswith("--") else argument
+
+
+def load_config(recipe: Recipe) -> PreTrainedConfig:
+    """Build the model's configuration from the recipe's preset and overrides."""
+    names = sorted(path.parent.name for path in (CONFIGURATION / "models").glob("*/config.json"))
+    folder = CONFIGURATION / "models" / recipe.preset
+    path = (folder if folder.is_dir() and recipe.preset else Path(recipe.preset)) / "config.json"
+    if not recipe.preset or not path.is_file():
+        hint = suggestion(recipe.preset, names) or f"; there are {', '.join(names)}"
+        raise RecipeError(f"no model preset named {recipe.preset!r}{hint}")
+    values = json.loads(path.read_text(encoding="utf-8"))
+    overrides = recipe.model_overrides or {}
+    if not isinstance(overrides, dict):
+        raise RecipeError(f"model_overrides must be a JSON object, not {overrides!r}")
+    known = {item.name for item in fields(type(AutoConfig.for_model(values["model_type"])))}
+    for key in overrides:
+        if key not in known | {"per_layer_config"}:
+            raise RecipeError(f"model_overrides: unknown field {key}{suggestion(key, known)}")
+    try:
+        return AutoConfig.for_model(**{**values, **overrides})
+    except Exception as error:  # strict configurations raise their own classes
+        raise RecipeError(f"model preset {recipe.preset}: {' '.join(str(error).split())}") from error
+
+
+def save_recipe(values: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Write the resolved recipe and model configuration beside the run; both can be loaded again."""
+    folder = Path(values["output_dir"])
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {name: value for name, value in values.items() if name not in ("hub_token", "local_rank")}
+    for name, text in ((SAVED_RECIPE, yaml.safe_dump(kept)), (SAVED_MODEL, config.to_json_string(use_diff=False))):
+        # Replaced in one step, so that a killed process leaves the old file or the new one.
+        (folder / f"{name}.tmp").write_text(text, encoding="utf-8")
+        os.replace(folder / f"{name}.tmp", folder / name)
+
+
+def compare_recipes(values: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Raise `RecipeError` naming the keys in which the run in `output_dir` differs from this one."""
+    folder = Path(values["output_dir"])
+    if not (folder / SAVED_RECIPE).is_file() or not (folder / SAVED_MODEL).is_file():
+        raise RecipeError(f"nothing to resume in {folder}: it holds no {SAVED_RECIPE}")
+    saved = yaml.safe_load((folder / SAVED_RECIPE).read_text(encoding="utf-8"))
+    model = json.loads((folder / SAVED_MODEL).read_text(encoding="utf-8"))
+    ours = json.loads(config.to_json_string(use_diff=False))
+    pairs = [(key, saved.get(key, value), value) for key, value in values.items() if key not in FREE_ON_RESUME]
+    pairs += [
+        (f"model {key}", model.get(key), ours.get(key)) for key in sorted({*model, *ours} - {"transformers_version"})
+    ]
+    changed = [f"{key} ({then!r} then, {now!r} now)" for key, then, now in pairs if then != now]
+    if changed:
+        raise RecipeError(f"the run in {folder} has another recipe: {', '.join(changed)}")
