@@ -7,7 +7,7 @@ SDPA's own mathematical reference, which consists of matrix products. Equality i
 
 import pytest
 import torch
-from conftest import MODELS, make_config, make_model
+from small_models import MODELS, make_config, make_model
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode

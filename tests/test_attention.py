@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import make_config
+from small_models import make_config
 from torch import nn
 from transformers import DynamicCache, StaticCache
 

@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 import torch
-from conftest import make_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import make_config
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache

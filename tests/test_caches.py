@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, R kv_lora_rank, P qk_rope_head_dim.
 
 import pytest
 import torch
-from conftest import MODELS, make_batch, make_config, make_model
+from small_models import MODELS, make_batch, make_config, make_model
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import QuantizedCache
 

@@ -7,10 +7,10 @@ import tempfile
 
 import pytest
 import torch
-from conftest import KIND_SIZES, MODELS, make_batch, make_config, make_model
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import KIND_SIZES, MODELS, make_batch, make_config, make_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM

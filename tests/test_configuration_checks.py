@@ -7,10 +7,10 @@ from dataclasses import fields
 
 import pytest
 import transformers
-from conftest import KIND_SIZES, make_config
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import KIND_SIZES, make_config
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM, configuration_gqa
 

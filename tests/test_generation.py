@@ -3,7 +3,7 @@
 import accelerate
 import pytest
 import torch
-from conftest import MODELS, SIZES, make_batch, make_model
+from small_models import MODELS, SIZES, make_batch, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast, StaticCache, pipeline, set_seed
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import MODELS, SIZES, make_batch, make_config, make_model
+from small_models import MODELS, SIZES, make_batch, make_config, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files, get_relative_imports
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from conftest import make_batch, make_config, make_model
+from small_models import make_batch, make_config, make_model
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

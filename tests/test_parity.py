@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from conftest import KIND_SIZES, SIZES, make_batch, make_config
+from small_models import KIND_SIZES, SIZES, make_batch, make_config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
