@@ -24,12 +24,6 @@ class GroupedAttention(nn.Module):
     """
 
     kinds = ("mha", "mqa", "gqa")
-    tp_plan = {
-        "q_proj": "colwise",
-        "k_proj": "colwise",
-        "v_proj": "colwise",
-        "o_proj": "rowwise",
-    }
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -59,6 +53,12 @@ class GroupedAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, key_value_size, bias=key_value_bias)
         self.v_proj = nn.Linear(hidden, key_value_size, bias=key_value_bias)
         self.o_proj = nn.Linear(query_size, hidden, bias=output_bias)
+        # One key/value head cannot be split over ranks, so its layer stays whole on each.
+        self.tp_plan: dict[str, str] = {}
+        if layer.num_key_value_heads > 1:
+            self.tp_plan = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+            if layer.qk_norm:
+                self.tp_plan |= dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce")
         self.q_norm = GQARMSNorm(self.head_dim, eps=config.rms_norm_eps) if layer.qk_norm else nn.Identity()
         self.k_norm = GQARMSNorm(self.head_dim, eps=config.rms_norm_eps) if layer.qk_norm else nn.Identity()
 

@@ -33,12 +33,6 @@ class LatentAttention(nn.Module):
     """
 
     kinds = ("mla",)
-    tp_plan = {
-        "q_proj": "colwise",
-        "q_b_proj": "colwise",
-        "kv_b_proj": "colwise",
-        "o_proj": "rowwise",
-    }
 
     def __init__(self, config, layer_idx: int):
         super().__init__()
@@ -74,6 +68,8 @@ class LatentAttention(nn.Module):
             self.q_a_proj = nn.Linear(hidden, self.q_lora_rank, bias=query_bias)
             self.q_a_layernorm = self._norm(layer, self.q_lora_rank)
             self.q_b_proj = nn.Linear(self.q_lora_rank, heads * self.qk_head_dim, bias=False)
+        # The rotary key bypasses kv_b_proj: with heads split over ranks its gradient would have to be summed.
+        self.tp_plan: dict[str, str] = {}
         self.kv_a_proj_with_mqa = nn.Linear(hidden, self.kv_lora_rank + self.qk_rope_head_dim, bias=key_value_bias)
         self.kv_a_layernorm = self._norm(layer, self.kv_lora_rank)
         self.kv_b_proj = nn.Linear(self.kv_lora_rank, heads * (self.qk_nope_head_dim + self.v_head_dim), bias=False)

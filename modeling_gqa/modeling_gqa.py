@@ -126,11 +126,10 @@ class GQAModel(GQAPreTrainedModel):
         )
         self.gradient_checkpointing = False
         self.post_init()
-        for layer in self.layers:
-            attention: Any = layer.get_submodule("self_attn")
-            # A plan may name only what exists; MLA has `q_proj` or `q_b_proj`.
-            plan = {name: rule for name, rule in attention.tp_plan.items() if hasattr(attention, name)}
-            self._tp_plan.update({f"layers.*.self_attn.{name}": rule for name, rule in plan.items()})
+        plans: list[Any] = [layer.get_submodule("self_attn").tp_plan for layer in self.layers]
+        # A rule is meant for the modules of that name in all layers.
+        if all(plan == plans[0] for plan in plans):
+            self._tp_plan.update({f"layers.*.self_attn.{name}": rule for name, rule in plans[0].items()})
 
     @merge_with_config_defaults
     @capture_outputs

@@ -268,8 +268,8 @@ def test_plans_name_existing_modules(auto_class, model_name):
     for plan in (model._tp_plan, model._pp_plan, model._fsdp_plan):
         assert len(plan) > 2
         assert plan.keys() <= names
-    heads = {name.rsplit(".", 1)[1] for name in names if "self_attn." in name and name.endswith("_proj")}
-    assert {name.rsplit(".", 1)[1] for name in model._tp_plan if "self_attn" in name} == heads - {"q_a_proj"}
+    split = {name.rsplit(".", 1)[1] for name in model._tp_plan if "self_attn" in name}
+    assert split == ({"q_proj", "k_proj", "v_proj", "o_proj"} if model_name in ("mha", "gqa") else set())
 
 
 def test_float64_is_float64_throughout(model_name):

@@ -69,6 +69,7 @@ class Throughput(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+        self.world_size = args.world_size
         self.peak = measure_matmul_flops(args.device, self.dtype) * args.world_size
         self.first_step = state.global_step + 1
 
@@ -79,9 +80,6 @@ class Throughput(TrainerCallback):
         self.step_end = time.perf_counter()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if args.device.type == "cpu":
-            # Other programs may have slowed the first measurement down, and would be taken for our merit.
-            self.peak = max(self.peak, measure_matmul_flops(args.device, self.dtype, 0.1) * args.world_size)
         # What lies between the end of a step and the end of an evaluation or a save is not training.
         now = time.perf_counter()
         self.left_out += now - self.step_end
@@ -93,7 +91,14 @@ class Throughput(TrainerCallback):
     def rates(self, device: torch.device, whole_run: bool = False) -> dict[str, float]:
         """Return `tokens_per_second` and `mfu` since the last call, or of the whole run."""
         synchronize(device)
-        now = (self.tokens, self.flops, time.perf_counter() - self.left_out)
+        begin = time.perf_counter()
+        now = (self.tokens, self.flops, begin - self.left_out)
+        if device.type == "cpu" and self.peak:
+            # Other programs may have slowed the last measurement down, which would be taken for our merit.
+            self.peak = max(self.peak, measure_matmul_flops(device, self.dtype, 0.1) * self.world_size)
+            spent = time.perf_counter() - begin
+            self.left_out += spent
+            self.step_end += spent  # lest an evaluation that follows leaves it out again
         tokens, flops, seconds = (b - a for a, b in zip(self.total if whole_run else self.window, now, strict=True))
         self.window = now
         if not tokens or not self.peak:
