@@ -144,6 +144,7 @@ class GQAConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         """Build from `config_dict`; keywords that are fields of ours count as written in it, so all is derived anew."""
+        cls._refuse_misspelled(kwargs)
         own = {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
         overrides = {name: kwargs.pop(name) for name in (*own, *FOLDED_KEYWORDS) if name in kwargs}
         return super().from_dict(_overridden(config_dict, overrides), **kwargs)
@@ -225,10 +226,11 @@ class GQAConfig(PreTrainedConfig):
 
     # -- checks; the model's constructor runs them again through `validate`
 
-    def _refuse_misspelled(self, kwargs: dict[str, Any]):
-        known = {field.name for field in fields(type(self))} | set(FOLDED_KEYWORDS)
+    @classmethod
+    def _refuse_misspelled(cls, kwargs: dict[str, Any]):
+        known = {field.name for field in fields(cls)} | set(FOLDED_KEYWORDS)
         for name in kwargs:
-            if name not in known and not hasattr(type(self), name):
+            if name not in known and not hasattr(cls, name):
                 hint = suggestion(name, known)
                 if hint:
                     raise ValueError(f"GQAConfig has no field {name!r}{hint}")

@@ -195,3 +195,9 @@ def test_an_older_transformers_is_named_in_one_line(version, monkeypatch):
     ) as error:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
     assert "\n" not in str(error.value)
+
+
+def test_a_misspelled_keyword_of_from_pretrained_is_refused(tmp_path):
+    make_config("gqa").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"no field 'num_key_value_head', did you mean 'num_key_value_heads'"):
+        GQAConfig.from_pretrained(tmp_path, num_key_value_head=3)

@@ -209,9 +209,10 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         if key not in known | {"per_layer_config"}:
             raise RecipeError(f"model_overrides: unknown field {key}{suggestion(key, known)}")
     try:
-        return AutoConfig.for_model(**{**values, **overrides})
-    except Exception as error:  # strict configurations raise their own classes
-        raise RecipeError(f"model preset {recipe.preset}: {' '.join(str(error).split())}") from error
+        return AutoConfig.from_pretrained(path.parent, **overrides)
+    except Exception as error:  # strict configurations wrap what was wrong in classes of their own
+        message = " ".join(str(error.__cause__ or error).split())
+        raise RecipeError(f"model preset {recipe.preset}: {message}") from error
 
 
 def save_recipe(values: dict[str, Any], config: PreTrainedConfig) -> None:
