@@ -112,7 +112,8 @@ def finish(
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     publish.save_repository(folder / "final", model, weights, trainer.processing_class, recipe, results)
     publish.write_card(folder / "final", recipe, model.config, source, results)
-    say(f"\nvalidation loss      {results['validation_loss']:.4f}  (perplexity {results['validation_perplexity']:.2f})")
+    say(f"\ntraining took        {results['training_seconds']:.0f} s")
+    say(f"validation loss      {results['validation_loss']:.4f}  (perplexity {results['validation_perplexity']:.2f})")
     if "bigram_loss" in results:
         gap = results["bigram_loss"] - results["validation_loss"]
         say(f"bigram model's loss  {results['bigram_loss']:.4f}  on the same tokens; ours is {gap:.2f} nats below")

@@ -204,12 +204,14 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     overrides = recipe.model_overrides or {}
     if not isinstance(overrides, dict):
         raise RecipeError(f"model_overrides must be a JSON object, not {overrides!r}")
-    known = {item.name for item in fields(type(AutoConfig.for_model(values["model_type"])))}
+    config_class = type(AutoConfig.for_model(values["model_type"]))
+    known = {item.name for item in fields(config_class)}
     for key in overrides:
         if key not in known | {"per_layer_config"}:
             raise RecipeError(f"model_overrides: unknown field {key}{suggestion(key, known)}")
     try:
-        return AutoConfig.from_pretrained(path.parent, **overrides)
+        # Not from_pretrained, which would write this machine's path into the run and refuse to resume it elsewhere.
+        return config_class.from_dict(values, **overrides)
     except Exception as error:  # strict configurations wrap what was wrong in classes of their own
         message = " ".join(str(error.__cause__ or error).split())
         raise RecipeError(f"model preset {recipe.preset}: {message}") from error

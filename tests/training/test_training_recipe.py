@@ -134,6 +134,11 @@ def test_saved_recipe_loads_again_and_compares(write, tmp_path):
         compare_recipes(values, config)
 
 
+def test_a_run_does_not_depend_on_where_the_checkout_is(write):
+    recipe, _ = load_recipe([write()])
+    assert str(CONFIGURATION) not in load_config(recipe).to_json_string(use_diff=False)
+
+
 def test_nothing_to_resume(write):
     recipe, values = load_recipe([write(), "--resume"])
     with pytest.raises(RecipeError, match="nothing to resume"):
