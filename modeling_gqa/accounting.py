@@ -77,7 +77,10 @@ def cache_bytes_per_token(config: GQAConfig, dtype: torch.dtype = torch.bfloat16
 
 
 def cache_bytes(config: GQAConfig, batch_size: int, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Bytes of storage behind the keys and values of a dynamic cache after decoding up to `tokens` tokens a row.
+    """Bytes of the keys and values that a dynamic cache holds after decoding up to `tokens` tokens a row.
+
+    transformers' `DynamicCache` stores just these; the cache that the model and `generate` make keeps room for up to a
+    quarter and 64 tokens more in each layer without a window.
 
     A layer with a sliding window holds at most that many tokens. (transformers' sliding layer shows its last
     `sliding_window - 1`, a view of storage with the newest attended to; after a long prompt, until the first decoded

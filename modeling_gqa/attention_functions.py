@@ -1,25 +1,19 @@
-"""Attention over given queries, keys and values: the eager reference, MLA over the latent, and masks of lone layers.
+"""Attention over given queries, keys and values: the eager reference, torch's fused kernel, and MLA over its latent.
 
 Shapes: B batch, T query tokens, S key tokens, H query heads, G key/value heads, D head size, R latent size, P rotary
 size, N and V sizes of the unrotated key and of the value.
 """
 
-from collections.abc import Callable
-from typing import Any
+from functools import cache
 
 import torch
 from torch import nn
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    eager_mask,
-    flex_attention_mask,
-    sdpa_mask,
-    sliding_window_bidirectional_mask_function,
-    sliding_window_causal_mask_function,
-)
+from transformers import modeling_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
+from transformers.utils.import_utils import is_tracing
 
-MASK_BUILDERS: dict[str, Callable] = {"eager": eager_mask, "sdpa": sdpa_mask, "flex_attention": flex_attention_mask}
+# Up to so many query tokens, packing the heads that share keys beats torch's own grouped attention (CPU, measured).
+FEW_TOKENS = 8
 
 
 def masked_softmax(scores: torch.Tensor, attention_mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -59,6 +53,91 @@ def eager_attention_forward(
     return (weights @ value).transpose(1, 2).contiguous(), weights  # (B, T, H, V)
 
 
+def sdpa_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs,
+) -> tuple[torch.Tensor, None]:
+    """transformers' `sdpa`, but keys and values are not repeated where a fused kernel can do without.
+
+    Arguments and output as in `eager_attention_forward`, without weights. What has no mask to follow but the causal
+    one, and what only transformers' own function knows (paged caches, position biases), goes to that function.
+    """
+    device, length = query.device.type, query.shape[2]
+    masked = length == 1 or attention_mask is not None
+    special = any(kwargs.get(name) is not None for name in ("cache", "position_bias", "softcap", "output_attentions"))
+    # Without a mask, CUDA's kernels take grouped heads themselves; with one and many tokens no kernel there does.
+    fused = device == "cpu" or (device == "cuda" and attention_mask is not None and _few(query))
+    if special or not masked or not fused:
+        return stock_sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    output = fused_attention(query, key, value, attention_mask, scaling, dropout)  # (B, H, T, V)
+    return output.transpose(1, 2).contiguous(), None  # (B, T, H, V)
+
+
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """torch's fused attention over G key/value heads as they are; no mask means that every key is seen.
+
+    Few query tokens are packed: the H / G heads that share a key/value head become rows of one product, so that each
+    key is read once. Shapes as in `eager_attention_forward`; returns (B, H, T, V).
+    """
+    heads, key_heads = query.shape[1], key.shape[1]
+    if not _few(query):
+        grouped = {"enable_gqa": True} if heads > key_heads else {}
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, **grouped
+        )
+    shape, groups = query.shape[:-1], heads // key_heads
+    query = query.unflatten(1, (key_heads, groups)).flatten(2, 3)  # (B, G, H / G T, D)
+    if attention_mask is not None and attention_mask.shape[1] == heads:
+        attention_mask = attention_mask.unflatten(1, (key_heads, groups)).flatten(2, 3)  # (B, G, H / G T, S)
+    elif attention_mask is not None and attention_mask.shape[2] > 1:
+        attention_mask = attention_mask.repeat(1, 1, groups, 1)  # (B, 1, H / G T, S)
+    rows = query.shape[2]
+    if rows == 1 and query.dtype == torch.bfloat16 and query.device.type == "cpu" and not _has_amx():
+        # A product with one row is a slow loop there; with two rows it is a matrix product, three times as fast.
+        query = query.expand(-1, -1, 2, -1)
+    output = nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+    )
+    return output[:, :, :rows].reshape(*shape, -1)  # (B, H, T, V)
+
+
+def _few(query: torch.Tensor) -> bool:
+    # One trace serves all lengths above one, so it must not depend on their number.
+    return query.shape[2] == 1 or (not is_tracing(query) and query.shape[2] <= FEW_TOKENS)
+
+
+@cache
+def _has_amx() -> bool:
+    """Whether the CPU multiplies bfloat16 tiles; torch before 2.13 does not tell."""
+    return bool(getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False))
+
+
+class GQAAttentionInterface(modeling_utils.AttentionInterface):
+    """transformers' attention functions as they are registered there, our own `sdpa` in place of the stock one."""
+
+    def __getitem__(self, key):
+        function = modeling_utils.ALL_ATTENTION_FUNCTIONS[key]
+        return sdpa_attention_forward if function is stock_sdpa_attention_forward else function
+
+
+ALL_ATTENTION_FUNCTIONS = GQAAttentionInterface()
+
+
 def absorbed_attention_forward(
     query: torch.Tensor,
     query_rope: torch.Tensor,
@@ -67,7 +146,8 @@ def absorbed_attention_forward(
     kv_b_weight: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    fused: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """MLA over the cached latent, `kv_b_proj` folded into query and output (DeepSeek-V2, 2405.04434, section 2.1.2).
 
     All heads share the latent, so heads and tokens of the query form the rows of one matrix product per batch entry.
@@ -77,106 +157,55 @@ def absorbed_attention_forward(
         latent, key_rope: (B, 1, S, R) and (B, 1, S, P), as cached.
         kv_b_weight: (H (N + V), R), the weight of `kv_b_proj`.
         attention_mask: (B or 1, H or 1, T, S), additive or boolean; `None` attends everywhere.
+        fused: no weights are asked for, so a fused kernel may be used where it is faster.
 
     Returns:
-        Output (B, T, H, V) and weights (B, H, T, S).
+        Output (B, T, H, V), and weights (B, H, T, S) unless `fused`.
     """
     heads, length, nope = query.shape[1:]
-    kv_b = kv_b_weight.view(heads, -1, latent.shape[-1])  # (H, N + V, R)
-    key_up, value_up = kv_b[:, :nope], kv_b[:, nope:]  # (H, N, R), (H, V, R)
-    query = (query @ key_up).flatten(1, 2)  # (B, H, T, N) @ (H, N, R) -> (B, H T, R)
-    latent, key_rope = latent.squeeze(1), key_rope.squeeze(1)  # (B, S, R), (B, S, P)
-    scores = query @ latent.mT + query_rope.flatten(1, 2) @ key_rope.mT  # (B, H T, S)
-    scores = scores.unflatten(1, (heads, length)) * scaling  # (B, H, T, S)
-    weights = masked_softmax(scores, attention_mask, query.dtype)
-    output = (weights.flatten(1, 2) @ latent).unflatten(1, (heads, length))  # (B, H, T, R)
-    return (output @ value_up.mT).transpose(1, 2).contiguous(), weights  # (B, T, H, V)
+    rank = latent.shape[-1]
+    kv_b = kv_b_weight.view(heads, -1, rank)  # (H, N + V, R)
+    query = _by_head(query, kv_b[:, :nope])  # (B, H, T, R)
+    joint = _joint_keys(latent, key_rope) if fused else None
+    weights = None
+    if joint is not None:
+        # The values are the latent; the kernel wants them as long as the keys, so the rotary part comes along.
+        query = torch.cat((query, query_rope), dim=-1)  # (B, H, T, R + P)
+        output = fused_attention(query, joint, joint, attention_mask, scaling)[..., :rank]  # (B, H, T, R)
+    else:
+        latent, key_rope = latent.squeeze(1), key_rope.squeeze(1)  # (B, S, R), (B, S, P)
+        scores = query.flatten(1, 2) @ latent.mT + query_rope.flatten(1, 2) @ key_rope.mT  # (B, H T, S)
+        scores = scores.unflatten(1, (heads, length)) * scaling  # (B, H, T, S)
+        weights = masked_softmax(scores, attention_mask, query.dtype)
+        output = (weights.flatten(1, 2) @ latent).unflatten(1, (heads, length))  # (B, H, T, R)
+    output = _by_head(output, kv_b[:, nope:].mT)  # (B, H, T, V)
+    return output.transpose(1, 2).contiguous(), None if fused else weights  # (B, T, H, V)
+
+
+def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply each head of `x` (B, H, T, n) with its matrix in `weight` (H, n, m), which is not copied per row."""
+    batch, _, length, _ = x.shape
+    x = x.transpose(0, 1).flatten(1, 2) @ weight  # (H, B T, m)
+    return x.unflatten(1, (batch, length)).transpose(0, 1)  # (B, H, T, m)
+
+
+def _joint_keys(latent: torch.Tensor, key_rope: torch.Tensor) -> torch.Tensor | None:
+    """[latent; rotary key] (B, 1, S, R + P) where the fused kernel over it is the fastest way, else `None`.
+
+    `GrowingLayer` keeps both side by side, which makes it a view. A copy pays only where a CPU has no fast matrix
+    products in the dtype: there, they are up to a hundred times slower than the fused kernel.
+    """
+    if latent.device.type != "cpu" or is_tracing(latent):
+        return None
+    size = latent.shape[-1] + key_rope.shape[-1]
+    next_to = latent.data_ptr() + latent.shape[-1] * latent.element_size() == key_rope.data_ptr()
+    if next_to and latent.stride() == key_rope.stride() and latent.stride(2) >= size and latent.stride(3) == 1:
+        return latent.as_strided((*latent.shape[:-1], size), latent.stride())
+    reduced = latent.dtype in (torch.bfloat16, torch.float16)
+    return torch.cat((latent, key_rope), dim=-1) if reduced and not _has_amx() else None
 
 
 def pad_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Zero-pad the last dimensions to the largest, because fused kernels want one head size; no score changes."""
     size = max(tensor.shape[-1] for tensor in tensors)
     return [nn.functional.pad(tensor, (0, size - tensor.shape[-1])) for tensor in tensors]
-
-
-def lone_layer_mask(
-    module: nn.Module,
-    hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    kv_length: int,
-    past_key_values=None,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-) -> torch.Tensor | None:
-    """Mask of a layer that is used without a model; masks that a model has built pass through.
-
-    Args:
-        module: the layer; a lone layer's configuration names no attention implementation, which means eager.
-        hidden_states: (B, T, hidden), the last T of the tokens seen.
-        attention_mask: `None`, a padding mask (B, S) with 1 or True for tokens to attend to, or a finished mask.
-        kv_length: number of keys, of which a static cache may not have filled all.
-        past_key_values: cache that holds the keys, the T new ones included.
-        is_causal: `None` stands for True.
-        sliding_window: number of tokens within which to attend.
-
-    Returns:
-        A mask (B, 1, T, S), or `None` where the attention function masks by itself or nothing is masked.
-    """
-    config: Any = module.config
-    backend = config._attn_implementation or "eager"
-    finished = attention_mask is not None and (not torch.is_tensor(attention_mask) or attention_mask.ndim == 4)
-    if finished or backend not in MASK_BUILDERS:
-        return attention_mask
-    causal = is_causal is not False
-    batch, length = hidden_states.shape[:2]
-    window = sliding_window if sliding_window is not None and sliding_window < kv_length else None
-    total = kv_length if past_key_values is None else int(past_key_values.get_seq_length(module.layer_idx))
-    seen = min(total, kv_length)  # a window holds the last ones, a static cache has room for more
-    if attention_mask is None and window is None:
-        unmasked = seen == kv_length and (length == 1 or not causal)
-        if unmasked or (backend == "sdpa" and seen == length and causal):
-            return None
-    if attention_mask is None and seen < kv_length:
-        attention_mask = hidden_states.new_ones(batch, seen)
-    elif attention_mask is not None:
-        if attention_mask.shape != (batch, total):
-            raise ValueError(
-                f"attention_mask has shape {tuple(attention_mask.shape)}: a padding mask is (batch, keys) = "
-                f"({batch}, {total}), any other mask has four dimensions"
-            )
-        attention_mask = attention_mask[:, -kv_length:]  # (B, seen)
-    if attention_mask is not None:
-        attention_mask = attention_mask.to(hidden_states.device, torch.bool)
-    if window is not None:
-        pattern = sliding_window_causal_mask_function if causal else sliding_window_bidirectional_mask_function
-        mask_function = pattern(window)
-    else:
-        mask_function = causal_mask_function if causal else bidirectional_mask_function
-    return MASK_BUILDERS[backend](
-        batch_size=batch,
-        q_length=length,
-        kv_length=kv_length,
-        q_offset=seen - length,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        dtype=hidden_states.dtype,
-        allow_is_causal_skip=False,
-        device=hidden_states.device,
-    )
-
-
-def packed_documents(position_ids: torch.Tensor, padding_mask: torch.Tensor) -> torch.Tensor:
-    """Number the documents of each row: one begins where a token's position is not beyond that of the token before it.
-
-    Args:
-        position_ids: (B, T); those of padding mean nothing.
-        padding_mask: (B, T), True for tokens that are not padding.
-
-    Returns:
-        (B, T) document indices, counted from 0.
-    """
-    index = torch.arange(position_ids.shape[1], device=position_ids.device).expand_as(position_ids)
-    index = index.masked_fill(~padding_mask, -1).cummax(dim=-1).values  # (B, T), the last token at or before
-    before = nn.functional.pad(index[:, :-1], (1, 0), value=-1)  # (B, T), the last token before
-    position_before = position_ids.gather(1, before.clamp(min=0)).masked_fill(before < 0, -1)  # (B, T)
-    return (padding_mask & (position_ids <= position_before)).cumsum(dim=-1)

@@ -5,10 +5,10 @@ Shapes: B batch, T query tokens, S cached and new tokens, H query heads, G key/v
 
 import torch
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_functions import eager_attention_forward, lone_layer_mask
+from .attention_functions import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 from .layers import GQARMSNorm
+from .masks import filled_part, lone_layer_mask
 from .rotary import rotate
 
 
@@ -95,6 +95,7 @@ class GroupedAttention(nn.Module):
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)  # (B, G, S, D)
+            attention_mask, key, value = filled_part(attention_mask, past_key_values, self.layer_idx, key, value)
 
         backend = self.config._attn_implementation or "eager"
         attention_mask = lone_layer_mask(

@@ -8,10 +8,15 @@ import math
 
 import torch
 from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .attention_functions import absorbed_attention_forward, eager_attention_forward, lone_layer_mask, pad_heads
-from .layers import GQARMSNorm
+from .attention_functions import (
+    ALL_ATTENTION_FUNCTIONS,
+    absorbed_attention_forward,
+    eager_attention_forward,
+    pad_heads,
+)
+from .layers import GQARMSNorm, is_plain_linear
+from .masks import filled_part, lone_layer_mask
 from .rotary import rotate
 
 # DeepSeek's latent norms use this whatever `rms_norm_eps` says; its checkpoints must keep their function here.
@@ -98,6 +103,9 @@ class LatentAttention(nn.Module):
             key_rope = rotate(key_rope, *position_embeddings, interleaved=self.rope_interleave)
         if past_key_values is not None:
             latent, key_rope = past_key_values.update(latent, key_rope, self.layer_idx)  # (B, 1, S, R), (B, 1, S, P)
+            attention_mask, latent, key_rope = filled_part(
+                attention_mask, past_key_values, self.layer_idx, latent, key_rope
+            )
 
         backend = self.config._attn_implementation or "eager"
         attention_mask = lone_layer_mask(
@@ -111,7 +119,14 @@ class LatentAttention(nn.Module):
         )
         if past_key_values is not None and self.absorbs(query.shape[2], latent.shape[2], attention_mask):
             output, weights = absorbed_attention_forward(
-                query, query_rope, latent, key_rope, self.kv_b_proj.weight, attention_mask, self.scaling
+                query,
+                query_rope,
+                latent,
+                key_rope,
+                self.kv_b_proj.weight,
+                attention_mask,
+                self.scaling,
+                fused=backend == "sdpa",
             )
             return self.o_proj(output.flatten(2)), weights  # (B, T, hidden)
 
@@ -190,13 +205,10 @@ class LatentAttention(nn.Module):
         Per batch entry and head: expanding rebuilds S keys and values and attends with N + P and V numbers a pair;
         absorbing maps T queries and outputs and attends with R + P and R numbers a pair. One token always absorbs.
         """
-        weight = getattr(self.kv_b_proj, "weight", None)
-        # A wrapped, quantized, sharded or offloaded projection does more than its weight says, or lacks it.
-        plain = type(self.kv_b_proj) is nn.Linear and type(weight) is nn.Parameter and not weight.is_meta
         backend = self.config._attn_implementation or "eager"
         # Several tokens without a mask are a prompt on an empty cache, masked by the attention function itself.
         masked = attention_mask is not None or length == 1
-        if self.training or not plain or not masked or backend not in ("eager", "sdpa"):
+        if self.training or not is_plain_linear(self.kv_b_proj) or not masked or backend not in ("eager", "sdpa"):
             return False
         rank, up = self.kv_lora_rank, self.qk_nope_head_dim + self.v_head_dim
         pairs = length * kv_length

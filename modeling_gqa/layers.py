@@ -1,4 +1,4 @@
-"""RMSNorm and the gated MLP."""
+"""RMSNorm, the gated MLP, and what may be done with a linear layer's weight."""
 
 import torch
 from torch import nn
@@ -34,3 +34,14 @@ class GQAMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether using `module.weight` directly is the same as calling `module`.
+
+    A wrapped, quantized, sharded or offloaded layer does more than its weight says, or lacks it.
+    """
+    weight = getattr(module, "weight", None)
+    if type(module) is not nn.Linear or type(weight) is not nn.Parameter or weight.is_meta:
+        return False
+    return weight.shape == (module.out_features, module.in_features)

@@ -27,9 +27,11 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import ATTENTION_CLASSES
-from .attention_functions import packed_documents
+from .cache_layers import grow_in_place
 from .configuration_gqa import GQAConfig
 from .layers import GQAMLP, GQARMSNorm
+from .loss import can_chunk_loss, chunked_causal_lm_loss
+from .masks import packed_documents
 from .rotary import GQARotaryEmbedding
 
 MASK_FUNCTIONS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
@@ -166,7 +168,7 @@ class GQAModel(GQAPreTrainedModel):
         # Before a cache is made: transformers looks for packed documents only where there is none.
         masks = self._attention_masks(inputs_embeds, attention_mask, past_key_values, position_ids, restarts)
         if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+            past_key_values = grow_in_place(DynamicCache(config=self.config))
 
         hidden_states = inputs_embeds
         rotations = {size: rotary(hidden_states, position_ids) for size, rotary in self.rotary_emb.items()}
@@ -203,7 +205,13 @@ class GQAModel(GQAPreTrainedModel):
 
 
 class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
-    """The decoder with a language modeling head."""
+    """The decoder with a language modeling head.
+
+    A training step that would take more than `logits_at_once` logits computes its loss in chunks of so many and returns
+    no logits, unless called with `output_logits=True`; `model.logits_at_once = None` never does.
+    """
+
+    logits_at_once: int | None = 2**25
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -228,6 +236,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        output_logits: bool | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """Predict the next token at every position; arguments of `GQAModel.forward`, and:
@@ -236,6 +245,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
             labels: (B, T) token ids, -100 where there is no loss; shifted here, so usually `input_ids` themselves.
             logits_to_keep: number of last positions whose logits are computed, 0 for all; or the positions, (n,) or
                 (B, n), or a boolean choice (B, T).
+            output_logits: return logits from large training steps too; see the class.
 
         Returns:
             Loss (mean over predicted tokens, or sum divided by `num_items_in_batch`), logits (B, n, vocabulary) and
@@ -250,9 +260,13 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
+        hidden_states = _keep(outputs.last_hidden_state, logits_to_keep)
+        logits = loss = None
+        if labels is not None and not output_logits and self._chunks_loss(hidden_states):
+            loss = chunked_causal_lm_loss(hidden_states, self.lm_head.weight, labels, self.logits_at_once, **kwargs)
+        else:
+            logits = self.lm_head(hidden_states)
+        if labels is not None and logits is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
@@ -261,6 +275,19 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _chunks_loss(self, hidden_states: torch.Tensor) -> bool:
+        tokens = hidden_states.shape[:-1].numel()
+        large = self.logits_at_once is not None and tokens * self.vocab_size > self.logits_at_once
+        return self.training and large and can_chunk_loss(self.lm_head, hidden_states, self.loss_function)
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        given = model_kwargs.get("past_key_values")
+        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        made = model_kwargs.get("past_key_values")
+        if made is not given and type(made) is DynamicCache:
+            grow_in_place(made)
+        return result
 
     def _get_static_cache_init_shape(self):
         # transformers 5.17 asks the model's configuration for sizes that differ by layer in a mixed model; without a

@@ -11,6 +11,7 @@ from small_models import MODELS, make_config, make_model
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
 
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.accounting import (
@@ -107,7 +108,7 @@ def test_cache_bytes(model_name, dtype):
     model = make_model(model_name).to(dtype)
     ids = make_ids(9)
     # One token at a time, below and beyond the window of 5 tokens.
-    cache = None
+    cache = DynamicCache(config=model.config)
     for tokens in range(1, 10):
         cache = model(ids[:, tokens - 1 : tokens], past_key_values=cache, use_cache=True).past_key_values
         assert cache_bytes(model.config, BATCH, tokens, dtype) == storage_bytes(cache)
@@ -118,7 +119,8 @@ def test_cache_bytes(model_name, dtype):
 @torch.no_grad()
 def test_cache_bytes_after_a_prompt(model_name):
     model = make_model(model_name)
-    cache = model(make_ids(9), use_cache=True).past_key_values
+    cache = DynamicCache(config=model.config)
+    model(make_ids(9), past_key_values=cache)
     if "window" in model_name:  # the prompt's storage is let go at the first decoded token
         assert storage_bytes(cache) > cache_bytes(model.config, BATCH, 9, torch.float32)
     else:
