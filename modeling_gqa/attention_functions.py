@@ -14,6 +14,8 @@ from transformers.utils.import_utils import is_tracing
 
 # Up to so many query tokens, packing the heads that share keys beats torch's own grouped attention (CPU, measured).
 FEW_TOKENS = 8
+# Arguments that only transformers' own `sdpa` knows.
+STOCK_ONLY = frozenset(("cache", "position_bias", "softcap", "output_attentions"))
 
 
 def masked_softmax(scores: torch.Tensor, attention_mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -65,15 +67,15 @@ def sdpa_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """transformers' `sdpa`, but keys and values are not repeated where a fused kernel can do without.
 
-    Arguments and output as in `eager_attention_forward`, without weights. What has no mask to follow but the causal
-    one, and what only transformers' own function knows (paged caches, position biases), goes to that function.
+    Arguments and output as in `eager_attention_forward`, without weights. Several tokens without a mask are causal, and
+    the stock function's: torch takes these as they are.
     """
-    device, length = query.device.type, query.shape[2]
-    masked = length == 1 or attention_mask is not None
-    special = any(kwargs.get(name) is not None for name in ("cache", "position_bias", "softcap", "output_attentions"))
+    device = query.device.type
+    masked = attention_mask is not None or query.shape[2] == 1
     # Without a mask, CUDA's kernels take grouped heads themselves; with one and many tokens no kernel there does.
     fused = device == "cpu" or (device == "cuda" and attention_mask is not None and _few(query))
-    if special or not masked or not fused:
+    special = not STOCK_ONLY.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in STOCK_ONLY)
+    if special or not (masked and fused):
         return stock_sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -94,26 +96,27 @@ def fused_attention(
     Few query tokens are packed: the H / G heads that share a key/value head become rows of one product, so that each
     key is read once. Shapes as in `eager_attention_forward`; returns (B, H, T, V).
     """
-    heads, key_heads = query.shape[1], key.shape[1]
+    batch, heads, length, size = query.shape
+    key_heads = key.shape[1]
+    groups = heads // key_heads
     if not _few(query):
-        grouped = {"enable_gqa": True} if heads > key_heads else {}
+        grouped = {"enable_gqa": True} if groups > 1 else {}
         return nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, **grouped
         )
-    shape, groups = query.shape[:-1], heads // key_heads
-    query = query.unflatten(1, (key_heads, groups)).flatten(2, 3)  # (B, G, H / G T, D)
-    if attention_mask is not None and attention_mask.shape[1] == heads:
-        attention_mask = attention_mask.unflatten(1, (key_heads, groups)).flatten(2, 3)  # (B, G, H / G T, S)
-    elif attention_mask is not None and attention_mask.shape[2] > 1:
-        attention_mask = attention_mask.repeat(1, 1, groups, 1)  # (B, 1, H / G T, S)
-    rows = query.shape[2]
-    if rows == 1 and query.dtype == torch.bfloat16 and query.device.type == "cpu" and not _has_amx():
-        # A product with one row is a slow loop there; with two rows it is a matrix product, three times as fast.
+    query = query.reshape(batch, key_heads, groups * length, size)  # (B, G, H / G T, D)
+    if attention_mask is not None and (length > 1 or attention_mask.shape[1] > 1):
+        shared = attention_mask.shape[1] == 1
+        attention_mask = attention_mask.expand(-1, groups if shared else -1, length, -1)
+        attention_mask = attention_mask.unflatten(1, (-1, groups)).flatten(2, 3)  # (B, 1 or G, H / G T, S)
+    # A bfloat16 product with one row is a slow loop without AMX; with two it is a matrix product, three times as fast.
+    doubled = groups * length == 1 and query.dtype == torch.bfloat16 and query.device.type == "cpu" and not _has_amx()
+    if doubled:
         query = query.expand(-1, -1, 2, -1)
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
     )
-    return output[:, :, :rows].reshape(*shape, -1)  # (B, H, T, V)
+    return (output[:, :, :1] if doubled else output).reshape(batch, heads, length, -1)  # (B, H, T, V)
 
 
 def _few(query: torch.Tensor) -> bool:
@@ -124,13 +127,16 @@ def _few(query: torch.Tensor) -> bool:
 @cache
 def _has_amx() -> bool:
     """Whether the CPU multiplies bfloat16 tiles; torch before 2.13 does not tell."""
-    return bool(getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16", False))
+    capabilities: dict = getattr(torch.cpu, "get_capabilities", dict)()
+    return capabilities.get("amx_bf16", False)
 
 
 class GQAAttentionInterface(modeling_utils.AttentionInterface):
     """transformers' attention functions as they are registered there, our own `sdpa` in place of the stock one."""
 
     def __getitem__(self, key):
+        if key in self._local_mapping:
+            return self._local_mapping[key]
         function = modeling_utils.ALL_ATTENTION_FUNCTIONS[key]
         return sdpa_attention_forward if function is stock_sdpa_attention_forward else function
 
@@ -195,7 +201,7 @@ def _joint_keys(latent: torch.Tensor, key_rope: torch.Tensor) -> torch.Tensor | 
     `GrowingLayer` keeps both side by side, which makes it a view. A copy pays only where a CPU has no fast matrix
     products in the dtype: there, they are up to a hundred times slower than the fused kernel.
     """
-    if latent.device.type != "cpu" or is_tracing(latent):
+    if latent.device.type != "cpu" or latent.requires_grad or key_rope.requires_grad or is_tracing(latent):
         return None
     size = latent.shape[-1] + key_rope.shape[-1]
     next_to = latent.data_ptr() + latent.shape[-1] * latent.element_size() == key_rope.data_ptr()

@@ -5,7 +5,6 @@ Shapes: B batch, G key/value heads, S tokens held, T new tokens, D and V sizes o
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
-from transformers.utils.import_utils import is_tracing
 
 BLOCK = 64
 
@@ -21,24 +20,42 @@ class KeyValueBuffer:
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, length: int):
-        self.filled = keys.shape[2]
+        self.batch, self.heads, self.filled, self.key_size = keys.shape
+        self.value_size = values.shape[3]
         self.capacity = length + length // 4 + BLOCK
-        if keys.shape[1] == 1:
-            sizes = [keys.shape[3], values.shape[3]]
-            storage = keys.new_empty(*keys.shape[:2], self.capacity, sum(sizes))  # (B, 1, capacity, D + V)
+        self.keys: torch.Tensor
+        self.values: torch.Tensor
+        if self.heads == 1:
+            sizes = [self.key_size, self.value_size]
+            storage = keys.new_empty(self.batch, 1, self.capacity, sum(sizes))  # (B, 1, capacity, D + V)
             self.keys, self.values = storage.split(sizes, dim=-1)
         else:
-            self.keys = keys.new_empty(*keys.shape[:2], self.capacity, keys.shape[3])  # (B, G, capacity, D)
-            self.values = values.new_empty(*values.shape[:2], self.capacity, values.shape[3])  # (B, G, capacity, V)
+            self.keys = keys.new_empty(self.batch, self.heads, self.capacity, self.key_size)
+            self.values = values.new_empty(self.batch, self.heads, self.capacity, self.value_size)
         self.keys[:, :, : self.filled] = keys
         self.values[:, :, : self.filled] = values
 
+    def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether `keys` and `values` are of the buffer's kind, there is room, and the buffer may be written."""
+        shape, stored = keys.shape, self.keys
+        return (
+            shape == (self.batch, self.heads, shape[2], self.key_size)
+            and values.shape == (self.batch, self.heads, shape[2], self.value_size)
+            and self.filled + shape[2] <= self.capacity
+            and keys.dtype == stored.dtype == values.dtype == self.values.dtype
+            and keys.device == stored.device == values.device
+            # Tensors made in inference mode may be changed only there.
+            and (torch.is_inference_mode_enabled() or not stored.is_inference())
+        )
+
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new `keys` (B, G, T, D) and `values` (B, G, T, V); return views of all, S + T tokens."""
-        start, self.filled = self.filled, self.filled + keys.shape[2]
-        self.keys[:, :, start : self.filled] = keys
-        self.values[:, :, start : self.filled] = values
-        return self.keys[:, :, : self.filled], self.values[:, :, : self.filled]
+        start, new = self.filled, keys.shape[2]
+        self.filled = end = start + new
+        # Through `data`, because graphs that hold earlier views see no change: these places were never handed out.
+        self.keys.data.narrow(2, start, new).copy_(keys)
+        self.values.data.narrow(2, start, new).copy_(values)
+        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
 
 
 class GrowingLayer(DynamicLayer):
@@ -46,7 +63,8 @@ class GrowingLayer(DynamicLayer):
 
     `keys` and `values` are views of the filled part of a buffer. It is appended to in place only where it is filled
     exactly as far as this layer's tokens reach; after a crop, and in the second of two continuations of one cache, it
-    is copied. Every other replacement of `keys` or `values` leaves the buffer. A prompt is kept as it comes.
+    is copied. Every other replacement of `keys` or `values` leaves the buffer. A prompt is kept as it comes, and what
+    has gradients or is traced is concatenated.
     """
 
     buffer: KeyValueBuffer | None = None
@@ -54,40 +72,42 @@ class GrowingLayer(DynamicLayer):
     def __setattr__(self, name, value):
         if name in ("keys", "values"):
             self.__dict__["buffer"] = None
-        super().__setattr__(name, value)
+        self.__dict__[name] = value
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append `key_states` (B, G, T, D) and `value_states` (B, G, T, V); return all keys and values."""
-        if not self._appends(key_states, value_states):
+        buffer = self.buffer
+        if buffer is None or buffer.filled != self.keys.shape[2] or not buffer.takes(key_states, value_states):
+            buffer = self._new_buffer(key_states, value_states)
+        if buffer is None or torch.is_grad_enabled():
             return super().update(key_states, value_states, *args, **kwargs)
-        past = self.keys.shape[2]
-        length, buffer = past + key_states.shape[2], self.buffer
-        if buffer is None or buffer.filled != past or buffer.capacity < length or not _writable(buffer.keys):
-            buffer = KeyValueBuffer(self.keys, self.values, length)
-        self.keys, self.values = buffer.append(key_states, value_states)
-        self.buffer = buffer
-        return self.keys, self.values
+        keys, values = buffer.append(key_states, value_states)
+        # Past `__setattr__`: these are views of the buffer.
+        self.__dict__.update(keys=keys, values=values, buffer=buffer)
+        return keys, values
 
-    def _appends(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
-        """Whether a concatenation would only add tokens, and nothing watches it: no gradient, no trace."""
-        if self.get_seq_length() == 0 or torch.is_grad_enabled() or is_tracing(key_states):
-            return False
-        return _fits(self.keys, key_states) and _fits(self.values, value_states)
+    def _new_buffer(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeyValueBuffer | None:
+        """A buffer with this layer's tokens and room for the new ones; `None` where a concatenation is wanted."""
+        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if traced or torch.is_grad_enabled() or self.get_seq_length() == 0 or self.keys.ndim != 4:
+            return None
+        if self.keys.shape[:3] != self.values.shape[:3] or self.keys.device != self.values.device:
+            return None
+        if key_states.ndim != 4 or value_states.ndim != 4:
+            return None
+        buffer = KeyValueBuffer(self.keys, self.values, self.keys.shape[2] + key_states.shape[2])
+        return buffer if buffer.takes(key_states, value_states) else None
+
+    def reset(self) -> None:
+        """Drop all tokens; transformers 5.17 would zero them, in every layer that shares the buffer."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        super().reset()
 
 
 def grow_in_place(cache: DynamicCache) -> DynamicCache:
     """Let the layers of a new, empty `cache` that hold all tokens grow in place; the others stay as they are."""
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
-
-
-def _fits(held: torch.Tensor, new: torch.Tensor) -> bool:
-    same = held.dtype == new.dtype and held.device == new.device
-    return same and held.ndim == new.ndim == 4 and held.shape[:2] == new.shape[:2] and held.shape[3] == new.shape[3]
-
-
-def _writable(tensor: torch.Tensor) -> bool:
-    """Tensors made in inference mode may be changed only there."""
-    return torch.is_inference_mode_enabled() or not tensor.is_inference()

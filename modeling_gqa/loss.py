@@ -36,25 +36,34 @@ def chunked_causal_lm_loss(
         logits_at_once: how many logits may exist at a time.
         num_items_in_batch: divides the sum over tokens; the mean is taken where it is `None`.
         ignore_index: label without a loss.
+
+    Raises:
+        ValueError: there is not one label for each hidden state.
     """
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    hidden_states, shift_labels = hidden_states.flatten(0, -2), shift_labels.flatten().to(hidden_states.device)
+    if len(shift_labels) != len(hidden_states):
+        raise ValueError(f"{len(shift_labels)} labels for the hidden states of {len(hidden_states)} tokens")
     device = hidden_states.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+    # torch returns the loss in the dtype of the logits, too coarse for a sum over many tokens.
+    accumulate = torch.promote_types(hidden_states.dtype, torch.float32)
     rows = max(1, logits_at_once // weight.shape[0])
     with torch.autocast(device, enabled=False):
-        loss = nn.functional.linear_cross_entropy(
-            hidden_states.flatten(0, -2),
+        losses = nn.functional.linear_cross_entropy(
+            hidden_states,
             weight,
-            shift_labels.flatten().to(hidden_states.device),
-            reduction="mean" if num_items_in_batch is None else "sum",
+            shift_labels,
+            reduction="sum" if accumulate == hidden_states.dtype else "none",
             ignore_index=ignore_index,
             options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None),
         )
+    total = losses.to(accumulate).sum()
     if num_items_in_batch is None:
-        return loss
+        num_items_in_batch = (shift_labels != ignore_index).sum()
     if torch.is_tensor(num_items_in_batch):
-        num_items_in_batch = num_items_in_batch.to(loss.device)
-    return loss / num_items_in_batch
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch

@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens given, S cached and new tokens, P rotary size of a layer's heads.
 """
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -172,10 +173,11 @@ class GQAModel(GQAPreTrainedModel):
 
         hidden_states = inputs_embeds
         rotations = {size: rotary(hidden_states, position_ids) for size, rotary in self.rotary_emb.items()}
-        for index, layer in enumerate(self.layers[: self.config.num_hidden_layers]):
+        layer_types = self.config.layer_types
+        for index, layer in enumerate(islice(self.layers, self.config.num_hidden_layers)):
             hidden_states = layer(
                 hidden_states,
-                attention_mask=masks[self.config.layer_types[index]],
+                attention_mask=masks[layer_types[index]],
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 use_cache=use_cache,

@@ -55,11 +55,11 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
         interleaved: the pairs of `x` are neighbours instead of half a head apart; the result is half-split all the
             same, which changes no score because queries and keys are permuted alike.
     """
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, T, P)
     size = cos.shape[-1]
-    x, passed = x[..., :size], x[..., size:]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], cos, sin, interleaved), x[..., size:]), dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, T, P)
     if interleaved:
         x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     first, second = x.chunk(2, dim=-1)
-    rotated = x * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((rotated, passed), dim=-1) if passed.shape[-1] else rotated
+    return torch.addcmul(x * cos, torch.cat((-second, first), dim=-1), sin)

@@ -1,0 +1,190 @@
+"""Time per decoded token, ours against transformers' own models, through `generate`.
+
+    python -m benchmarks.decode --lengths 128 2048 8192 --batch_sizes 1 8 --dtypes float32 bfloat16
+
+Caches are filled with random numbers in place of a prompt. Each round lets one side and then the other generate some
+tokens from there; a round's time is the median token after the first. Tokens at which our cache is reallocated are
+rare, and count in the mean alone; transformers' cache is copied at every token.
+"""
+
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import DynamicCache, HfArgumentParser
+from transformers.generation import StoppingCriteria
+
+from modeling_gqa.accounting import cache_bytes, count_parameters, decode_flops
+
+from . import attention
+from .measure import describe_machine, floor_milliseconds, milliseconds, ratio
+from .models import BASELINES, Sizes, make_pair
+from .report import plot_decode, print_machine, print_table, save
+
+COLUMNS = {
+    "kind": "",
+    "key_value_heads": "",
+    "dtype": "",
+    "batch": "",
+    "length": "",
+    "ours_ms": ".1f",
+    "theirs_ms": ".1f",
+    "ratio": ".2f",
+    "ratio_low": ".2f",
+    "ratio_high": ".2f",
+    "floor_ms": ".1f",
+    "ours_over_floor": ".2f",
+    "theirs_over_floor": ".2f",
+}
+
+
+@dataclass
+class DecodeArguments:
+    """Cells to measure."""
+
+    kinds: list[str] = field(default_factory=lambda: ["mha", "gqa", "mqa", "mla"])
+    lengths: list[int] = field(default_factory=lambda: [128, 2048, 4096, 8192])
+    batch_sizes: list[int] = field(default_factory=lambda: [1, 8])
+    dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])
+    key_value_heads: list[int] = field(
+        default_factory=lambda: [1, 2, 4, 8, 16],
+        metadata={"help": "numbers of heads of the last picture, measured at the largest batch and 2048 tokens"},
+    )
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    budget: float = field(default=2.5, metadata={"help": "seconds to spend on a cell, rounds permitting"})
+    output: str = field(default="benchmarks/results", metadata={"help": "directory of the JSON and the picture"})
+
+
+class TokenClock(StoppingCriteria):
+    """Notes the time after every token; never stops."""
+
+    def __init__(self, device: str):
+        self.device, self.marks = device, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if self.device.startswith("cuda"):
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def seconds(self) -> list[float]:
+        """Time of each token after the first."""
+        pairs = zip(self.marks, self.marks[1:], strict=False)
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
+            return [before.elapsed_time(after) / 1000 for before, after in pairs]
+        return [after - before for before, after in pairs]
+
+
+def filled_cache(model, batch: int, length: int, dtype: torch.dtype, device: str) -> DynamicCache:
+    """The cache that `generate` makes for `model`, holding random keys and values of `length` tokens."""
+    inputs: dict = {}
+    model._prepare_cache_for_generation(model.generation_config, inputs, None, batch, length)
+    cache = inputs["past_key_values"]
+    for index, module in enumerate(layer.self_attn for layer in model.model.layers):
+        if hasattr(module, "kv_lora_rank"):
+            shapes = [(batch, 1, length, module.kv_lora_rank), (batch, 1, length, module.qk_rope_head_dim)]
+        else:
+            heads = module.k_proj.out_features // module.head_dim
+            shapes = [(batch, heads, length, module.head_dim)] * 2
+        cache.update(*(torch.randn(shape, dtype=dtype, device=device) for shape in shapes), index)
+    return cache
+
+
+def generate(model, cache: DynamicCache, batch: int, length: int, tokens: int, device: str) -> list[float]:
+    """Seconds of each of `tokens` tokens but the first, generated from the first `length` tokens of `cache`."""
+    if cache.get_seq_length() > length:
+        cache.crop(length - cache.get_seq_length())
+    clock = TokenClock(device)
+    ids = torch.ones(batch, length + 1, dtype=torch.long, device=device)
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        do_sample=False,
+        max_new_tokens=tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+        stopping_criteria=[clock],
+    )
+    return clock.seconds()
+
+
+@torch.no_grad()
+def measure(models, batch: int, length: int, dtype: torch.dtype, device: str, budget: float) -> list[list[float]]:
+    """Median seconds per token of each model (theirs, ours) in each round."""
+    caches = [filled_cache(model, batch, length, dtype, device) for model in models]
+
+    def turn(index: int, tokens: int) -> float:
+        return statistics.median(generate(models[index], caches[index], batch, length, tokens, device))
+
+    both = sum(turn(index, 3) for index in range(len(models)))
+    tokens = min(16, max(3, int(budget / both / 5)))
+    rounds = min(9, max(3, int(budget / both / tokens)))
+    times = [[turn(index, tokens) for index in range(len(models))] for _ in range(rounds)]
+    return [list(side) for side in zip(*times, strict=True)]
+
+
+def decode_row(
+    kind: str, models, batch: int, length: int, dtype: torch.dtype, device: str, budget: float, machine
+) -> dict:
+    """One cell: times, their ratio, and the distance of both sides to the floor of what each must move and do."""
+    ours, theirs = models
+    times = dict(zip(("theirs", "ours"), measure((theirs, ours), batch, length, dtype, device, budget), strict=True))
+    config = ours.config
+    weights = count_parameters(config) - config.vocab_size * config.hidden_size  # the embedding is looked up
+    nbytes = weights * dtype.itemsize + cache_bytes(config, batch, length, dtype)
+    floor = floor_milliseconds(machine, dtype, nbytes, decode_flops(config, batch, length))
+    expanded = floor_milliseconds(machine, dtype, nbytes, decode_flops(config, batch, length, absorbed=False))
+    return {
+        "kind": kind,
+        "baseline": BASELINES[kind],
+        "key_value_heads": config.num_key_value_heads if kind != "mla" else None,
+        "dtype": str(dtype)[6:],
+        "batch": batch,
+        "length": length,
+        "ours_ms": milliseconds(times["ours"]),
+        "theirs_ms": milliseconds(times["theirs"]),
+        **ratio(times["theirs"], times["ours"]),
+        "floor_ms": floor,
+        "ours_over_floor": milliseconds(times["ours"]) / floor,
+        "theirs_over_floor": milliseconds(times["theirs"]) / expanded,
+    }
+
+
+def main(arguments: DecodeArguments, sizes: Sizes) -> None:
+    dtypes = [getattr(torch, name) for name in arguments.dtypes]
+    machine = describe_machine(arguments.device, dtypes)
+    print_machine(machine)
+    rows, by_heads = [], []
+    for dtype in dtypes:
+        for kind in arguments.kinds:
+            models = make_pair(kind, sizes, dtype, arguments.device)
+            for batch in arguments.batch_sizes:
+                for length in arguments.lengths:
+                    rows.append(
+                        decode_row(kind, models, batch, length, dtype, arguments.device, arguments.budget, machine)
+                    )
+                    print(
+                        {key: format(rows[-1][key], form) for key, form in COLUMNS.items() if rows[-1][key]}, flush=True
+                    )
+    for heads in arguments.key_value_heads:
+        dtype, batch, length = dtypes[0], max(arguments.batch_sizes), 2048
+        models = make_pair("gqa", sizes, dtype, arguments.device, heads)
+        row = decode_row("gqa", models, batch, length, dtype, arguments.device, arguments.budget, machine)
+        alone = attention.attention_row("gqa", sizes, batch, length, dtype, arguments.device, 0.5, machine, heads)
+        by_heads.append(row | {"attention_ms": sizes.num_hidden_layers * alone["ours_ms"]})
+    print_table("decoding, milliseconds per token", rows, COLUMNS)
+    print_table("by key/value heads", by_heads, COLUMNS | {"attention_ms": ".1f"})
+    save(arguments.output, "decode", " ".join(sys.argv), machine, sizes=vars(sizes), rows=rows, by_heads=by_heads)
+    plot_decode(rows, by_heads, Path(arguments.output) / "decode.png")
+
+
+if __name__ == "__main__":
+    main(*HfArgumentParser((DecodeArguments, Sizes)).parse_args_into_dataclasses())
