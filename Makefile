@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PYTEST = python -m pytest -n 2 $(PYTEST_ARGS)
 
-.PHONY: help quickstart test compat lint checks clean
+.PHONY: help quickstart test compat lint checks bench clean
 
 help:
 	@echo "make quickstart   pretrain a small model on real text, save it, load it back and generate (about 5 minutes)"
@@ -10,6 +10,7 @@ help:
 	@echo "make compat       run the tests marked compat against the oldest supported transformers"
 	@echo "make lint         ruff and mypy"
 	@echo "make checks       lint, test and compat"
+	@echo "make bench        measure speed and memory side by side with transformers' own models (10 minutes)"
 
 quickstart: .venv/quickstart
 	.venv/bin/python -m training.pretrain configuration/recipes/quickstart.yaml
@@ -27,9 +28,21 @@ lint: .venv/test
 
 checks: lint test compat
 
+bench: .venv/bench
+	.venv/bin/python -m benchmarks.attention
+	.venv/bin/python -m benchmarks.decode --lengths 128 2048 4096
+	.venv/bin/python -m benchmarks.prefill
+	.venv/bin/python -m benchmarks.training
+	.venv/bin/python -m benchmarks.compiled
+
 .venv/quickstart: setup.cfg constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[training]'
+	touch $@
+
+.venv/bench: setup.cfg constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	touch $@
 
 .venv/test: setup.cfg constraints.txt

@@ -7,6 +7,7 @@ tokens from there; a round's time is the median token after the first. Tokens at
 rare, and count in the mean alone; transformers' cache is copied at every token.
 """
 
+import itertools
 import statistics
 import sys
 import time
@@ -18,10 +19,12 @@ from transformers import DynamicCache, HfArgumentParser
 from transformers.generation import StoppingCriteria
 
 from modeling_gqa.accounting import cache_bytes, count_parameters, decode_flops
+from modeling_gqa.attention import ATTENTION_CLASSES
+from modeling_gqa.cache_layers import grow_in_place
 
 from . import attention
 from .measure import describe_machine, floor_milliseconds, milliseconds, ratio
-from .models import BASELINES, Sizes, make_pair
+from .models import BASELINES, Sizes, make_config, make_pair
 from .report import plot_decode, print_machine, print_table, save
 
 COLUMNS = {
@@ -39,6 +42,7 @@ COLUMNS = {
     "ours_over_floor": ".2f",
     "theirs_over_floor": ".2f",
 }
+MEMORY_COLUMNS = {"kind": "", "tokens": "", "over_theoretical": ".2f", "worst_from_1024": ".2f"}
 
 
 @dataclass
@@ -124,8 +128,8 @@ def measure(models, batch: int, length: int, dtype: torch.dtype, device: str, bu
     def turn(index: int, tokens: int) -> float:
         return statistics.median(generate(models[index], caches[index], batch, length, tokens, device))
 
-    both = sum(turn(index, 3) for index in range(len(models)))
-    tokens = min(16, max(3, int(budget / both / 5)))
+    both = sum(turn(index, 2) for index in range(len(models)))
+    tokens = min(16, max(2, int(budget / both / 5)))
     rounds = min(9, max(3, int(budget / both / tokens)))
     times = [[turn(index, tokens) for index in range(len(models))] for _ in range(rounds)]
     return [list(side) for side in zip(*times, strict=True)]
@@ -158,31 +162,53 @@ def decode_row(
     }
 
 
+@torch.no_grad()
+def memory_row(kind: str, sizes: Sizes, dtype: torch.dtype, tokens: int) -> dict:
+    """Storage of one layer of the cache that `generate` makes, over the bytes of its tokens, decoded one by one."""
+    config = make_config(kind, sizes)
+    cache = grow_in_place(DynamicCache(config=config))
+    heads = 1 if kind == "mla" else config.num_key_value_heads
+    states = [torch.zeros(1, heads, 1, size // heads, dtype=dtype) for size in cache_sizes(kind, config)]
+    worst = 0.0
+    for count in range(1, tokens + 1):
+        held = cache.update(*states, 0)
+        stored = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
+        over = stored / (count * sum(cache_sizes(kind, config)) * dtype.itemsize)
+        worst = max(worst, over) if count >= 1024 else worst
+    return {"kind": kind, "tokens": tokens, "over_theoretical": over, "worst_from_1024": worst}
+
+
+def cache_sizes(kind: str, config) -> tuple[int, int]:
+    """Numbers per token and layer in the cache's keys and values."""
+    return ATTENTION_CLASSES[kind].cache_sizes(config.per_layer_config[0])
+
+
 def main(arguments: DecodeArguments, sizes: Sizes) -> None:
     dtypes = [getattr(torch, name) for name in arguments.dtypes]
     machine = describe_machine(arguments.device, dtypes)
     print_machine(machine)
     rows, by_heads = [], []
+    cell = {"device": arguments.device, "budget": arguments.budget, "machine": machine}
     for dtype in dtypes:
         for kind in arguments.kinds:
             models = make_pair(kind, sizes, dtype, arguments.device)
-            for batch in arguments.batch_sizes:
-                for length in arguments.lengths:
-                    rows.append(
-                        decode_row(kind, models, batch, length, dtype, arguments.device, arguments.budget, machine)
-                    )
-                    print(
-                        {key: format(rows[-1][key], form) for key, form in COLUMNS.items() if rows[-1][key]}, flush=True
-                    )
+            for batch, length in itertools.product(arguments.batch_sizes, arguments.lengths):
+                row = decode_row(kind, models, batch, length, dtype, **cell)
+                rows.append(row)
+                times = f"ours {row['ours_ms']:.1f} ms, {row['baseline']} {row['theirs_ms']:.1f} ms"
+                print(f"{kind} {row['dtype']} batch {batch} length {length}: {times}, {row['ratio']:.2f}x", flush=True)
     for heads in arguments.key_value_heads:
         dtype, batch, length = dtypes[0], max(arguments.batch_sizes), 2048
         models = make_pair("gqa", sizes, dtype, arguments.device, heads)
-        row = decode_row("gqa", models, batch, length, dtype, arguments.device, arguments.budget, machine)
-        alone = attention.attention_row("gqa", sizes, batch, length, dtype, arguments.device, 0.5, machine, heads)
+        row = decode_row("gqa", models, batch, length, dtype, **cell)
+        alone = attention.attention_row("gqa", sizes, batch, length, dtype, **cell, heads=heads)
         by_heads.append(row | {"attention_ms": sizes.num_hidden_layers * alone["ours_ms"]})
+    memory = [memory_row(kind, sizes, dtypes[0], 8192) for kind in arguments.kinds]
     print_table("decoding, milliseconds per token", rows, COLUMNS)
     print_table("by key/value heads", by_heads, COLUMNS | {"attention_ms": ".1f"})
-    save(arguments.output, "decode", " ".join(sys.argv), machine, sizes=vars(sizes), rows=rows, by_heads=by_heads)
+    print_table("cache storage over the bytes of its tokens", memory, MEMORY_COLUMNS)
+    results = {"rows": rows, "by_heads": by_heads, "memory": memory}
+    save(arguments.output, "decode", " ".join(sys.argv), machine, sizes=vars(sizes), **results)
     plot_decode(rows, by_heads, Path(arguments.output) / "decode.png")
 
 

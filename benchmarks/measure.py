@@ -26,13 +26,13 @@ def seconds(function: Callable[[], object], device: str) -> float:
 
 
 def in_turn(functions: dict[str, Callable[[], object]], device: str, budget: float) -> dict[str, list[float]]:
-    """Call the functions in turn, once to warm up, then 3 to 30 rounds in about `budget` seconds; return their times."""
+    """Times of functions called in turn: once to warm up, then 3 to 30 rounds in about `budget` seconds."""
     for function in functions.values():
         function()
     times: dict[str, list[float]] = {name: [] for name in functions}
-    while len(next(iter(times.values()))) < 3 or (
-        sum(map(sum, times.values())) < budget and len(next(iter(times.values()))) < 30
-    ):
+    for rounds in range(30):
+        if rounds >= 3 and sum(map(sum, times.values())) > budget:
+            break
         for name, function in functions.items():
             times[name].append(seconds(function, device))
     return times

@@ -43,11 +43,11 @@ COLUMNS = {
 class TrainingArguments:
     """Steps to measure."""
 
-    kinds: list[str] = field(default_factory=lambda: ["mha", "gqa", "mla"])
+    kinds: list[str] = field(default_factory=lambda: ["gqa", "mla"])
     length: int = field(default=4096, metadata={"help": "tokens of the one row of a step"})
     dtypes: list[str] = field(default_factory=lambda: ["float32"])
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    budget: float = field(default=20.0, metadata={"help": "seconds to spend on a kind"})
+    budget: float = field(default=10.0, metadata={"help": "seconds to spend on a kind"})
     output: str = field(default="benchmarks/results", metadata={"help": "directory of the JSON"})
     measure_memory: str | None = field(default=None, metadata={"help": "KIND-SIDE: print one model's peak and exit"})
 
@@ -59,7 +59,7 @@ class TrainingSizes(Sizes):
     vocab_size: int = 49152
     hidden_size: int = 512
     intermediate_size: int = 1408
-    num_hidden_layers: int = 8
+    num_hidden_layers: int = 4
     num_attention_heads: int = 8
     kv_lora_rank: int = 128
 

@@ -70,10 +70,10 @@ def sdpa_attention_forward(
     Arguments and output as in `eager_attention_forward`, without weights. Several tokens without a mask are causal, and
     the stock function's: torch takes these as they are.
     """
-    device = query.device.type
-    masked = attention_mask is not None or query.shape[2] == 1
+    device, few = query.device.type, _few(query)
     # Without a mask, CUDA's kernels take grouped heads themselves; with one and many tokens no kernel there does.
-    fused = device == "cpu" or (device == "cuda" and attention_mask is not None and _few(query))
+    fused = device == "cpu" or (device == "cuda" and attention_mask is not None and few)
+    masked = attention_mask is not None or query.shape[2] == 1
     special = not STOCK_ONLY.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in STOCK_ONLY)
     if special or not (masked and fused):
         return stock_sdpa_attention_forward(

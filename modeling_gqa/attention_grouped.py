@@ -59,8 +59,8 @@ class GroupedAttention(nn.Module):
             self.tp_plan = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
             if layer.qk_norm:
                 self.tp_plan |= dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce")
-        self.q_norm = GQARMSNorm(self.head_dim, eps=config.rms_norm_eps) if layer.qk_norm else nn.Identity()
-        self.k_norm = GQARMSNorm(self.head_dim, eps=config.rms_norm_eps) if layer.qk_norm else nn.Identity()
+        self.q_norm = GQARMSNorm(self.head_dim, eps=config.rms_norm_eps) if layer.qk_norm else None
+        self.k_norm = GQARMSNorm(self.head_dim, eps=config.rms_norm_eps) if layer.qk_norm else None
 
     def forward(
         self,
@@ -88,8 +88,11 @@ class GroupedAttention(nn.Module):
             return self.cross_attention(hidden_states, key_value_states, attention_mask, **kwargs)
         input_shape = hidden_states.shape[:-1]
         head_shape = (*input_shape, -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(head_shape)).transpose(1, 2)  # (B, H, T, D)
-        key = self.k_norm(self.k_proj(hidden_states).view(head_shape)).transpose(1, 2)  # (B, G, T, D)
+        query = self.q_proj(hidden_states).view(head_shape)  # (B, T, H, D)
+        key = self.k_proj(hidden_states).view(head_shape)  # (B, T, G, D)
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = query.transpose(1, 2), key.transpose(1, 2)  # (B, H, T, D), (B, G, T, D)
         value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)  # (B, G, T, D)
         if position_embeddings is not None:
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
@@ -133,7 +136,9 @@ class GroupedAttention(nn.Module):
         query = self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim))  # (B, T, H, D)
         key = self.k_proj(key_value_states).unflatten(-1, (-1, self.head_dim))  # (B, S, G, D)
         value = self.v_proj(key_value_states).unflatten(-1, (-1, self.head_dim))  # (B, S, G, D)
-        query, key, value = (x.transpose(1, 2) for x in (self.q_norm(query), self.k_norm(key), value))
+        if self.q_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         backend = self.config._attn_implementation or "eager"
         attention_mask = lone_layer_mask(self, hidden_states, attention_mask, key.shape[2], is_causal=False)
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)

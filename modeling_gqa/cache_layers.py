@@ -23,38 +23,38 @@ class KeyValueBuffer:
         self.batch, self.heads, self.filled, self.key_size = keys.shape
         self.value_size = values.shape[3]
         self.capacity = length + length // 4 + BLOCK
-        self.keys: torch.Tensor
-        self.values: torch.Tensor
+        self.dtype, self.device = keys.dtype, keys.device
         if self.heads == 1:
-            sizes = [self.key_size, self.value_size]
-            storage = keys.new_empty(self.batch, 1, self.capacity, sum(sizes))  # (B, 1, capacity, D + V)
-            self.keys, self.values = storage.split(sizes, dim=-1)
+            storage = keys.new_empty(self.batch, 1, self.capacity, self.key_size + self.value_size)
+            key_room, value_room = storage[..., : self.key_size], storage[..., self.key_size :]
         else:
-            self.keys = keys.new_empty(self.batch, self.heads, self.capacity, self.key_size)
-            self.values = values.new_empty(self.batch, self.heads, self.capacity, self.value_size)
-        self.keys[:, :, : self.filled] = keys
-        self.values[:, :, : self.filled] = values
+            key_room = keys.new_empty(self.batch, self.heads, self.capacity, self.key_size)
+            value_room = values.new_empty(self.batch, self.heads, self.capacity, self.value_size)
+        key_room[:, :, : self.filled] = keys
+        value_room[:, :, : self.filled] = values
+        self.keys, self.values = key_room, value_room
+        # Written through `data`, because graphs that hold earlier views see no change: these places are new.
+        self.writable = key_room.data, value_room.data
 
     def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether `keys` and `values` are of the buffer's kind, there is room, and the buffer may be written."""
-        shape, stored = keys.shape, self.keys
+        new = keys.shape[-2]
         return (
-            shape == (self.batch, self.heads, shape[2], self.key_size)
-            and values.shape == (self.batch, self.heads, shape[2], self.value_size)
-            and self.filled + shape[2] <= self.capacity
-            and keys.dtype == stored.dtype == values.dtype == self.values.dtype
-            and keys.device == stored.device == values.device
+            keys.shape == (self.batch, self.heads, new, self.key_size)
+            and values.shape == (self.batch, self.heads, new, self.value_size)
+            and self.filled + new <= self.capacity
+            and keys.dtype is values.dtype is self.dtype
+            and keys.device == values.device == self.device
             # Tensors made in inference mode may be changed only there.
-            and (torch.is_inference_mode_enabled() or not stored.is_inference())
+            and (torch.is_inference_mode_enabled() or not self.keys.is_inference())
         )
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write new `keys` (B, G, T, D) and `values` (B, G, T, V); return views of all, S + T tokens."""
         start, new = self.filled, keys.shape[2]
         self.filled = end = start + new
-        # Through `data`, because graphs that hold earlier views see no change: these places were never handed out.
-        self.keys.data.narrow(2, start, new).copy_(keys)
-        self.values.data.narrow(2, start, new).copy_(values)
+        for room, states in zip(self.writable, (keys, values), strict=True):
+            room.narrow(2, start, new).copy_(states)
         return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
 
 

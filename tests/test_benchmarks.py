@@ -1,0 +1,123 @@
+"""The benchmarks run, on sizes at which their times mean nothing, and write what the README shows."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import attention, decode, measure, models, prefill, training
+
+SMALL = {
+    "vocab_size": 101,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 6,
+    "kv_lora_rank": 10,
+    "qk_rope_head_dim": 4,
+}
+MACHINE = {"read_gb_s": 10.0, "matmul_gflop_s": {"float32": 100.0, "bfloat16": 100.0}}
+
+
+@pytest.fixture(autouse=True)
+def quick_machine(monkeypatch):
+    """The machine's rates take seconds to measure."""
+    described = MACHINE | {"machine": "any", "torch": torch.__version__, "load_before": 0.0}
+    for module in (attention, decode, prefill, training):
+        monkeypatch.setattr(module, "describe_machine", lambda device, dtypes: described)
+
+
+def read(path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def assert_times(rows: list[dict], prefix: str = "") -> None:
+    assert rows
+    for row in rows:
+        assert row[f"{prefix}ours_ms"] > 0 and row[f"{prefix}theirs_ms"] > 0 and row["floor_ms"] > 0
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+
+
+def test_decode(tmp_path):
+    arguments = decode.DecodeArguments(
+        lengths=[5, 9], batch_sizes=[1, 2], key_value_heads=[1, 4], budget=0.01, device="cpu", output=str(tmp_path)
+    )
+    decode.main(arguments, models.Sizes(**SMALL))
+    results = read(tmp_path / "decode.json")
+    assert len(results["rows"]) == 2 * 4 * 2 * 2
+    assert_times(results["rows"] + results["by_heads"])
+    assert {row["kind"] for row in results["memory"]} == {"mha", "gqa", "mqa", "mla"}
+    assert all(1 <= row["over_theoretical"] <= 1.3 for row in results["memory"])
+    assert (tmp_path / "decode.png").stat().st_size > 1000
+
+
+def test_attention(tmp_path):
+    arguments = attention.AttentionArguments(
+        lengths=[9], batch_sizes=[2], budget=0.01, device="cpu", output=str(tmp_path)
+    )
+    attention.main(arguments, models.Sizes(**SMALL))
+    rows = read(tmp_path / "attention.json")["rows"]
+    assert_times(rows)
+    assert [row["kind"] for row in rows] == ["mha", "gqa", "gqa-2", "mqa", "mla"] * 2
+
+
+def test_prefill(tmp_path):
+    arguments = prefill.PrefillArguments(
+        lengths=[16], dtypes=["float32"], budget=0.01, device="cpu", output=str(tmp_path)
+    )
+    prefill.main(arguments, prefill.PrefillSizes(**SMALL))
+    rows = read(tmp_path / "prefill.json")["rows"]
+    assert_times(rows)
+    assert all(row["attention_ms"] > 0 and row["attention_ratio"] > 0 for row in rows)
+
+
+def test_training(tmp_path):
+    arguments = training.TrainingArguments(kinds=["gqa"], length=32, budget=0.01, device="cpu", output=str(tmp_path))
+    training.main(arguments, training.TrainingSizes(**SMALL))
+    (row,) = rows = read(tmp_path / "training.json")["rows"]
+    assert_times(rows)
+    assert row["ours_mib"] > 0 and row["theirs_mib"] > 0
+
+
+@pytest.mark.parametrize("kind", models.BASELINES)
+@torch.no_grad()
+def test_both_sides_are_the_same_model(kind):
+    ours, theirs = models.make_pair(kind, models.Sizes(**SMALL), torch.float32, "cpu")
+    ids = torch.randint(101, (2, 7))
+    torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", models.BASELINES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_both_sides_compute_the_same_attention(kind, dtype):
+    config = models.make_config(kind, models.Sizes(**SMALL))
+    functions = attention.attention_functions(kind, config, 2, 9, dtype, "cpu")
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(functions["ours"]()[0], functions["theirs"]()[0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("kind", models.BASELINES)
+@torch.no_grad()
+def test_both_sides_compute_the_same_prefill(kind, padding):
+    ours, _ = models.make_pair(kind, models.Sizes(**SMALL), torch.float32, "cpu")
+    module = ours.model.layers[0].self_attn
+    functions = prefill.attention_functions(module, 2, 16, padding, torch.float32, "cpu")
+    theirs = functions["theirs"]()[0]
+    torch.testing.assert_close(functions["ours"]()[0][..., : theirs.shape[-1]], theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_floor_of_attention_counts_cache_and_operations():
+    config = models.make_config("gqa", models.Sizes(**SMALL))
+    read_alone = {"read_gb_s": 1.0, "matmul_gflop_s": {"float32": 1e9}}
+    compute_alone = {"read_gb_s": 1e9, "matmul_gflop_s": {"float32": 1.0}}
+    heads, size, batch, length = config.num_key_value_heads, 6, 3, 11
+    nbytes, flops = batch * length * 2 * heads * size * 4, batch * length * 4 * size * 4
+    assert attention.floor("gqa", config, batch, length, torch.float32, read_alone) == pytest.approx(nbytes / 1e6)
+    assert attention.floor("gqa", config, batch, length, torch.float32, compute_alone) == pytest.approx(flops / 1e6)
+
+
+def test_ratios_are_of_rounds_and_spread_over_them():
+    assert measure.ratio([2.0, 6.0, 4.0], [1.0, 2.0, 4.0]) == {"ratio": 2.0, "ratio_low": 1.5, "ratio_high": 2.5}
