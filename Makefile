@@ -30,9 +30,9 @@ checks: lint test compat
 
 bench: .venv/bench
 	.venv/bin/python -m benchmarks.attention
-	.venv/bin/python -m benchmarks.decode --lengths 128 2048 4096
+	.venv/bin/python -m benchmarks.decode --lengths 128 2048 4096 --budget 1
 	.venv/bin/python -m benchmarks.prefill
-	.venv/bin/python -m benchmarks.training
+	.venv/bin/python -m benchmarks.training --num_hidden_layers 2
 	.venv/bin/python -m benchmarks.compiled
 
 .venv/quickstart: setup.cfg constraints.txt

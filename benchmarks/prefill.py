@@ -47,7 +47,7 @@ class PrefillArguments:
     batch_size: int = 1
     dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
-    budget: float = field(default=2.5, metadata={"help": "seconds to spend on a cell"})
+    budget: float = field(default=1.5, metadata={"help": "seconds to spend on a cell"})
     output: str = field(default="benchmarks/results", metadata={"help": "directory of the JSON"})
 
 
@@ -55,7 +55,7 @@ class PrefillArguments:
 class PrefillSizes(Sizes):
     """Fewer layers: transformers' MLA takes seconds."""
 
-    num_hidden_layers: int = 4
+    num_hidden_layers: int = 2
 
 
 def attention_functions(module, batch: int, length: int, padding: bool, dtype: torch.dtype, device: str) -> dict:

@@ -38,34 +38,40 @@ def plot_decode(rows: list[dict], by_heads: list[dict], path: Path) -> None:
     """Milliseconds per token against context length by kind, and against the number of key/value heads."""
     from matplotlib.figure import Figure
 
-    cells = sorted({(row["dtype"], row["batch"]) for row in rows})
-    figure = Figure(figsize=(4.2 * (len(cells) + bool(by_heads)), 3.8), layout="constrained")
-    axes = figure.subplots(1, len(cells) + bool(by_heads), squeeze=False)[0]
+    cells = sorted({(row["dtype"], row["batch"]) for row in rows}, key=lambda cell: (cell[0] != "float32", cell[1]))
+    panels = len(cells) + bool(by_heads)
+    figure = Figure(figsize=(12, 4 * -(-panels // 3)), layout="constrained")
+    axes = figure.subplots(-(-panels // 3), 3, squeeze=False).flatten()
     for axis, (dtype, batch) in zip(axes, cells, strict=False):
         for kind, color in COLORS.items():
             line = [row for row in rows if (row["dtype"], row["batch"], row["kind"]) == (dtype, batch, kind)]
-            if not line:
-                continue
             lengths = [row["length"] for row in line]
             axis.plot(lengths, [row["ours_ms"] for row in line], color=color, marker="o", markersize=3, label=kind)
             axis.plot(lengths, [row["theirs_ms"] for row in line], color=color, linestyle="--", linewidth=1)
-        axis.set(xscale="log", yscale="log", title=f"{dtype}, batch {batch}", xlabel="context length (tokens)")
-        axis.legend(fontsize=8)
-    axes[0].set_ylabel("milliseconds per token (dashed: transformers)")
+        _scale(axis, f"{dtype}, batch {batch}", "context length (tokens)", sorted({row["length"] for row in rows}))
     if by_heads:
-        _plot_heads(axes[-1], by_heads)
+        first, heads = by_heads[0], [row["key_value_heads"] for row in by_heads]
+        for key, label, style in (
+            ("ours_ms", "whole step", "o-"),
+            ("theirs_ms", "whole step, Llama", "--"),
+            ("attention_ms", "attention of all layers", "s-"),
+        ):
+            axes[len(cells)].plot(heads, [row[key] for row in by_heads], style, markersize=3, label=label)
+        title = f"{first['dtype']}, batch {first['batch']}, {first['length']} tokens"
+        _scale(axes[len(cells)], title, "key/value heads", heads)
+    for axis in axes[panels:]:
+        axis.remove()
+    figure.supylabel("milliseconds per token (dashed: transformers)", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
     print(f"wrote {path}", flush=True)
 
 
-def _plot_heads(axis, rows: list[dict]) -> None:
-    heads = [row["key_value_heads"] for row in rows]
-    axis.plot(heads, [row["ours_ms"] for row in rows], marker="o", markersize=3, label="whole step")
-    axis.plot(heads, [row["theirs_ms"] for row in rows], linestyle="--", linewidth=1, label="Llama, whole step")
-    axis.plot(heads, [row["attention_ms"] for row in rows], marker="s", markersize=3, label="attention of all layers")
-    first = rows[0]
-    title = f"{first['dtype']}, batch {first['batch']}, {first['length']} tokens"
-    axis.set(xscale="log", yscale="log", title=title, xlabel="key/value heads", xticks=heads, xticklabels=heads)
-    axis.minorticks_off()
+def _scale(axis, title: str, label: str, ticks: list[int]) -> None:
+    """Logarithmic axes with the measured numbers on the horizontal one, and plain numbers on the vertical one."""
+    axis.set(xscale="log", yscale="log", title=title, xlabel=label)
+    axis.set_xticks(ticks, labels=[str(tick) for tick in ticks], minor=False)
+    axis.xaxis.set_tick_params(which="minor", bottom=False, labelbottom=False)
+    for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
     axis.legend(fontsize=8)

@@ -81,7 +81,7 @@ def reference(query, key, value, mask):
 
 @pytest.fixture(params=[True, False], ids=["amx", "no-amx"])
 def amx(request, monkeypatch):
-    monkeypatch.setattr(attention_functions, "_has_amx", lambda: request.param)
+    monkeypatch.setattr(attention_functions, "CPU_HAS_AMX", request.param)
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_few_tokens_are_packed(length, rows, fused_calls):
 @pytest.mark.parametrize(("has_amx", "rows"), [(True, 1), (False, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_one_row_is_doubled_only_in_bfloat16_without_amx(dtype, has_amx, rows, fused_calls, monkeypatch):
-    monkeypatch.setattr(attention_functions, "_has_amx", lambda: has_amx)
+    monkeypatch.setattr(attention_functions, "CPU_HAS_AMX", has_amx)
     sdpa_attention_forward(make_module(1), *make_states("mha", 1, dtype=dtype), None, scaling=SCALING)
     ((query, _, _),) = fused_calls
     assert query.shape[2] == (rows if dtype == torch.bfloat16 else 1)
@@ -379,7 +379,7 @@ def test_adjacent_keys_are_joined_without_a_copy(dtype, batch, amx):
 @pytest.mark.parametrize("has_amx", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_separate_keys_are_copied_only_where_products_are_slow(dtype, has_amx, monkeypatch):
-    monkeypatch.setattr(attention_functions, "_has_amx", lambda: has_amx)
+    monkeypatch.setattr(attention_functions, "CPU_HAS_AMX", has_amx)
     _, _, latent, key_rope, _ = make_latent(3, 1, dtype, adjacent=False)
     joint = _joint_keys(latent, key_rope)
     if has_amx or dtype in (torch.float32, torch.float64):
@@ -417,7 +417,7 @@ def layouts() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 @compat
 @pytest.mark.parametrize("layout", layouts())
 def test_keys_in_another_layout_are_not_joined(layout, monkeypatch):
-    monkeypatch.setattr(attention_functions, "_has_amx", lambda: True)
+    monkeypatch.setattr(attention_functions, "CPU_HAS_AMX", True)
     assert _joint_keys(*layouts()[layout]) is None
 
 

@@ -198,6 +198,17 @@ def test_static_cache_decodes_in_one_graph(model_name):
 
 
 @compat
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_decoding_is_not_compiled_again(model_name, dtype):
+    model, batch = make_endless_model(model_name).to(dtype), make_batch()
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    first = generate(model, batch, cache_implementation="static")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert generate(model, batch, cache_implementation="static").tolist() == first.tolist()
+
+
+@compat
 def test_generation_config_survives_saving(tmp_path):
     model, batch = make_endless_model("mixed"), make_batch()
     model.generation_config = GenerationConfig(do_sample=True, top_k=7, max_new_tokens=5, pad_token_id=0)
