@@ -64,11 +64,14 @@ def lone_layer_mask(
     Returns:
         A mask (B, 1, T, S), or `None` where the attention function masks by itself or nothing is masked.
     """
-    dynamic = past_key_values is None or not past_key_values.layers[module.layer_idx].is_compileable
-    if attention_mask is None and hidden_states.shape[1] == 1 and sliding_window is None and dynamic:
+    static = past_key_values is not None and past_key_values.layers[module.layer_idx].is_compileable
+    if attention_mask is None and hidden_states.shape[1] == 1 and sliding_window is None and not static:
         return None
     config: Any = module.config
     backend = config._attn_implementation or "eager"
+    # A trace cannot ask how far a static cache is filled; without a mask it is a prompt, which `sdpa` masks itself.
+    if attention_mask is None and static and backend == "sdpa" and is_tracing(hidden_states):
+        return None
     finished = attention_mask is not None and (not torch.is_tensor(attention_mask) or attention_mask.ndim == 4)
     if finished or backend not in MASK_BUILDERS:
         return attention_mask

@@ -50,7 +50,11 @@ def linear(projection, x):
 
 
 def norm(module, x, eps=1e-6):
-    return x if module is None or isinstance(module, nn.Identity) else module.weight * x / ((x * x).mean(-1, keepdim=True) + eps).sqrt()
+    return (
+        x
+        if module is None or isinstance(module, nn.Identity)
+        else module.weight * x / ((x * x).mean(-1, keepdim=True) + eps).sqrt()
+    )
 
 
 def turn(x, angles, neighbours: bool):
