@@ -114,7 +114,7 @@ def fused_attention(
         attention_mask = attention_mask.unflatten(1, (-1, groups)).flatten(2, 3)  # (B, 1 or G, H / G T, S)
     doubled = one_row and groups == 1
     if doubled:
-        query = query.expand(-1, -1, 2, -1)
+        query = query.repeat(1, 1, 2, 1)  # (B, H, 2, D), copied: kernels are slow on rows without a stride
     output = nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
     )
