@@ -14,7 +14,11 @@ class GQARMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return torch.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+        weight = self.weight
+        if hidden_states.dtype != weight.dtype:  # under autocast
+            dtype = torch.promote_types(hidden_states.dtype, weight.dtype)
+            hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+        return torch.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
