@@ -14,7 +14,7 @@ class GQARMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        weight = self.weight
+        weight: torch.Tensor = self.weight
         if hidden_states.dtype != weight.dtype:  # under autocast
             dtype = torch.promote_types(hidden_states.dtype, weight.dtype)
             hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
