@@ -10,7 +10,7 @@ help:
 	@echo "make compat       run the tests marked compat against the oldest supported transformers"
 	@echo "make lint         ruff and mypy"
 	@echo "make checks       lint, test and compat"
-	@echo "make bench        measure speed and memory side by side with transformers' own models (10 minutes)"
+	@echo "make bench        measure speed and memory side by side with transformers' models (about 10 minutes)"
 
 quickstart: .venv/quickstart
 	.venv/bin/python -m training.pretrain configuration/recipes/quickstart.yaml
