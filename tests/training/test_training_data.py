@@ -115,7 +115,14 @@ def test_packing_any_lengths():
 
 
 def test_streamed_blocks_equal_stored_ones(tmp_path, corpus, tokenizer):
-    recipe = Recipe(output_dir=str(tmp_path), streaming=True, max_steps=1, sequence_length=32, max_eval_blocks=3)
+    recipe = Recipe(
+        output_dir=str(tmp_path),
+        streaming=True,
+        max_steps=1,
+        sequence_length=32,
+        max_eval_blocks=3,
+        validation_fraction=0.3,
+    )
     split = data.split_source(open_source(tmp_path, corpus), recipe)
     streamed = list(data.StreamedBlocks(split, tokenizer, 32))
     stored = list(data.pack(data.tokenize(split.documents("train"), tokenizer), 32))
