@@ -174,7 +174,7 @@ def test_warmup_stable_decay(train):
 
 
 def test_streaming_and_tensorboard(train, tmp_path):
-    results, log = train("streamed", streaming=True, report_to="tensorboard")
+    results, log = train("streamed", streaming=True, validation_fraction=0.3, report_to="tensorboard")
     assert len(training_losses(log)) == 4 and "bigram_loss" not in results
     assert list(tmp_path.rglob("events.out.tfevents*"))
 
