@@ -148,7 +148,9 @@ def test_a_reset_leaves_the_other_continuation(heads):
         first.apply(lambda layer, tokens=tokens: append(layer, tokens, heads=heads))
     second = first.duplicate(copy.copy)
     first.apply(lambda layer: append(layer, 1, heads=heads))
-    first.apply(lambda layer: layer.reset())
+    # Not compared with each other: transformers 5.17 keeps zeros.
+    for layer in first.layers:
+        layer.reset()
     second.check()
     assert second.layers[1].keys.abs().min() > 0
 
