@@ -71,9 +71,9 @@ def sdpa_attention_forward(
     Arguments and output as in `eager_attention_forward`, without weights. Several tokens without a mask are causal, and
     the stock function's: torch takes these as they are.
     """
-    device, few = query.device.type, _few(query)
+    device = query.device.type
     # Without a mask, CUDA's kernels take grouped heads themselves; with one and many tokens no kernel there does.
-    fused = device == "cpu" or (device == "cuda" and attention_mask is not None and few)
+    fused = device == "cpu" or (device == "cuda" and attention_mask is not None and _few(query))
     masked = attention_mask is not None or query.shape[2] == 1
     special = not STOCK_ONLY.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in STOCK_ONLY)
     if special or not (masked and fused):
@@ -199,8 +199,9 @@ def _joint_keys(latent: torch.Tensor, key_rope: torch.Tensor) -> torch.Tensor | 
     if latent.device.type != "cpu" or latent.requires_grad or key_rope.requires_grad or is_tracing(latent):
         return None
     size = latent.shape[-1] + key_rope.shape[-1]
-    next_to = latent.data_ptr() + latent.shape[-1] * latent.element_size() == key_rope.data_ptr()
-    if next_to and latent.stride() == key_rope.stride() and latent.stride(2) >= size and latent.stride(3) == 1:
+    same_storage = latent.untyped_storage().data_ptr() == key_rope.untyped_storage().data_ptr()
+    next_to = latent.storage_offset() + latent.shape[-1] == key_rope.storage_offset()
+    if same_storage and next_to and latent.stride() == key_rope.stride() and latent.stride(2) >= size and latent.stride(3) == 1:
         return latent.as_strided((*latent.shape[:-1], size), latent.stride())
     reduced = latent.dtype in (torch.bfloat16, torch.float16)
     return torch.cat((latent, key_rope), dim=-1) if reduced and not CPU_HAS_AMX else None

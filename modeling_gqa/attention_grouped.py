@@ -9,7 +9,7 @@ from torch import nn
 from .attention_functions import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 from .layers import GQARMSNorm
 from .masks import filled_part, lone_layer_mask
-from .rotary import rotate
+from .rotary import frequency_indices, rotate, select_frequencies
 
 
 class GroupedAttention(nn.Module):
@@ -38,9 +38,10 @@ class GroupedAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = layer.head_dim
         self.num_key_value_groups = layer.num_attention_heads // layer.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
+        self.scaling = layer.softmax_scale or self.head_dim**-0.5
         self.attention_dropout = layer.attention_dropout
         self.is_causal = True
+        self.register_buffer("frequency_indices", frequency_indices(layer), persistent=False)
         sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if sliding else None
 
@@ -95,6 +96,7 @@ class GroupedAttention(nn.Module):
         query, key = query.transpose(1, 2), key.transpose(1, 2)  # (B, H, T, D), (B, G, T, D)
         value = self.v_proj(hidden_states).view(head_shape).transpose(1, 2)  # (B, G, T, D)
         if position_embeddings is not None:
+            position_embeddings = select_frequencies(position_embeddings, self.frequency_indices)
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)  # (B, G, S, D)

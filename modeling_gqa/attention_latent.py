@@ -17,7 +17,7 @@ from .attention_functions import (
 )
 from .layers import GQARMSNorm, is_plain_linear
 from .masks import filled_part, lone_layer_mask
-from .rotary import rotate
+from .rotary import frequency_indices, rotate, select_frequencies
 
 # DeepSeek's latent norms use this whatever `rms_norm_eps` says; its checkpoints must keep their function here.
 LATENT_NORM_EPS = 1e-6
@@ -59,9 +59,10 @@ class LatentAttention(nn.Module):
         self.rope_interleave = layer.rope_interleave
         # What an attention function sees are H expanded key/value heads.
         self.num_key_value_groups = 1
-        self.scaling = self.qk_head_dim**-0.5 * _yarn_scale(config.rope_parameters)
+        self.scaling = layer.softmax_scale or self.qk_head_dim**-0.5 * _yarn_scale(config.rope_parameters)
         self.attention_dropout = layer.attention_dropout
         self.is_causal = True
+        self.register_buffer("frequency_indices", frequency_indices(layer), persistent=False)
         sliding = config.layer_types[layer_idx] == "sliding_attention"
         self.sliding_window = config.sliding_window if sliding else None
 
@@ -99,6 +100,7 @@ class LatentAttention(nn.Module):
         query, query_rope = self.project_query(hidden_states)
         latent, key_rope = self.project_latent(hidden_states)
         if position_embeddings is not None:
+            position_embeddings = select_frequencies(position_embeddings, self.frequency_indices)
             query_rope = rotate(query_rope, *position_embeddings, interleaved=self.rope_interleave)
             key_rope = rotate(key_rope, *position_embeddings, interleaved=self.rope_interleave)
         if past_key_values is not None:

@@ -24,6 +24,8 @@ POSITIVE_FIELDS = (
     "max_position_embeddings",
     "sliding_window",
     "rms_norm_eps",
+    "softmax_scale",
+    "rope_frequency_dim",
     *(name for name in LATENT_FIELDS if name not in ("qk_nope_head_dim", "rope_interleave", "latent_norm")),
     "head_dim",
 )
@@ -52,6 +54,36 @@ def check_sizes(layer):
         )
     if layer.num_key_value_heads is None:
         raise ValueError(f"num_key_value_heads must be given: num_attention_heads={heads} is not divisible by 4")
+
+
+def check_frequencies(layer):
+    indices, size = layer.rope_frequency_indices, layer.rope_frequency_dim
+    if (indices is None) != (size is None):
+        raise ValueError(
+            f"rope_frequency_indices={indices} and rope_frequency_dim={size} go together: give both, or neither"
+        )
+    if indices is None:
+        return
+    if size % 2 or not all(0 <= index < size // 2 for index in indices):
+        raise ValueError(
+            f"rope_frequency_indices={indices} must lie in 0 to rope_frequency_dim / 2 - 1, and "
+            f"rope_frequency_dim={size} must be even"
+        )
+    partial = (layer.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    if partial != 1.0:
+        raise ValueError(
+            f"partial_rotary_factor={partial} does not go with rope_frequency_indices, which say what is rotated"
+        )
+    if layer.attention_kind == "mla" and 2 * len(indices) != layer.qk_rope_head_dim:
+        raise ValueError(
+            f"rope_frequency_indices has {len(indices)} entries: MLA needs qk_rope_head_dim / 2 = "
+            f"{layer.qk_rope_head_dim // 2}"
+        )
+    if not 0 < 2 * len(indices) <= layer.head_dim:
+        raise ValueError(
+            f"rope_frequency_indices has {len(indices)} entries: a head of {layer.head_dim} dimensions has 1 to "
+            f"{layer.head_dim // 2} rotary planes"
+        )
 
 
 def check_grouped(layer):

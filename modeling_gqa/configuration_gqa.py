@@ -18,14 +18,17 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .configuration_checks import LATENT_FIELDS, check_grouped, check_latent, check_sizes, suggestion
+from .configuration_checks import LATENT_FIELDS, check_frequencies, check_grouped, check_latent, check_sizes, suggestion
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: softmax_scale, rope_frequency_indices, rope_frequency_dim
 
 # A change of one of these makes a layer derive its sizes anew.
 SIZE_FIELDS = ("attention_kind", "num_attention_heads", "num_key_value_heads", "head_dim", "qk_norm", *LATENT_FIELDS)
+# What a conversion leaves behind; nothing follows from them, and another attention kind does not keep them.
+CONVERSION_FIELDS = ("softmax_scale", "rope_frequency_indices", "rope_frequency_dim")
 PER_LAYER_FIELDS = (
     *SIZE_FIELDS,
+    *CONVERSION_FIELDS,
     "attention_bias",
     "query_bias",
     "key_value_bias",
@@ -62,6 +65,12 @@ class GQAConfig(PreTrainedConfig):
             Bias of the query, key/value and output projections; `query_bias`, `key_value_bias` and `output_bias`
             set one apart. In MLA they belong to `q_proj` (or `q_a_proj`), `kv_a_proj_with_mqa` and `o_proj`.
         qk_norm (`bool`, defaults to `False`): RMSNorm on each head of queries and keys, as in Qwen3; not with MLA.
+        softmax_scale (`float`, *optional*):
+            Factor of the scores before the softmax; `head_dim ** -0.5` (MLA: `qk_head_dim ** -0.5`, times DeepSeek's
+            YaRN correction) where left out. A converted model keeps its source's.
+        rope_frequency_indices (`list[int]`, *optional*):
+            Which of the frequencies of a head of `rope_frequency_dim` dimensions each rotary plane turns with, repeats
+            allowed: P / 2 of them in MLA, elsewhere at most d / 2, and dimensions beyond are not rotated.
         sliding_window (`int`, *optional*):
             Window in tokens of the layers that `layer_types` calls `"sliding_attention"`; all where it is left out.
         rope_parameters (`dict`, *optional*):
@@ -115,6 +124,9 @@ class GQAConfig(PreTrainedConfig):
     output_bias: bool | None = None
     attention_dropout: float | int = 0.0
     qk_norm: bool = False
+    softmax_scale: float | None = None
+    rope_frequency_indices: list[int] | None = None
+    rope_frequency_dim: int | None = None
     sliding_window: int | None = None
     layer_types: list[str] | None = None
     hidden_act: str = "silu"
@@ -161,6 +173,11 @@ class GQAConfig(PreTrainedConfig):
                 raise ValueError(f"per_layer_config={overrides!r} must be {{layer index: {{field: value}}}}")
             overrides = {index: self._resolve_layer(index, layer) for index, layer in overrides.items()}
         PreTrainedConfig.per_layer_config.fset(self, overrides)  # type: ignore[attr-defined]
+
+    @property
+    def rotary_dim(self) -> int:
+        """Size of the head whose rotary frequencies a layer uses, before `partial_rotary_factor`."""
+        return self.head_dim if self.rope_frequency_dim is None else self.rope_frequency_dim
 
     @property
     def projection_biases(self) -> tuple[bool, bool, bool]:
@@ -222,7 +239,7 @@ class GQAConfig(PreTrainedConfig):
         for name, value in overrides.items():
             setattr(layer, name, value)
         layer._derive_sizes()
-        return {**overrides, **{name: getattr(layer, name) for name in SIZE_FIELDS}}
+        return {**overrides, **{name: getattr(layer, name) for name in (*SIZE_FIELDS, *CONVERSION_FIELDS)}}
 
     # -- checks; the model's constructor runs them again through `validate`
 
@@ -277,7 +294,8 @@ class GQAConfig(PreTrainedConfig):
         """Check each layer's attention."""
         for index, layer in enumerate(self.per_layer_config if self.is_heterogeneous else [self]):
             where = f"layer {index}: " if self.is_heterogeneous else ""
-            for check in (check_sizes, check_latent if layer.attention_kind == "mla" else check_grouped):
+            check_kind = check_latent if layer.attention_kind == "mla" else check_grouped
+            for check in (check_sizes, check_kind, check_frequencies):
                 try:
                     check(layer)
                 except ValueError as error:
@@ -312,7 +330,7 @@ def derived_anew(kind: str, overrides: dict[str, Any]) -> set[str]:
     if (new_kind, kind) != ("gqa", "gqa"):
         names.add("num_key_value_heads")
     if new_kind != kind and "mla" in (new_kind, kind):
-        names |= {*LATENT_FIELDS, "qk_norm" if new_kind == "mla" else "head_dim"}
+        names |= {*LATENT_FIELDS, *CONVERSION_FIELDS, "qk_norm" if new_kind == "mla" else "head_dim"}
     elif new_kind == "mla" and "head_dim" in overrides:
         names |= {"kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
     return names - overrides.keys()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import initialization
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import (
@@ -33,7 +34,7 @@ from .configuration_gqa import GQAConfig
 from .layers import GQAMLP, GQARMSNorm
 from .loss import can_chunk_loss, chunked_causal_lm_loss
 from .masks import packed_documents
-from .rotary import GQARotaryEmbedding
+from .rotary import GQARotaryEmbedding, frequency_indices
 
 MASK_FUNCTIONS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 
@@ -95,6 +96,15 @@ class GQAPreTrainedModel(PreTrainedModel):
         config.validate()
         super().__init__(config, *args, **kwargs)
 
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        # Buffers that are not in the checkpoint are uninitialised memory when a checkpoint has been loaded.
+        if getattr(module, "frequency_indices", None) is not None:
+            initialization.copy_(
+                module.frequency_indices, frequency_indices(self.config.per_layer_config[module.layer_idx])
+            )
+
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save a complete repository: weights, configuration, and the code with every Auto class it serves."""
         # transformers would add the saved class alone, and keep references to the repository this was loaded from.
@@ -122,8 +132,8 @@ class GQAModel(GQAPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(GQADecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = GQARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        # Kinds rotate heads of different sizes, so there is one embedding per size.
-        self.rotary_sizes = [str(layer.head_dim) for layer in config.per_layer_config]
+        # Kinds rotate heads of different sizes, so there is one embedding per size; layers choose from its frequencies.
+        self.rotary_sizes = [str(layer.rotary_dim) for layer in config.per_layer_config]
         self.rotary_emb = nn.ModuleDict(
             {size: GQARotaryEmbedding(config, index) for index, size in enumerate(self.rotary_sizes)}
         )

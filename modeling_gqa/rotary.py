@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_u
 
 
 class GQARotaryEmbedding(nn.Module):
-    """Cosine and sine of every token's angles, for layers whose heads are of the size of layer `layer_idx`.
+    """Cosine and sine of every token's angles, for layers of the same `rotary_dim` as layer `layer_idx`.
 
     transformers' `_init_weights` finds it by its name and its attributes `rope_type`, `original_inv_freq` and
     `compute_default_rope_parameters`.
@@ -19,7 +19,9 @@ class GQARotaryEmbedding(nn.Module):
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__()
-        self.config = config = config.per_layer_config[layer_idx]
+        config = config.per_layer_config[layer_idx]  # a copy, in which transformers' functions read the size
+        config.head_dim = config.rotary_dim
+        self.config = config
         self.max_seq_len_cached = config.max_position_embeddings
         self.original_max_seq_len = config.max_position_embeddings
         self.rope_type = config.rope_parameters["rope_type"]
@@ -44,6 +46,22 @@ class GQARotaryEmbedding(nn.Module):
         angles = torch.cat((angles, angles), dim=-1)  # (B, T, P)
         cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
         return cos.to(x.dtype), sin.to(x.dtype)
+
+
+def frequency_indices(layer) -> torch.Tensor | None:
+    """`rope_frequency_indices` of `config.per_layer_config[i]` as an index, `None` for the standard frequencies."""
+    indices = layer.rope_frequency_indices
+    return None if indices is None else torch.tensor(indices, dtype=torch.int64)
+
+
+def select_frequencies(
+    position_embeddings: tuple[torch.Tensor, torch.Tensor], indices: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine (B, T, 2 n) of the n planes `indices` of those given (B, T, P), all of them for `None`."""
+    if indices is None:
+        return position_embeddings
+    cos, sin = (x.index_select(-1, indices) for x in position_embeddings)  # (B, T, n)
+    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)  # (B, T, 2 n)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:

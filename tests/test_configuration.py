@@ -48,7 +48,7 @@ def test_the_default_is_a_small_gqa_model():
     config = GQAConfig()
     assert layers_of(config) == [("gqa", 3, 64, None, None, None)] * 12
     assert config.projection_biases == (False, False, False)
-    assert (config.model_type, config.format_version, config.rope_parameters["rope_theta"]) == ("gqa", 1, 10000.0)
+    assert (config.model_type, config.format_version, config.rope_parameters["rope_theta"]) == ("gqa", 2, 10000.0)
     with torch.device("meta"):
         assert 50e6 < GQAForCausalLM(config).num_parameters() < 200e6
 
@@ -292,8 +292,8 @@ def test_format_versions(tmp_path):
     saved = make_config("mixed").to_dict()
     del saved["format_version"]
     assert same(GQAConfig.from_dict(saved), make_config("mixed"))
-    (tmp_path / "config.json").write_text(json.dumps({**saved, "format_version": 2}))
+    (tmp_path / "config.json").write_text(json.dumps({**saved, "format_version": 3}))
     with pytest.raises(
-        StrictDataclassError, match=r"format_version=2 is newer than this code reads .1.: update modeling_gqa"
+        StrictDataclassError, match=r"format_version=3 is newer than this code reads .2.: update modeling_gqa"
     ):
         GQAConfig.from_pretrained(tmp_path)

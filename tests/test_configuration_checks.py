@@ -62,7 +62,7 @@ WRONG = {
                                       r"rope_type'\]='longrope' .*mixed model \(per_layer_config\): use 'yarn'"),
     "mixed longrope, two head sizes": ("mixed", {"rope_parameters": LONGROPE},
                                        r"rope_type'\]='longrope' .*mixed model \(per_layer_config\): use 'yarn'"),
-    "format": ("gqa", {"format_version": 2}, r"format_version=2 is newer than this code reads \(1\): update"),
+    "format": ("gqa", {"format_version": 3}, r"format_version=3 is newer than this code reads \(2\): update"),
     "misspelled": ("gqa", {"num_key_value_head": 2},
                    r"no field 'num_key_value_head', did you mean 'num_key_value_heads'"),
     "misspelled in a layer": ("gqa", {"per_layer_config": {1: {"attention_knd": "mla"}}},
