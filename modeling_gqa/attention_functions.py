@@ -201,7 +201,13 @@ def _joint_keys(latent: torch.Tensor, key_rope: torch.Tensor) -> torch.Tensor | 
     size = latent.shape[-1] + key_rope.shape[-1]
     same_storage = latent.untyped_storage().data_ptr() == key_rope.untyped_storage().data_ptr()
     next_to = latent.storage_offset() + latent.shape[-1] == key_rope.storage_offset()
-    if same_storage and next_to and latent.stride() == key_rope.stride() and latent.stride(2) >= size and latent.stride(3) == 1:
+    if (
+        same_storage
+        and next_to
+        and latent.stride() == key_rope.stride()
+        and latent.stride(2) >= size
+        and latent.stride(3) == 1
+    ):
         return latent.as_strided((*latent.shape[:-1], size), latent.stride())
     reduced = latent.dtype in (torch.bfloat16, torch.float16)
     return torch.cat((latent, key_rope), dim=-1) if reduced and not CPU_HAS_AMX else None
