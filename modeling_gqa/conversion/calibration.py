@@ -1,0 +1,155 @@
+"""What conversions need to know of the text: second moments of each layer's input, and how far its heads look back.
+
+Sums only, so memory does not grow with the text. Shapes: B rows, T tokens, E hidden size, H query heads, S lags.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from .errors import ConversionError
+
+Batch = dict[str, torch.Tensor]
+# Attention weights are looked at in one row of a batch, up to so many tokens.
+LAGS_SEEN = 512
+
+
+@dataclass
+class Statistics:
+    """Of one layer: `second` (E, E) and `mean` (E,) of its input, float64; `lags` (H, S) attention's mass by lag, each
+    head's summing to 1; `residual` mean square norm of the stream, the output added; `length` tokens a row."""
+
+    second: torch.Tensor
+    mean: torch.Tensor
+    lags: torch.Tensor
+    residual: float
+    length: int
+
+    def metric(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Covariance (E, E) and mean (E,) of the input: as seen ("full"), their square root ("root"), or of inputs of
+        which nothing is known ("identity"): the later the name, the more counts what is rare in the text."""
+        if name == "identity":
+            return torch.eye(len(self.mean), dtype=torch.float64, device=self.mean.device), torch.zeros_like(self.mean)
+        covariance = self.second - torch.outer(self.mean, self.mean)
+        if name == "full":
+            return covariance, self.mean
+        return square_root(covariance), self.mean / self.mean.norm().sqrt().clamp(min=1e-12)
+
+
+def square_root(matrix: torch.Tensor, damping: float = 0.0) -> torch.Tensor:
+    """Square root of symmetric positive matrices (..., m, m), `damping` times the mean diagonal added to them first."""
+    values, vectors = torch.linalg.eigh(matrix)
+    values = values.clamp(min=0) + damping * values.mean(-1, keepdim=True)
+    return (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mT
+
+
+class Sums:
+    """Running sums of one layer's `Statistics`, filled by hooks."""
+
+    def __init__(self, heads: int, hidden: int, device: torch.device) -> None:
+        self.second = torch.zeros(hidden, hidden, dtype=torch.float64, device=device)
+        self.total = torch.zeros(hidden, dtype=torch.float64, device=device)
+        self.lags = torch.zeros(heads, 0, dtype=torch.float64, device=device)
+        self.residual, self.tokens, self.length = 0.0, 0, 0
+
+    def add(self, x: torch.Tensor, kept: torch.Tensor) -> None:
+        """Add inputs `x` (B, T, E) where `kept` (B, T)."""
+        rows = x[kept].float()
+        # Products in the inputs' precision, sums in float64.
+        self.second += (rows.mT @ rows).double()
+        self.total += rows.sum(0, dtype=torch.float64)
+        self.tokens += len(rows)
+        self.length = max(self.length, x.shape[1])
+
+    def add_lags(self, weights: torch.Tensor) -> None:
+        """Add attention weights (H, T, T), which are summed along their diagonals."""
+        length = weights.shape[-1]
+        if length > self.lags.shape[1]:
+            self.lags = torch.nn.functional.pad(self.lags, (0, length - self.lags.shape[1]))
+        positions = torch.arange(length, device=weights.device)
+        lag = (positions[:, None] - positions).clamp(min=0).flatten()  # (T T,), what lies ahead has no weight
+        self.lags.index_add_(1, lag, weights.flatten(1).double())
+
+    def statistics(self) -> Statistics:
+        lags = self.lags / self.lags.sum(-1, keepdim=True)
+        tokens = self.tokens
+        return Statistics(self.second / tokens, self.total / tokens, lags, self.residual / tokens, self.length)
+
+
+@torch.no_grad()
+def collect(model, batches: Sequence[Batch], progress: Callable[[Iterable], Iterable] = iter) -> list[Statistics]:
+    """Run `batches` through `model` and return each layer's statistics; raises `ConversionError` without any text.
+
+    Args:
+        batches: model inputs: "input_ids" (B, T), and "attention_mask" or "position_ids" where they are needed.
+    """
+    config, device = model.config, model.device
+    sums = [Sums(layer.num_attention_heads, config.hidden_size, device) for layer in config.per_layer_config]
+    kept: list[torch.Tensor] = []
+    hooks = []
+    for layer, layer_sums in zip(model.model.layers, sums, strict=True):
+        hooks.append(layer.self_attn.register_forward_pre_hook(partial(_see_input, layer_sums, kept), with_kwargs=True))
+        hooks.append(layer.post_attention_layernorm.register_forward_pre_hook(partial(_see_residual, layer_sums, kept)))
+    training = model.training
+    model.eval()
+    try:
+        for batch in progress(batches):
+            inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
+            mask = inputs.get("attention_mask")
+            kept[:] = [torch.ones_like(inputs["input_ids"]).bool() if mask is None else mask.bool()]
+            model.model(**inputs, use_cache=False)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    if not sums[0].tokens:
+        raise ConversionError("the calibration text is empty")
+    return [layer_sums.statistics() for layer_sums in sums]
+
+
+def _see_residual(sums: Sums, kept: list[torch.Tensor], norm, arguments) -> None:
+    sums.residual += arguments[0][kept[0]].double().pow(2).sum().item()
+
+
+def _see_input(sums: Sums, kept: list[torch.Tensor], attention, arguments, keywords) -> None:
+    x = arguments[0]
+    sums.add(x, kept[0])
+    row = kept[0].sum(-1).argmax()  # the row with the least padding
+    length = min(x.shape[1], LAGS_SEEN)
+    cosine_sine = tuple(part[row if len(part) > 1 else 0, :length][None] for part in keywords["position_embeddings"])
+    mask = keywords["attention_mask"]
+    mask = mask[row if len(mask) > 1 else 0, :, :length, :length][None] if isinstance(mask, torch.Tensor) else None
+    # Only the eager function gives weights; `forward` itself, so that this hook is not called again.
+    backend, attention.config._attn_implementation = attention.config._attn_implementation, "eager"
+    try:
+        _, weights = attention.forward(x[row, :length][None], position_embeddings=cosine_sine, attention_mask=mask)
+    finally:
+        attention.config._attn_implementation = backend
+    real = kept[0][row, :length]
+    sums.add_lags(weights[0] * real[:, None])
+
+
+def without_data(hidden: int, heads: int, length: int, device: torch.device) -> Statistics:
+    """The statistics of inputs of which nothing is known: uncorrelated, of mean zero, all lags alike."""
+    second = torch.eye(hidden, dtype=torch.float64, device=device)
+    lags = causal_lags(length).to(device).expand(heads, -1)
+    return Statistics(second, second.new_zeros(hidden), lags, 1.0, length)
+
+
+def causal_lags(length: int) -> torch.Tensor:
+    """The share of each lag (length,) among all pairs of a token and one before it or itself."""
+    counts = torch.arange(length, 0, -1, dtype=torch.float64)
+    return counts / counts.sum()
+
+
+def mean_rotation(statistics: Statistics, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Each head's mean of e^{j omega lag} (H, n), lags half as all causal pairs have them, half as attention looks."""
+    lags = statistics.lags
+    uniform = causal_lags(statistics.length).to(lags.device)
+    size = max(len(uniform), lags.shape[1])
+    pad = torch.nn.functional.pad
+    share = (pad(uniform, (0, size - len(uniform))) + pad(lags, (0, size - lags.shape[1]))) / 2  # (H, S)
+    angles = torch.outer(torch.arange(size, dtype=torch.float64, device=lags.device), inv_freq)  # (S, n)
+    return share.to(torch.complex128) @ torch.polar(torch.ones_like(angles), angles)

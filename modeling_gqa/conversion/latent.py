@@ -1,0 +1,187 @@
+"""To MLA: a few rotary components shared by all heads, and a latent that holds the rest of the keys and the values.
+
+Rotating each frequency apart before cutting it: TransMLA (2502.07864) with real rotations, here with complex ones;
+partial rotation: MHA2MLA (2502.14837).
+
+Shapes: E hidden size, H query heads, G key/value heads, D head size, n rotary planes, R latent size, P rotary size,
+N unrotated size, C = P / 2 complex rotary components.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .calibration import square_root
+from .heads import DAMPING
+from .matrices import Heads, rotary_fields
+from .moments import Moments, plane_rows
+
+GAINS = ("one", "mean", "head")
+ALPHAS = (0.3, 1.0, 0.1)
+
+
+@dataclass(frozen=True)
+class RotaryKey:
+    """The shared rotary key: component c is the sum of `encoder` (C, G) over the heads' planes `plane` (C,), and
+    `decoder` (C, G) times it is what head g's plane gets back; `loss` is what the others lose with their rotation."""
+
+    plane: torch.Tensor
+    encoder: torch.Tensor
+    decoder: torch.Tensor
+    loss: float
+
+
+def rotary_key(moments: Moments, size: int) -> RotaryKey:
+    """Choose `size` / 2 components whose rotation matters most: eigenvalue times 2 (1 - Re mean e^{j omega lag})."""
+    root = moments.plane_weight.T.sqrt()  # (n, G)
+    mean = moments.plane_mean()
+    second = moments.plane_covariance() + mean[:, :, None] * mean[:, None, :].conj()
+    values, vectors = torch.linalg.eigh(root[:, :, None] * second * root[:, None, :])  # (n, G), (n, G, G)
+    turned = 2 * (1 - moments.rotation.mean(0).real)  # (n,)
+    gain = (values.clamp(min=0) * turned[:, None]).flatten()
+    order = gain.argsort(descending=True, stable=True)
+    kept, heads = order[: size // 2].sort().values, values.shape[1]
+    plane = kept // heads
+    leading = vectors.mT.flatten(0, 1)[kept]  # (C, G)
+    # Each component gets the mean power of the keys' planes, so that it quantizes and trains as they do.
+    power = second.diagonal(dim1=1, dim2=2).real.mean() / values.flatten()[kept].clamp(min=1e-12 * values.max())
+    factor = power.sqrt()[:, None]
+    return RotaryKey(
+        plane,
+        leading.conj() * root[plane] * factor,
+        leading / root[plane] / factor,
+        gain[order[size // 2 :]].sum().item(),
+    )
+
+
+def unrotated_keys(heads: Heads, rotary: RotaryKey) -> torch.Tensor:
+    """What the rotary components leave of the keys: (G, D, E), to be taken unrotated."""
+    n, planes = heads.planes, plane_rows(heads.k, heads.planes)  # (G, n, E)
+    component = torch.einsum("cg,gce->ce", rotary.encoder, planes[:, rotary.plane])  # (C, E)
+    restored = torch.zeros_like(planes)
+    restored.index_add_(1, rotary.plane, torch.einsum("cg,ce->gce", rotary.decoder, component))
+    left = planes - restored
+    return torch.cat((left.real, left.imag, heads.k[:, 2 * n :]), dim=1)
+
+
+def query_gain(moments: Moments, gain: str) -> torch.Tensor:
+    """What an unrotated plane's query is multiplied by (H, n): 1, the mean rotation, or each head's own."""
+    rotation = moments.rotation
+    if gain == "one":
+        return torch.ones_like(rotation)
+    return rotation.mean(0).expand_as(rotation) if gain == "mean" else rotation
+
+
+def to_latent(
+    heads: Heads, moments: Moments, rank: int, size: int, gain: str = "one", alpha: float = ALPHAS[0]
+) -> tuple[dict[str, torch.Tensor], dict, float]:
+    """MLA with a latent of `rank` and a rotary key of `size`; exact for MQA with `size` and `rank` D.
+
+    Args:
+        gain: of GAINS, see `query_gain`; `alpha`: weight of the keys' errors against the values'.
+
+    Returns:
+        The parameters of a `LatentAttention`, the configuration fields of its layer, and what is lost in the metric of
+        the layer's output: rotation dropped, and keys and values outside the latent.
+    """
+    n, head_dim, shared = heads.planes, heads.k.shape[1], heads.key_heads
+    rotary = rotary_key(moments, size)
+    complete = size == 2 * n * len(heads.k)  # nothing loses its rotation
+    # The rotary key is scaled by rotary_scaling with each query as well; what loses its rotation must not lose that.
+    factor = query_gain(moments, gain) * heads.rotary_scaling**2
+    first = 2 * n if complete else 0
+    keys = heads.k[:, first:] if complete else unrotated_keys(heads, rotary)  # (G, N, E)
+    turn = _real_matrix(factor, head_dim)
+    key_metric = (turn @ moments.query_metric @ turn.mT)[:, first:, first:].unflatten(0, (-1, heads.groups)).sum(1)
+    compress, restore, lost, offset = shared_latent(heads, moments, keys, key_metric, rank, alpha)
+
+    def query(x: torch.Tensor) -> torch.Tensor:  # (H, D, ...) to (H, N + P, ...)
+        planes = plane_rows(x, n)
+        rotated = torch.einsum("hc,hc...->hc...", rotary.decoder[:, shared].T.conj(), planes[:, rotary.plane])
+        unrotated = torch.einsum("hij,hj...->hi...", turn, x)[:, first:]
+        return torch.cat((unrotated, rotated.real, rotated.imag), dim=1)
+
+    def key(x: torch.Tensor) -> torch.Tensor:  # (G, D, ...) to (P, ...)
+        component = torch.einsum("cg,gc...->c...", rotary.encoder, plane_rows(x, n)[:, rotary.plane])
+        return torch.cat((component.real, component.imag))
+
+    nope, (query_bias, key_value_bias, output_bias) = keys.shape[1], heads.biases
+    output_bias = output_bias or key_value_bias or rank < len(heads.k) * (nope + head_dim)
+    state = {
+        "q_proj.weight": query(heads.q).flatten(0, 1),
+        "kv_a_proj_with_mqa.weight": torch.cat((compress, key(heads.k))),
+        "kv_b_proj.weight": restore[shared].flatten(0, 1),
+        "o_proj.weight": heads.o.transpose(0, 1).flatten(1),
+    }
+    if query_bias:
+        state["q_proj.bias"] = query(heads.q_bias).flatten()
+    if key_value_bias:
+        # A constant in an unrotated key drops out of the softmax; in a value it has gone to the output's bias.
+        state["kv_a_proj_with_mqa.bias"] = torch.cat((torch.zeros_like(compress[:, 0]), key(heads.k_bias)))
+    if output_bias:
+        state["o_proj.bias"] = heads.o_bias + torch.einsum("hed,hd->e", heads.o, offset[shared])
+    fields = {
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": size,
+        "v_head_dim": head_dim,
+        "latent_norm": False,
+        "rope_interleave": False,
+        "query_bias": query_bias,
+        "key_value_bias": key_value_bias,
+        "output_bias": output_bias,
+        "softmax_scale": heads.scaling,
+        **rotary_fields(heads.frequencies[rotary.plane], heads.frequency_dim, size),
+    }
+    return state, fields, rotary.loss + lost
+
+
+def _real_matrix(planes: torch.Tensor, size: int) -> torch.Tensor:
+    """The matrices (H, D, D) that multiply each plane by its complex number in `planes` (H, n); the rest they keep."""
+    n, matrix = (
+        planes.shape[1],
+        torch.eye(size, dtype=planes.real.dtype, device=planes.device).repeat(len(planes), 1, 1),
+    )
+    index = torch.arange(n, device=planes.device)
+    matrix[:, index, index] = matrix[:, index + n, index + n] = planes.real
+    matrix[:, index, index + n], matrix[:, index + n, index] = -planes.imag, planes.imag
+    return matrix
+
+
+def shared_latent(
+    heads: Heads, moments: Moments, keys: torch.Tensor, key_metric: torch.Tensor, rank: int, alpha: float
+) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor]:
+    """The `rank` components that lose least of unrotated `keys` (G, N, E), weighted by `alpha`, and of the values.
+
+    Returns the rows (R, E) of the latent, what restores keys and values from it (G, N + V, R), the loss with alpha 1,
+    and the values' mean (G, V) less what the latent brings of it, which is for the output's bias to add.
+    """
+    groups, nope, _ = keys.shape
+    rows = torch.cat((keys, heads.v), dim=1)  # (G, N + V, E)
+    roots = (alpha * square_root(key_metric, DAMPING), square_root(moments.value_metric, DAMPING))
+    root = torch.stack([torch.block_diag(*pair) for pair in zip(*roots, strict=True)])  # (G, N + V, N + V)
+    weighed = (root @ rows).flatten(0, 1)  # (G (N + V), E)
+    values, vectors = leading_vectors(weighed, moments.input_covariance, rank)
+    power = moments.value_covariance.flatten(2).flatten(0, 1).diagonal().mean()
+    factor = (power / values.clamp(min=1e-12 * values.max())).sqrt()
+    compress = factor[:, None] * (vectors.T @ weighed)  # (R, E)
+    restore = torch.linalg.solve(root, vectors.unflatten(0, (groups, -1))) / factor  # (G, N + V, R)
+
+    left = rows - restore @ compress
+    errors = left @ moments.input_covariance @ left.mT  # (G, N + V, N + V)
+    lost = (errors[:, :nope, :nope] * key_metric).sum() + (errors[:, nope:, nope:] * moments.value_metric).sum()
+    brought = restore[:, nope:] @ (compress @ moments.input_mean)
+    missing = rank - compress.shape[0]  # components beyond what there is to hold
+    pad = torch.nn.functional.pad
+    return pad(compress, (0, 0, 0, missing)), pad(restore, (0, missing)), lost.item(), moments.value_offset - brought
+
+
+def leading_vectors(rows: torch.Tensor, covariance: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `rank` largest eigenvalues and eigenvectors (M, rank) of rows covariance rows^T for `rows` (M, E)."""
+    if len(rows) <= rows.shape[1]:
+        values, vectors = torch.linalg.eigh(rows @ covariance @ rows.T)
+    else:  # the smaller product has the same eigenvalues
+        side = rows @ square_root(covariance)  # (M, E)
+        values, vectors = torch.linalg.eigh(side.T @ side)
+        vectors = side @ vectors / values.clamp(min=1e-12 * values.max()).sqrt()
+    return values[-rank:].flip(0), vectors[:, -rank:].flip(1)

@@ -1,0 +1,196 @@
+"""An attention layer as float64 matrices over its input, whatever its kind: what conversions compute with.
+
+Shapes: E hidden size, H query heads, G key/value heads, D head size, n rotary planes (dimensions i and i + n of a
+head), R, P, N, V as in MLA.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..attention_grouped import GroupedAttention
+from ..attention_latent import LatentAttention
+from .errors import ConversionError
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Grouped attention: query head h reads key/value head h // (H / G); a weight comes with its bias.
+
+    Args:
+        q, q_bias: (H, D, E) and (H, D).
+        k, k_bias, v, v_bias: (G, D, E) and (G, D).
+        o, o_bias: (H, E, D) and (E,).
+        frequencies: (n,) indices of the planes' frequencies; `inv_freq` (n,) their radians per token.
+        frequency_dim: size of the head that has these frequencies.
+        scaling: factor of the scores; `rotary_scaling`: of cosine and sine (YaRN, longrope).
+        q_norm, k_norm: (D,) weights of the RMSNorm on each head, `None` without.
+        biases: whether the query, key/value and output projections have a bias.
+    """
+
+    q: torch.Tensor
+    q_bias: torch.Tensor
+    k: torch.Tensor
+    k_bias: torch.Tensor
+    v: torch.Tensor
+    v_bias: torch.Tensor
+    o: torch.Tensor
+    o_bias: torch.Tensor
+    frequencies: torch.Tensor
+    inv_freq: torch.Tensor
+    frequency_dim: int
+    scaling: float
+    rotary_scaling: float
+    biases: tuple[bool, bool, bool]
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+
+    @property
+    def groups(self) -> int:
+        """Query heads per key/value head."""
+        return len(self.q) // len(self.k)
+
+    @property
+    def planes(self) -> int:
+        return len(self.frequencies)
+
+    @property
+    def key_heads(self) -> torch.Tensor:
+        """The key/value head that each query head reads, (H,)."""
+        return torch.arange(len(self.q), device=self.q.device) // self.groups
+
+
+def weight_and_bias(linear: torch.nn.Linear, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A projection's weight (heads, size, E) and bias (heads, size), zeros where it has none, in float64."""
+    weight = linear.weight.detach().double()
+    bias = weight.new_zeros(len(weight)) if linear.bias is None else linear.bias.detach().double()
+    return weight.unflatten(0, (heads, -1)), bias.unflatten(0, (heads, -1))
+
+
+def read_heads(model, index: int) -> Heads:
+    """Layer `index` of `model` as grouped attention; raises `ConversionError` for MLA with a latent norm."""
+    attention, layer = model.model.layers[index].self_attn, model.config.per_layer_config[index]
+    rotary = model.model.rotary_emb[model.model.rotary_sizes[index]]
+    read = read_latent if layer.attention_kind == "mla" else read_grouped
+    frequencies = attention.frequency_indices
+    if frequencies is None:
+        frequencies = torch.arange(len(rotary.original_inv_freq), device=rotary.inv_freq.device)
+    device = attention.o_proj.weight.device
+    common = {
+        "frequencies": frequencies.to(device),
+        "inv_freq": rotary.original_inv_freq.double()[frequencies].to(device),
+        "frequency_dim": 2 * len(rotary.original_inv_freq),
+        "scaling": attention.scaling,
+        "rotary_scaling": rotary.attention_scaling,
+        "biases": layer.projection_biases,
+        "o_bias": _output_bias(attention.o_proj),
+    }
+    return read(attention, layer, common)
+
+
+def _output_bias(linear: torch.nn.Linear) -> torch.Tensor:
+    return weight_and_bias(linear, 1)[1].squeeze(0)
+
+
+def read_grouped(attention: GroupedAttention, layer, common: dict) -> Heads:
+    heads, key_heads = layer.num_attention_heads, layer.num_key_value_heads
+    q, q_bias = weight_and_bias(attention.q_proj, heads)
+    k, k_bias = weight_and_bias(attention.k_proj, key_heads)
+    v, v_bias = weight_and_bias(attention.v_proj, key_heads)
+    o = attention.o_proj.weight.detach().double().unflatten(1, (heads, -1)).transpose(0, 1)  # (H, E, D)
+    norms = [norm if norm is None else norm.weight.detach().double() for norm in (attention.q_norm, attention.k_norm)]
+    return Heads(q, q_bias, k, k_bias, v, v_bias, o, q_norm=norms[0], k_norm=norms[1], **common)
+
+
+def read_latent(attention: LatentAttention, layer, common: dict) -> Heads:
+    """MLA as MHA, exact where the latents have no norm: the rotary dimensions come first, V and D are padded alike."""
+    if layer.latent_norm:
+        raise ConversionError(
+            f"layer {attention.layer_idx} is MLA with an RMSNorm on its latent (latent_norm=True): keys and values are "
+            "no linear function of the layer's input, so no other kind of attention equals it"
+        )
+    heads, rope, nope, rank = (
+        layer.num_attention_heads,
+        attention.qk_rope_head_dim,
+        layer.qk_nope_head_dim,
+        layer.kv_lora_rank,
+    )
+    if attention.q_lora_rank is None:
+        q, q_bias = weight_and_bias(attention.q_proj, heads)
+    else:
+        (q, _), (q_a, q_a_bias) = weight_and_bias(attention.q_b_proj, heads), weight_and_bias(attention.q_a_proj, 1)
+        q, q_bias = q @ q_a[0], q @ q_a_bias[0]
+    kv_a, kv_a_bias = (x.squeeze(0) for x in weight_and_bias(attention.kv_a_proj_with_mqa, 1))
+    up, _ = weight_and_bias(attention.kv_b_proj, heads)  # (H, N + V, R)
+    order = torch.arange(rope, device=q.device)
+    if attention.rope_interleave:
+        order = torch.cat((order[0::2], order[1::2]))
+    o = attention.o_proj.weight.detach().double().unflatten(1, (heads, -1)).transpose(0, 1)  # (H, E, V)
+
+    def keys(rows: torch.Tensor) -> torch.Tensor:  # (R + P, ...) to (H, P + N, ...)
+        rotary = rows[rank:][order].expand(heads, rope, *rows.shape[1:])
+        return torch.cat((rotary, torch.einsum("hnr,r...->hn...", up[:, :nope], rows[:rank])), dim=1)
+
+    size = max(rope + nope, layer.v_head_dim)
+    return Heads(
+        q=_padded(torch.cat((q[:, nope:][:, order], q[:, :nope]), dim=1), size),
+        q_bias=_padded(torch.cat((q_bias[:, nope:][:, order], q_bias[:, :nope]), dim=1), size),
+        k=_padded(keys(kv_a), size),
+        k_bias=_padded(keys(kv_a_bias), size),
+        v=_padded(up[:, nope:] @ kv_a[:rank], size),
+        v_bias=_padded(up[:, nope:] @ kv_a_bias[:rank], size),
+        o=torch.nn.functional.pad(o, (0, size - layer.v_head_dim)),
+        **common,
+    )
+
+
+def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """`x` (heads, n, ...) with zeros up to `size` in its second dimension."""
+    return torch.cat((x, x.new_zeros(len(x), size - x.shape[1], *x.shape[2:])), dim=1)
+
+
+def write_grouped(heads: Heads) -> tuple[dict[str, torch.Tensor], dict]:
+    """The parameters of a `GroupedAttention`, and the configuration fields that its layer needs."""
+    query_bias, key_value_bias, output_bias = heads.biases
+    state = {
+        "q_proj.weight": heads.q.flatten(0, 1),
+        "k_proj.weight": heads.k.flatten(0, 1),
+        "v_proj.weight": heads.v.flatten(0, 1),
+        "o_proj.weight": heads.o.transpose(0, 1).flatten(1),
+    }
+    if query_bias:
+        state["q_proj.bias"] = heads.q_bias.flatten()
+    if key_value_bias:
+        state |= {"k_proj.bias": heads.k_bias.flatten(), "v_proj.bias": heads.v_bias.flatten()}
+    if output_bias:
+        state["o_proj.bias"] = heads.o_bias
+    if heads.q_norm is not None:
+        state |= {"q_norm.weight": heads.q_norm, "k_norm.weight": heads.k_norm}
+    size = heads.q.shape[1]
+    fields = {
+        "head_dim": size,
+        "qk_norm": heads.q_norm is not None,
+        "query_bias": query_bias,
+        "key_value_bias": key_value_bias,
+        "output_bias": output_bias,
+        "softmax_scale": None if heads.scaling == size**-0.5 else heads.scaling,
+        **rotary_fields(heads.frequencies, heads.frequency_dim, size),
+    }
+    return state, fields
+
+
+def rotary_fields(frequencies: torch.Tensor, frequency_dim: int, size: int) -> dict:
+    """The configuration fields that give heads of `size` dimensions these frequencies, `None` for the usual ones."""
+    indices = frequencies.tolist()
+    usual = indices == list(range(size // 2)) and frequency_dim == size
+    return {
+        "rope_frequency_indices": None if usual else indices,
+        "rope_frequency_dim": None if usual else frequency_dim,
+    }
+
+
+def repeat_heads(heads: Heads, number: int) -> Heads:
+    """The same function with `number` key/value heads, a multiple of the present ones (exact)."""
+    times = number // len(heads.k)
+    repeated = {name: getattr(heads, name).repeat_interleave(times, dim=0) for name in ("k", "k_bias", "v", "v_bias")}
+    return replace(heads, **repeated)
