@@ -1,0 +1,156 @@
+"""Small stock models of every family that can be imported, with random weights, norms and biases."""
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.initialization import no_init_weights
+
+from modeling_gqa import GQAForCausalLM
+from modeling_gqa.conversion.importing import import_config
+
+# Sizes whose products differ, so that a mistaken transpose or reshape cannot fit.
+SIZES = {
+    "vocab_size": 103,
+    "hidden_size": 66,
+    "intermediate_size": 58,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "dtype": "float32",
+}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 14}
+LATENT = {
+    "kv_lora_rank": 22,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 13,
+    "q_lora_rank": 17,
+    "num_key_value_heads": 6,
+}
+DENSE = {"first_k_dense_replace": 3}
+WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 20.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 1.0,
+    "beta_slow": 0.2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 2.0,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0}
+MSCALE = {"mscale": 0.8, "mscale_all_dim": 0.6}
+# What a test may change in a model: name -> (model type, fields beside the sizes).
+MODELS = {
+    "llama": ("llama", GROUPED),
+    "llama-mha-tied": ("llama", {"hidden_size": 84, "tie_word_embeddings": True, "rope_parameters": LINEAR}),
+    "llama-mqa-biases": (
+        "llama",
+        {**GROUPED, "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3},
+    ),
+    "mistral-window": ("mistral", {**GROUPED, "hidden_size": 65, "sliding_window": 5, "rope_parameters": YARN}),
+    "mistral-full": (
+        "mistral",
+        {**GROUPED, "sliding_window": None, "max_position_embeddings": 11, "rope_parameters": DYNAMIC},
+    ),
+    "qwen2": ("qwen2", {"num_key_value_heads": 3, "hidden_size": 84, "tie_word_embeddings": True}),
+    "qwen2-window-head-dim": ("qwen2", {**GROUPED, **WINDOW, "rope_parameters": YARN}),
+    "qwen3": ("qwen3", {**GROUPED, "max_position_embeddings": 11, "rope_parameters": DYNAMIC}),
+    "qwen3-window-biases": (
+        "qwen3",
+        {**GROUPED, **WINDOW, "hidden_size": 65, "attention_bias": True, "rope_parameters": LLAMA3},
+    ),
+    "deepseek-v2": ("deepseek_v2", {**LATENT, **DENSE, "rope_parameters": YARN | MSCALE}),
+    "deepseek-v2-biases": (
+        "deepseek_v2",
+        {**LATENT, **DENSE, "q_lora_rank": None, "attention_bias": True, "mlp_bias": True, "rope_parameters": LINEAR},
+    ),
+    "deepseek-v3": ("deepseek_v3", {**LATENT, **DENSE, "rope_parameters": YARN | MSCALE}),
+    "deepseek-v3-half-split": (
+        "deepseek_v3",
+        {**LATENT, **DENSE, "rope_interleave": False, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    ),
+    "deepseek-v3-biases": (
+        "deepseek_v3",
+        {
+            **LATENT,
+            **DENSE,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "max_position_embeddings": 11,
+            "rope_parameters": DYNAMIC,
+        },
+    ),
+    "deepseek-v3-q-lora-biases": ("deepseek_v3", {**LATENT, **DENSE, "attention_bias": True}),
+    # transformers zeroes the embedding of Youtu's padding token when it loads the model.
+    "youtu": ("youtu", {**LATENT, "pad_token_id": None, "rope_parameters": LINEAR | {"mscale_all_dim": 0.6}}),
+    "youtu-half-split": (
+        "youtu",
+        {**LATENT, "rope_interleave": None, "tie_word_embeddings": False, "q_lora_rank": None},
+    ),
+}
+
+
+def stock_config(name: str, **fields):
+    """Configuration of a stock model, by its name in MODELS."""
+    model_type, own = MODELS[name]
+    given = {**SIZES, **own, **fields}
+    if given.get("rope_parameters") is not None:
+        given["rope_parameters"] = dict(given["rope_parameters"])  # transformers completes it in place
+    return CONFIG_MAPPING[model_type](**given)
+
+
+def stock_model(config, seed: int = 0):
+    """Stock model of a configuration; biases are not zero and norms not one, as they are where training begins."""
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.tie_weights()
+    randomise(model, seed)
+    return model
+
+
+def randomise(model, seed: int = 0):
+    """Draw each parameter from a generator of its name, so that equal shapes have equal weights in another model."""
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(seed + sum(map(ord, name)))
+        parameter.data.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2, generator=generator)
+
+
+def batch(rows: int = 2, length: int = 17, vocabulary: int = 103) -> dict[str, torch.Tensor]:
+    """Token ids and a mask whose first row is padded on the left."""
+    input_ids = torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(7))
+    mask = torch.ones_like(input_ids)
+    mask[0, :3] = 0
+    return {"input_ids": input_ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def logits(model, **arguments) -> torch.Tensor:
+    """Logits of the tokens that are not padding."""
+    inputs = batch(**arguments)
+    output = model(**inputs)
+    output = output[0] if isinstance(output, tuple) else output.logits
+    return output[inputs["attention_mask"].bool()]
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> bool:
+    """Whether logits agree to `tolerance` of their largest value."""
+    return actual.shape == expected.shape and bool((actual - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+def own_model(stock, config=None) -> GQAForCausalLM:
+    """The GQA model of a stock model's configuration, with the stock model's weights."""
+    model = GQAForCausalLM(config or import_config(stock.config)).eval()
+    model.load_state_dict(stock.state_dict(), strict=True)
+    return model

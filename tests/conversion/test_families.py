@@ -1,0 +1,292 @@
+"""Every field of every family is followed, refused by name, or shown not to matter."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from stock_models import (
+    DENSE,
+    DYNAMIC,
+    GROUPED,
+    LATENT,
+    LINEAR,
+    LLAMA3,
+    MSCALE,
+    SIZES,
+    WINDOW,
+    YARN,
+    close,
+    logits,
+    own_model,
+    stock_model,
+)
+from transformers import CONFIG_MAPPING
+
+from modeling_gqa.conversion.errors import ConversionError
+from modeling_gqa.conversion.families import FAMILIES, IRRELEVANT
+from modeling_gqa.conversion.importing import import_config
+
+
+def is_latent(family: str) -> bool:
+    return family in ("deepseek_v2", "deepseek_v3", "youtu")
+
+
+def family_fields(family: str) -> dict:
+    """A model of the family in which every field matters: dynamic rope beyond its length, windows in some layers."""
+    own = {**LATENT, **DENSE} if is_latent(family) else {**GROUPED}
+    if family == "youtu":
+        own.pop("first_k_dense_replace")
+        own["tie_word_embeddings"] = False
+    if family.startswith("qwen"):
+        own |= WINDOW
+    if family == "mistral":
+        own["sliding_window"] = 5
+    return {**SIZES, **own, "max_position_embeddings": 11, "rope_parameters": DYNAMIC}
+
+
+# A value unlike the model's for every field that any of the families has, with what must change with it.
+CHANGED = {
+    "architectures": ["SomeModel"],
+    "attention_bias": True,
+    "attention_dropout": 0.3,
+    "bos_token_id": 7,
+    "chunk_size_feed_forward": 3,
+    "dtype": "bfloat16",
+    "embedding_initializer_range": 0.5,
+    "eos_token_id": [5, 6],
+    "first_k_dense_replace": 2,
+    "head_dim": 10,
+    "hidden_act": "gelu",
+    "hidden_size": 78,
+    "id2label": {0: "a", 1: "b", 2: "c"},
+    "initializer_range": 0.3,
+    "intermediate_size": 46,
+    "is_encoder_decoder": True,
+    "kv_lora_rank": 20,
+    "label2id": {"a": 0},
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "max_position_embeddings": 13,
+    "max_window_layers": 2,
+    "mlp_bias": True,
+    "moe_intermediate_size": 11,
+    "n_group": 2,
+    "n_routed_experts": 3,
+    "n_shared_experts": 3,
+    "norm_topk_prob": None,
+    "num_attention_heads": 2,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 3,
+    "num_mtp_layers": 2,
+    "output_hidden_states": True,
+    "output_router_logits": True,
+    "pad_token_id": 9,
+    "pretraining_tp": 2,
+    "problem_type": "regression",
+    "q_lora_rank": None,
+    "qk_head_dim": 15,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "return_dict": False,
+    "rms_norm_eps": 0.3,
+    "rope_interleave": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 20.0},
+    "routed_scaling_factor": 0.1,
+    "sliding_window": 3,
+    "tie_word_embeddings": True,
+    "topk_group": 1,
+    "topk_method": "group_limited_greedy",
+    "transformers_version": "5.0.0",
+    "use_cache": False,
+    "use_sliding_window": False,
+    "v_head_dim": 9,
+    "vocab_size": 105,
+}
+# Mapped, but not for the logits' sake: these are carried over.
+CARRIED = (
+    "attention_dropout",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+    "pad_token_id",
+    "use_cache",
+)
+# What has one value only.
+LATENT_REFUSED = {"head_dim", "qk_head_dim", "num_key_value_heads", "first_k_dense_replace"}
+REFUSED = {
+    family: {"is_encoder_decoder", "return_dict"} | (LATENT_REFUSED if is_latent(family) else set())
+    for family in FAMILIES
+}
+EXTRA_FIELDS = {"qwen2": ["head_dim"], "deepseek_v3": ["head_dim", "qk_head_dim"], "youtu": ["head_dim", "qk_head_dim"]}
+FAMILY_FIELDS = [
+    (family, name)
+    for family in FAMILIES
+    for name in [*(field.name for field in fields(CONFIG_MAPPING[family])), *EXTRA_FIELDS.get(family, [])]
+]
+
+
+def build_config(family: str, **changes):
+    given = {**family_fields(family), **changes}
+    given["rope_parameters"] = dict(given["rope_parameters"])  # transformers completes it in place
+    return CONFIG_MAPPING[family](**given)
+
+
+def written_config(family: str, **changes):
+    """The same, with a field set even where the class's constructor derives it."""
+    config = build_config(family, **changes)
+    for name, value in changes.items():
+        if name not in ("rope_parameters", "dtype") and getattr(config, name) != value:
+            setattr(config, name, value)  # the class has overwritten it
+    return config
+
+
+BASE_LOGITS: dict[str, torch.Tensor] = {}
+
+
+def base_logits(family: str) -> torch.Tensor:
+    if family not in BASE_LOGITS:
+        BASE_LOGITS[family] = logits(stock_model(build_config(family)))
+    return BASE_LOGITS[family]
+
+
+@pytest.mark.parametrize(("family", "name"), FAMILY_FIELDS, ids=["-".join(pair) for pair in FAMILY_FIELDS])
+def test_every_field_is_followed_refused_or_irrelevant(family, name):
+    changes = {name: CHANGED[name]}  # a KeyError here is a field that a new transformers has: say what it is
+    if name == "num_attention_heads" and is_latent(family):
+        changes["num_key_value_heads"] = CHANGED[name]
+    config = written_config(family, **changes)
+    if name in REFUSED[family]:
+        with pytest.raises(ConversionError, match=name) as raised:
+            import_config(config)
+        assert "\n" not in str(raised.value)
+        return
+    imported = import_config(config)
+    config.dtype = None
+    stock = stock_model(config)
+    imported.dtype = None
+    expected = logits(stock)
+    assert close(logits(own_model(stock, imported)), expected)
+    moved = not close(base_logits(family), expected, 1e-3)
+    stored_name = config.attribute_map.get(name, name)
+    irrelevant = stored_name in IRRELEVANT or stored_name in FAMILIES[family].irrelevant
+    assert moved != (irrelevant or name in CARRIED)
+    if name in CARRIED and name != "dtype":
+        assert getattr(imported, name) == CHANGED[name]
+
+
+ROPES = {
+    "linear": LINEAR,
+    "dynamic": DYNAMIC,
+    "yarn": YARN | {"truncate": False},  # rounded, small changes of the others would change nothing
+    "llama3": LLAMA3,
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6],
+        "long_factor": [2.0, 2.2, 2.4, 2.6, 2.8, 3.0, 3.2],
+    },
+}
+ROPE_CHANGES = {
+    "linear": {"factor": 2.0, "rope_theta": 20.0},
+    "dynamic": {"factor": 2.0, "rope_theta": 20.0},
+    "yarn": {
+        "factor": 2.0,
+        "rope_theta": 50.0,
+        "original_max_position_embeddings": 15,
+        "attention_factor": 1.7,
+        "beta_fast": 1.2,
+        "beta_slow": 0.1,
+        "truncate": True,
+        "mscale": 0.2,
+        "mscale_all_dim": 1.5,
+    },
+    "llama3": {
+        "factor": 2.0,
+        "rope_theta": 20.0,
+        "original_max_position_embeddings": 15,
+        "low_freq_factor": 0.3,
+        "high_freq_factor": 3.0,
+    },
+    "longrope": {
+        "factor": 2.0,
+        "rope_theta": 20.0,
+        "original_max_position_embeddings": 20,
+        "attention_factor": 1.7,
+        "long_factor": [3.0, 2.2, 2.4, 2.6, 2.8, 3.0, 3.2],
+    },
+}
+
+
+@pytest.mark.parametrize("rope_type", ROPES)
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2", "deepseek_v3"])
+def test_every_rotary_parameter_is_followed(family, rope_type):
+    size = 3 if is_latent(family) else 7  # planes
+    rope = {name: value[:size] if isinstance(value, list) else value for name, value in ROPES[rope_type].items()}
+    if rope_type == "yarn" and is_latent(family):
+        rope |= MSCALE
+    base = logits(stock_model(build_config(family, rope_parameters=rope)))
+    for name, value in ROPE_CHANGES[rope_type].items():
+        if name.startswith("mscale") and not is_latent(family):
+            continue
+        value = value[:size] if isinstance(value, list) else value
+        stock = stock_model(build_config(family, rope_parameters={**rope, name: value}))
+        expected = logits(stock)
+        assert close(logits(own_model(stock)), expected), name
+        assert not close(base, expected, 1e-4), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is not supported: soft-capped attention scores"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported: soft-capped logits"),
+        ({"no_rope_layers": [1, 0, 1]}, "no_rope_layers is not supported: layers without positions"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported: quantized weights"),
+        ({"per_layer_config": {0: {"intermediate_size": 20}}}, "per_layer_config makes layers differ"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"rope_interleaved": True}, "rope_interleaved=True is not supported"),
+        ({"use_mrope": True}, "use_mrope=True is not supported"),
+        ({"is_causal": False}, "is_causal=False is not a field"),
+        ({"attention_sinks": 4}, "attention_sinks=4 is not a field"),
+        ({"_sliding_window_pattern": 2}, "_sliding_window_pattern=2 is not a field"),
+        ({"rope_parameters": {**DYNAMIC, "mrope_section": [1, 2]}}, r"rope_parameters\['mrope_section'\]="),
+        ({"rope_parameters": {**DYNAMIC, "finetuned": True}}, r"rope_parameters\['finetuned'\]=True"),
+        ({"rope_parameters": {"rope_type": "other", "rope_theta": 9.0}}, "'other' is unknown"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_field_of_no_family_is_refused_by_name(family, changes, message):
+    with pytest.raises(ConversionError, match=message) as raised:
+        import_config(build_config(family, **changes))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"sliding_window": 5}, "sliding_window=5 is not a field"),
+        ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types=.* only .*'sliding_attention'"),
+        ("mistral", {"sliding_window": 1}, "sliding_window=1"),
+        ("qwen2", {"attention_bias": True}, "attention_bias=True is not a field"),
+        ("qwen3", {"mlp_bias": True}, "mlp_bias=True is not supported"),
+        ("deepseek_v2", {"rope_interleave": False}, "rope_interleave=False is not a field"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported .* only 6"),
+        ("deepseek_v3", {"first_k_dense_replace": 2}, "first_k_dense_replace=2 leaves mixture-of-experts layers"),
+        ("deepseek_v3", {"v_head_dim": None}, "v_head_dim"),
+        ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank=0"),
+        ("llama", {"num_key_value_heads": 4}, "not divisible by num_key_value_heads=4"),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": LINEAR}},
+            r"rope_parameters\['full_attention'\]",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)[:12],
+)
+def test_a_value_that_a_family_does_not_have_is_refused(family, changes, message):
+    with pytest.raises(ConversionError, match=message):
+        import_config(build_config(family, **changes))
