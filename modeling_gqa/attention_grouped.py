@@ -24,6 +24,7 @@ class GroupedAttention(nn.Module):
     """
 
     kinds = ("mha", "mqa", "gqa")
+    frequency_indices: torch.Tensor | None
 
     def __init__(self, config, layer_idx: int):
         super().__init__()

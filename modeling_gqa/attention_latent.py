@@ -38,6 +38,7 @@ class LatentAttention(nn.Module):
     """
 
     kinds = ("mla",)
+    frequency_indices: torch.Tensor | None
 
     def __init__(self, config, layer_idx: int):
         super().__init__()

@@ -3,6 +3,8 @@
 Shapes: B batch, T tokens, P rotated dimensions of a head.
 """
 
+import copy
+
 import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
@@ -19,8 +21,8 @@ class GQARotaryEmbedding(nn.Module):
 
     def __init__(self, config, layer_idx: int = 0):
         super().__init__()
-        config = config.per_layer_config[layer_idx]  # a copy, in which transformers' functions read the size
-        config.head_dim = config.rotary_dim
+        config = copy.copy(config.per_layer_config[layer_idx])
+        config.head_dim = config.rotary_dim  # where transformers' functions read the size
         self.config = config
         self.max_seq_len_cached = config.max_position_embeddings
         self.original_max_seq_len = config.max_position_embeddings

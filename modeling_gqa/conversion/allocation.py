@@ -17,7 +17,7 @@ from .grouping import merging_loss, regrouped
 from .latent import to_latent
 from .matrices import Heads, read_heads
 from .moments import compute_moments
-from .targets import Fields, configuration, grouped_fields, latent_fields, layer_fields
+from .targets import Fields, chosen_layers, configuration, grouped_fields, latent_fields, layer_fields
 
 # Cache sizes that are tried for an MLA layer, as shares of its present one.
 SHARES = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 5 / 32, 3 / 16, 1 / 4, 5 / 16, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
@@ -53,8 +53,7 @@ def allocate(
     """
     if attention_kind not in ("gqa", "mla"):
         raise ConversionError(f"a budget chooses sizes of gqa or mla, and {attention_kind} has none to choose")
-    fields = layer_fields(model.config)
-    chosen = list(range(len(fields)) if layers is None else layers)
+    fields, chosen = layer_fields(model.config), chosen_layers(model.config, layers)
     statistics = collect(model, calibration, progress)
     options = {index: layer_options(model, index, attention_kind, statistics[index]) for index in progress(chosen)}
     fixed = sum(numbers_per_token(layer) for i, layer in enumerate(model.config.per_layer_config) if i not in options)

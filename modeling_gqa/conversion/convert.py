@@ -84,11 +84,14 @@ def convert(
     if not changed:
         raise ConversionError("the target's attention is the source's: there is nothing to convert")
     lossy = [index for index in changed if not is_exact(model, target_config, index)]
-    if calibration is not None and selection is None:
-        held_out = len(calibration) // 4
-        calibration, selection = calibration[: len(calibration) - held_out], calibration[len(calibration) - held_out :]
+    if lossy and method == "auto" and calibration and selection is None:
+        calibration, selection = hold_out(calibration)
     statistics = gather(model, calibration if lossy else None, progress)
+    if refit and not calibration:
+        raise ConversionError("refit needs calibration text")
     kinds = {target_config.per_layer_config[index].attention_kind == "mla" for index in lossy}
+    if kinds == {True} and method not in ("auto", "lowrank"):
+        raise ConversionError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
     fixed = Setting(
         method="lowrank" if method == "auto" else method,
         metric="full" if calibration else "identity",
@@ -96,8 +99,6 @@ def convert(
         refit=bool(refit and calibration),
         seed=seed,
     )
-    if refit and not calibration:
-        raise ConversionError("refit needs calibration text")
     search = Search(model, target_config, statistics, calibration, selection, progress)
     chosen = fixed
     if method == "auto" and lossy and selection:
@@ -118,10 +119,9 @@ def convert(
 
 def shape(layer: Fields) -> tuple:
     """What makes two attention layers the same but for their weights."""
+    names: tuple[str, ...] = ("num_key_value_heads", "head_dim")
     if layer["attention_kind"] == "mla":
         names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    else:
-        names = ("num_key_value_heads", "head_dim")
     return (layer["attention_kind"] == "mla", *(layer[name] for name in names))
 
 
@@ -139,6 +139,22 @@ def is_exact(model: GQAForCausalLM, target: GQAConfig, index: int) -> bool:
     planes, size = rotary_planes(before), layer_head_dim(before)
     needed = min(2 * (size - planes) * key_heads, model.config.hidden_size)  # unrotated keys and values
     return after.qk_rope_head_dim == 2 * planes * key_heads and after.kv_lora_rank >= needed
+
+
+def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+    """The first three quarters and the last quarter of the batches, of single rows where there are few."""
+    if len(batches) < 4:
+        batches = [
+            {name: tensor[row : row + 1] for name, tensor in batch.items()}
+            for batch in batches
+            for row in range(len(batch["input_ids"]))
+        ]
+    if len(batches) < 4:
+        raise ConversionError(
+            f"{len(batches)} rows of text are too few for auto to choose by: give 4, or name a method"
+        )
+    held_out = len(batches) // 4
+    return list(batches[:-held_out]), list(batches[-held_out:])
 
 
 def gather(model: GQAForCausalLM, calibration: Sequence[Batch] | None, progress=iter) -> list[Statistics]:
@@ -163,7 +179,7 @@ class Search:
     progress: Callable[[Iterable], Iterable]
     tried: list[tuple[float, Setting]] = field(default_factory=list)
 
-    def converted(self, setting: Setting, share: bool) -> tuple[GQAForCausalLM, list[Fields], dict[int, float]]:
+    def converted(self, setting: Setting, share: bool) -> tuple[GQAForCausalLM, list[Fields], dict[int, float | None]]:
         """The model converted by `setting`; `share`: its other tensors are the source's own."""
         states, fields, losses = convert_layers(self.model, self.target, self.statistics, setting)
         model = assemble(self.model, configuration(self.target, fields), states, share)
@@ -180,14 +196,14 @@ class Search:
     def run(self, start: Setting, to_mla: set[bool], regroup: bool | None, refit: bool | None) -> Setting:
         """One choice after another, each with what was best so far."""
         best = start
-        groupings = (True, False) if regroup is None else (regroup,)
+        groupings = [True, False] if regroup is None else [regroup]
         if False in to_mla:
-            lowrank = product(("full", "root", "identity"), (True, False), groupings)
-            settings = [replace(start, metric=m, weighted=w, regroup=r) for m, w, r in lowrank]
+            choices = product(("full", "root", "identity"), (True, False), groupings)
+            settings = [replace(start, metric=metric, weighted=w, regroup=r) for metric, w, r in choices]
             best = self.best_of([*settings, *(replace(start, method="procrustes", regroup=r) for r in groupings)])
         if True in to_mla:
             best = self.best_of(replace(best, gain=gain, alpha=alpha) for gain, alpha in product(GAINS, ALPHAS))
-            best = self.best_of(replace(best, metric=metric) for metric in ("root", "identity"))
+            best = self.best_of(replace(best, metric=name) for name in ("root", "identity"))
         return self.best_of([replace(best, refit=True)]) if refit is None else best
 
 
@@ -196,14 +212,14 @@ def convert_layers(
     target: GQAConfig,
     statistics: list[Statistics],
     setting: Setting,
-) -> tuple[dict[int, State], list[Fields], dict[int, float]]:
+) -> tuple[dict[int, State], list[Fields], dict[int, float | None]]:
     """A layer at a time: the new parameters of the layers that change, all layers' fields, and what is lost."""
     states: dict[int, State] = {}
     fields, losses = layer_fields(target), {}
     before = layer_fields(model.config)
     changed = changed_layers(model.config, target)
     for index in set(range(len(fields))) - set(changed):
-        fields[index] = before[index]
+        fields[index] = {**before[index], **rotation(fields[index])}
     for index in changed:
         heads = read_heads(model, index)
         if fields[index]["attention_kind"] == "mla":
@@ -212,21 +228,21 @@ def convert_layers(
             state, found, losses[index] = to_latent(heads, moments, rank, size, setting.gain, setting.alpha)
             check_sizes(index, fields[index], found)
         else:
-            heads, losses[index] = fewer_heads(
-                heads, fields[index], statistics[index], setting, model.config.initializer_range
-            )
+            std, seed = model.config.initializer_range, setting.seed * len(fields) + index
+            heads, losses[index] = fewer_heads(heads, fields[index], statistics[index], setting, std, seed)
             state, found = write_grouped(heads)
             if before[index]["attention_kind"] != "mla":  # rotated as it was, partly perhaps
-                found |= {name: before[index][name] for name in ("rope_frequency_indices", "rope_frequency_dim")}
+                found |= rotation(fields[index])
+            check_sizes(index, fields[index], found)
         fields[index] = {**fields[index], **found}
-        states[index] = {name: tensor.to(model.dtype) for name, tensor in state.items()}
+        states[index] = {name: tensor.to(model.dtype, copy=True).contiguous() for name, tensor in state.items()}
     return states, fields, losses
 
 
 def fewer_heads(
-    heads: Heads, fields: Fields, statistics: Statistics, setting: Setting, std: float
-) -> tuple[Heads, float]:
-    """Grouped attention with as many key/value heads as `fields` say, and the loss (0: exact)."""
+    heads: Heads, fields: Fields, statistics: Statistics, setting: Setting, std: float, seed: int
+) -> tuple[Heads, float | None]:
+    """Grouped attention with as many key/value heads as `fields` say, and the loss (0: exact, `None`: unknown)."""
     number = fields["num_key_value_heads"]
     if number % len(heads.k) == 0:
         return repeat_heads(heads, number), 0.0
@@ -235,12 +251,16 @@ def fewer_heads(
     output_bias = heads.biases[2] or bool(fields["output_bias"])
     moments = compute_moments(heads, statistics, setting.metric, setting.weighted, centered=output_bias)
     partition = regrouped(moments, number, setting.seed) if setting.regroup else contiguous(len(heads.k), number)
-    return merge_heads(heads, moments, partition, setting.method, output_bias, std, setting.seed)
+    return merge_heads(heads, moments, partition, setting.method, output_bias, std, seed)
+
+
+def rotation(fields: Fields) -> Fields:
+    return {name: fields[name] for name in ("rope_frequency_indices", "rope_frequency_dim")}
 
 
 def check_sizes(index: int, wanted: Fields, found: Fields) -> None:
-    for name in ("qk_nope_head_dim", "v_head_dim"):
-        if wanted[name] != found[name]:
+    for name in ("qk_nope_head_dim", "v_head_dim", "head_dim"):
+        if name in found and wanted[name] != found[name]:
             raise ConversionError(
                 f"layer {index}: {name}={wanted[name]} of the target cannot be had: this source's heads make it "
                 f"{found[name]}; build the target with `target_config`"
@@ -260,7 +280,7 @@ def assemble(model: GQAForCausalLM, config: GQAConfig, states: dict[int, State],
         state |= {f"model.layers.{index}.self_attn.{name}": tensor for name, tensor in attention.items()}
     config._attn_implementation = model.config._attn_implementation
     with no_init_weights():
-        converted = GQAForCausalLM(config)
+        converted: Any = GQAForCausalLM(config)
     converted.load_state_dict(state, assign=True)
     converted.tie_weights()
     converted.generation_config = copy.deepcopy(model.generation_config)

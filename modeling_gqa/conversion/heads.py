@@ -9,9 +9,9 @@ group in the metric of the layer's output (low-rank key/value compression: 2406.
 Shapes: E hidden size, H query heads, G key/value heads, m heads of a group, D head size, n rotary planes.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -176,7 +176,7 @@ def merge_heads(
     output_bias: bool,
     std: float = 0.02,
     seed: int = 0,
-) -> tuple[Heads, float]:
+) -> tuple[Heads, float | None]:
     """Grouped attention with a key/value head for each group of `partition`, whose query heads move with it.
 
     Args:
@@ -184,7 +184,7 @@ def merge_heads(
         output_bias: the result may have one: it takes up the mean of what the values lose.
 
     Returns:
-        The heads, and the mean squared error of keys and values in the metric of the layer's output (nan for "random").
+        The heads, and the mean squared error of keys and values in the metric of the output (`None` for "random").
     """
     if len(partition[0]) == 1:
         return permuted(heads, partition), 0.0
@@ -192,9 +192,11 @@ def merge_heads(
     if heads.q_norm is not None and method in ("lowrank", "procrustes"):
         heads, merge_group = balanced_norms(heads), merge_with_norm(merge_group)
     merges = [merge_group(moments, group) for group in partition]
-    loss = sum(merging_error(moments, group, merge) for group, merge in zip(partition, merges, strict=True))
+    loss: float | None = sum(
+        merging_error(moments, group, merge) for group, merge in zip(partition, merges, strict=True)
+    )
     parts = [_merge_group(heads, moments, group, merge) for group, merge in zip(partition, merges, strict=True)]
-    fields = {
+    fields: dict[str, Any] = {
         name: torch.cat([part[name] for part in parts]) for name in ("q", "q_bias", "k", "k_bias", "v", "v_bias", "o")
     }
     if method == "random":
@@ -204,7 +206,7 @@ def merge_heads(
                 fields[name].shape, generator=generator, dtype=torch.float64, device=heads.k.device
             )
             fields[f"{name}_bias"] = torch.zeros_like(fields[f"{name}_bias"])
-        loss = math.nan
+        loss = None
     biases = (*heads.biases[:2], heads.biases[2] or output_bias)
     lost = sum(part["lost"] for part in parts) if output_bias and method == "lowrank" else 0
     return replace(heads, **fields, o_bias=heads.o_bias + lost, biases=biases), loss
@@ -239,7 +241,7 @@ def permuted(heads: Heads, partition: list[list[int]]) -> Heads:
     """The same function with its key/value heads in another order."""
     order = torch.tensor([group[0] for group in partition], device=heads.k.device)
     queries = torch.arange(len(heads.q), device=heads.k.device).view(-1, heads.groups)[order].flatten()
-    fields = {name: getattr(heads, name)[order] for name in ("k", "k_bias", "v", "v_bias")}
+    fields: dict[str, Any] = {name: getattr(heads, name)[order] for name in ("k", "k_bias", "v", "v_bias")}
     return replace(heads, **fields, **{name: getattr(heads, name)[queries] for name in ("q", "q_bias", "o")})
 
 

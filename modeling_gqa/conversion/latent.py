@@ -31,6 +31,16 @@ class RotaryKey:
     loss: float
 
 
+@dataclass(frozen=True)
+class Latent:
+    """`rows` (R, E) make the latent, `restore` (G, N + V, R) keys and values from it; `offset` (G, V) is the values'
+    mean less what the latent brings of it, which is for the output's bias to add."""
+
+    rows: torch.Tensor
+    restore: torch.Tensor
+    offset: torch.Tensor
+
+
 def rotary_key(moments: Moments, size: int) -> RotaryKey:
     """Choose `size` / 2 components whose rotation matters most: eigenvalue times 2 (1 - Re mean e^{j omega lag})."""
     root = moments.plane_weight.T.sqrt()  # (n, G)
@@ -55,8 +65,11 @@ def rotary_key(moments: Moments, size: int) -> RotaryKey:
 
 
 def unrotated_keys(heads: Heads, rotary: RotaryKey) -> torch.Tensor:
-    """What the rotary components leave of the keys: (G, D, E), to be taken unrotated."""
+    """What the rotary components leave of the keys, to be taken unrotated: (G, D, E), or, where they leave nothing of
+    the rotary planes, the dimensions that were never rotated."""
     n, planes = heads.planes, plane_rows(heads.k, heads.planes)  # (G, n, E)
+    if rotary.encoder.numel() == n * len(heads.k) ** 2:
+        return heads.k[:, 2 * n :]
     component = torch.einsum("cg,gce->ce", rotary.encoder, planes[:, rotary.plane])  # (C, E)
     restored = torch.zeros_like(planes)
     restored.index_add_(1, rotary.plane, torch.einsum("cg,ce->gce", rotary.decoder, component))
@@ -84,42 +97,53 @@ def to_latent(
         The parameters of a `LatentAttention`, the configuration fields of its layer, and what is lost in the metric of
         the layer's output: rotation dropped, and keys and values outside the latent.
     """
-    n, head_dim, shared = heads.planes, heads.k.shape[1], heads.key_heads
     rotary = rotary_key(moments, size)
-    complete = size == 2 * n * len(heads.k)  # nothing loses its rotation
+    keys = unrotated_keys(heads, rotary)
     # The rotary key is scaled by rotary_scaling with each query as well; what loses its rotation must not lose that.
-    factor = query_gain(moments, gain) * heads.rotary_scaling**2
-    first = 2 * n if complete else 0
-    keys = heads.k[:, first:] if complete else unrotated_keys(heads, rotary)  # (G, N, E)
-    turn = _real_matrix(factor, head_dim)
-    key_metric = (turn @ moments.query_metric @ turn.mT)[:, first:, first:].unflatten(0, (-1, heads.groups)).sum(1)
-    compress, restore, lost, offset = shared_latent(heads, moments, keys, key_metric, rank, alpha)
+    turn = _real_matrix(query_gain(moments, gain) * heads.rotary_scaling**2, heads.k.shape[1])
+    first = heads.k.shape[1] - keys.shape[1]
+    metric = (turn @ moments.query_metric @ turn.mT)[:, first:, first:].unflatten(0, (-1, heads.groups)).sum(1)
+    latent, lost = shared_latent(heads, moments, keys, metric, rank, alpha)
+    return *write_latent(heads, rotary, latent, turn), rotary.loss + lost
+
+
+def write_latent(
+    heads: Heads, rotary: RotaryKey, latent: Latent, turn: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], dict]:
+    """The parameters of a `LatentAttention` and the configuration fields that its layer needs.
+
+    Args:
+        turn: (H, D, D), what the query of an unrotated key is multiplied by.
+    """
+    n, shared = heads.planes, heads.key_heads
+    rank, size, head_dim = len(latent.rows), 2 * len(rotary.plane), heads.k.shape[1]
+    nope = latent.restore.shape[1] - head_dim
 
     def query(x: torch.Tensor) -> torch.Tensor:  # (H, D, ...) to (H, N + P, ...)
-        planes = plane_rows(x, n)
-        rotated = torch.einsum("hc,hc...->hc...", rotary.decoder[:, shared].T.conj(), planes[:, rotary.plane])
-        unrotated = torch.einsum("hij,hj...->hi...", turn, x)[:, first:]
+        rotated = plane_rows(x, n)[:, rotary.plane]
+        rotated = torch.einsum("hc,hc...->hc...", rotary.decoder[:, shared].T.conj(), rotated)
+        unrotated = torch.einsum("hij,hj...->hi...", turn, x)[:, head_dim - nope :]
         return torch.cat((unrotated, rotated.real, rotated.imag), dim=1)
 
     def key(x: torch.Tensor) -> torch.Tensor:  # (G, D, ...) to (P, ...)
         component = torch.einsum("cg,gc...->c...", rotary.encoder, plane_rows(x, n)[:, rotary.plane])
         return torch.cat((component.real, component.imag))
 
-    nope, (query_bias, key_value_bias, output_bias) = keys.shape[1], heads.biases
-    output_bias = output_bias or key_value_bias or rank < len(heads.k) * (nope + head_dim)
+    query_bias, key_value_bias, output_bias = heads.biases
+    output_bias = output_bias or key_value_bias or rank < latent.restore[..., 0].numel()
     state = {
         "q_proj.weight": query(heads.q).flatten(0, 1),
-        "kv_a_proj_with_mqa.weight": torch.cat((compress, key(heads.k))),
-        "kv_b_proj.weight": restore[shared].flatten(0, 1),
+        "kv_a_proj_with_mqa.weight": torch.cat((latent.rows, key(heads.k))),
+        "kv_b_proj.weight": latent.restore[shared].flatten(0, 1),
         "o_proj.weight": heads.o.transpose(0, 1).flatten(1),
     }
     if query_bias:
         state["q_proj.bias"] = query(heads.q_bias).flatten()
     if key_value_bias:
         # A constant in an unrotated key drops out of the softmax; in a value it has gone to the output's bias.
-        state["kv_a_proj_with_mqa.bias"] = torch.cat((torch.zeros_like(compress[:, 0]), key(heads.k_bias)))
+        state["kv_a_proj_with_mqa.bias"] = torch.cat((torch.zeros_like(latent.rows[:, 0]), key(heads.k_bias)))
     if output_bias:
-        state["o_proj.bias"] = heads.o_bias + torch.einsum("hed,hd->e", heads.o, offset[shared])
+        state["o_proj.bias"] = heads.o_bias + torch.einsum("hed,hd->e", heads.o, latent.offset[shared])
     fields = {
         "kv_lora_rank": rank,
         "qk_nope_head_dim": nope,
@@ -133,7 +157,7 @@ def to_latent(
         "softmax_scale": heads.scaling,
         **rotary_fields(heads.frequencies[rotary.plane], heads.frequency_dim, size),
     }
-    return state, fields, rotary.loss + lost
+    return state, fields
 
 
 def _real_matrix(planes: torch.Tensor, size: int) -> torch.Tensor:
@@ -150,12 +174,9 @@ def _real_matrix(planes: torch.Tensor, size: int) -> torch.Tensor:
 
 def shared_latent(
     heads: Heads, moments: Moments, keys: torch.Tensor, key_metric: torch.Tensor, rank: int, alpha: float
-) -> tuple[torch.Tensor, torch.Tensor, float, torch.Tensor]:
-    """The `rank` components that lose least of unrotated `keys` (G, N, E), weighted by `alpha`, and of the values.
-
-    Returns the rows (R, E) of the latent, what restores keys and values from it (G, N + V, R), the loss with alpha 1,
-    and the values' mean (G, V) less what the latent brings of it, which is for the output's bias to add.
-    """
+) -> tuple[Latent, float]:
+    """The `rank` components that lose least of unrotated `keys` (G, N, E), weighted by `alpha`, and of the values, and
+    the loss with alpha 1."""
     groups, nope, _ = keys.shape
     rows = torch.cat((keys, heads.v), dim=1)  # (G, N + V, E)
     roots = (alpha * square_root(key_metric, DAMPING), square_root(moments.value_metric, DAMPING))
@@ -173,7 +194,8 @@ def shared_latent(
     brought = restore[:, nope:] @ (compress @ moments.input_mean)
     missing = rank - compress.shape[0]  # components beyond what there is to hold
     pad = torch.nn.functional.pad
-    return pad(compress, (0, 0, 0, missing)), pad(restore, (0, missing)), lost.item(), moments.value_offset - brought
+    rows, restore = pad(compress, (0, 0, 0, missing)), pad(restore, (0, missing))
+    return Latent(rows, restore, moments.value_offset - brought), lost.item()
 
 
 def leading_vectors(rows: torch.Tensor, covariance: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,13 +6,14 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
+from ..configuration_checks import ATTENTION_KINDS
 from ..configuration_gqa import PER_LAYER_FIELDS, GQAConfig
 from .errors import ConversionError
 
 Fields = dict[str, Any]
 # Where models differ without computing otherwise.
 IRRELEVANT = {
-    "per_layer_config", "rope_parameters", "transformers_version", "_name_or_path", "architectures", "auto_map",
+    "per_layer_config", "transformers_version", "_name_or_path", "architectures", "auto_map",
     "dtype", "use_cache", "format_version", "initializer_range",
 }  # fmt: skip
 
@@ -28,14 +29,18 @@ def configuration(config: GQAConfig, layers: list[Fields]) -> GQAConfig:
     Raises:
         ConversionError: these layers cannot be one model.
     """
+    rope = dict(config.rope_parameters)
+    if any(layer["attention_kind"] == "mla" for layer in layers) and rope.pop("partial_rotary_factor", 1.0) != 1.0:
+        # MLA says itself what it rotates, so every other layer must, too.
+        for fields, layer in zip(layers, config.per_layer_config, strict=True):
+            if fields["attention_kind"] != "mla" and fields["rope_frequency_indices"] is None:
+                indices, size = frequencies(layer)
+                fields |= {"rope_frequency_indices": list(indices), "rope_frequency_dim": size}
     common = {name: Counter(repr(layer[name]) for layer in layers).most_common(1)[0][0] for name in PER_LAYER_FIELDS}
     score = [sum(repr(layer[name]) == common[name] for name in PER_LAYER_FIELDS) for layer in layers]
     shared = layers[score.index(max(score))]
     values = {name: value for name, value in config.to_dict().items() if name != "per_layer_config"}
-    rope = dict(values.get("rope_parameters") or {})
-    if all(layer["rope_frequency_indices"] is not None or layer["attention_kind"] == "mla" for layer in layers):
-        rope.pop("partial_rotary_factor", None)  # the layers say what is rotated
-    values |= {**shared, "rope_parameters": rope or None}
+    values |= {**shared, "rope_parameters": rope}
     differing = {index: layer for index, layer in enumerate(layers) if layer != shared}
     try:
         return GQAConfig.from_dict({**values, **({"per_layer_config": differing} if differing else {})})
@@ -65,13 +70,12 @@ def target_config(
     Raises:
         ConversionError: a size is missing, superfluous or impossible.
     """
+    if attention_kind not in ATTENTION_KINDS:
+        raise ConversionError(
+            f"attention_kind={attention_kind!r} is unknown: choose one of {', '.join(ATTENTION_KINDS)}"
+        )
     fields = layer_fields(config)
-    chosen = range(len(fields)) if layers is None else layers
-    for index in chosen:
-        if not 0 <= index < len(fields):
-            raise ConversionError(
-                f"layers has {index}, but the model's {len(fields)} layers are 0 to {len(fields) - 1}"
-            )
+    chosen = chosen_layers(config, layers)
     sizes = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim, "cache_size": cache_size}
     given = {name: value for name, value in sizes.items() if value is not None}
     for name, value in {**given, "num_key_value_heads": num_key_value_heads or None}.items():
@@ -90,6 +94,15 @@ def target_config(
         else:
             fields[index] |= grouped_fields(config, index, attention_kind, num_key_value_heads)
     return configuration(config, fields)
+
+
+def chosen_layers(config: GQAConfig, layers: Sequence[int] | None) -> list[int]:
+    """The indices in `layers`, each once, or all where it is `None`; raises `ConversionError` out of range."""
+    number = config.num_hidden_layers
+    for index in layers or ():
+        if not 0 <= index < number:
+            raise ConversionError(f"layers has {index}, but the model's {number} layers are 0 to {number - 1}")
+    return list(range(number)) if layers is None else sorted(set(layers))
 
 
 def grouped_fields(config: GQAConfig, index: int, kind: str, key_value_heads: int | None) -> Fields:
@@ -129,6 +142,8 @@ def latent_fields(
             "qk_norm=True: an RMSNorm on each head is no linear function, so its keys cannot be rebuilt from a shared "
             "latent; convert this model to fewer key/value heads instead"
         )
+    if layer.rope_parameters["rope_type"] == "proportional":
+        raise ConversionError("rope_type 'proportional' spreads its frequencies by the head's size, which MLA changes")
     planes, head_dim, key_heads = rotary_planes(layer), layer_head_dim(layer), layer.num_key_value_heads
     most = 2 * planes * key_heads
     if cache_size is not None:
@@ -177,28 +192,45 @@ def layer_head_dim(layer) -> int:
     return max(layer.qk_head_dim, layer.v_head_dim) if layer.attention_kind == "mla" else layer.head_dim
 
 
+def frequencies(layer) -> tuple[tuple[int, ...], int]:
+    """The frequencies of a head's rotary planes, as indices into those of a head of so many dimensions."""
+    if layer.rope_frequency_indices is not None:
+        return tuple(layer.rope_frequency_indices), layer.rope_frequency_dim
+    if layer.attention_kind == "mla":
+        size = layer.qk_rope_head_dim
+    else:
+        size = int(layer.head_dim * layer.rope_parameters.get("partial_rotary_factor", 1.0))
+    return tuple(range(size // 2)), size
+
+
 def rotary_planes(layer) -> int:
     """Number of rotary planes of a head."""
-    if layer.rope_frequency_indices is not None:
-        return len(layer.rope_frequency_indices)
-    if layer.attention_kind == "mla":
-        return layer.qk_rope_head_dim // 2
-    return int(layer.head_dim * (layer.rope_parameters or {}).get("partial_rotary_factor", 1.0)) // 2
+    return len(frequencies(layer)[0])
 
 
 def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
     """Raise `ConversionError` where the two differ in more than their attention."""
-    ours, theirs = source.to_dict(), target.to_dict()
     skipped = IRRELEVANT | set(PER_LAYER_FIELDS)
-    for name in sorted((ours.keys() | theirs.keys()) - skipped):
+    ours, theirs = (
+        {name: value for name, value in c.to_dict().items() if name not in skipped} for c in (source, target)
+    )
+    for values in (ours, theirs):
+        values["rope_parameters"] = {k: v for k, v in values["rope_parameters"].items() if k != "partial_rotary_factor"}
+    for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
             raise ConversionError(
                 f"the target's {name}={theirs.get(name)!r} differs from the source's {ours.get(name)!r}: a conversion "
                 "changes the attention alone; build the target with `target_config`"
             )
-    for index, (before, after) in enumerate(zip(layer_fields(source), layer_fields(target), strict=True)):
-        for name in ("num_attention_heads", "intermediate_size", "mlp_bias", "qk_norm", "attention_dropout"):
-            if before[name] != after[name] and not (name == "qk_norm" and before["attention_kind"] == "mla"):
+    for index, (before, after) in enumerate(zip(source.per_layer_config, target.per_layer_config, strict=True)):
+        names = ["num_attention_heads", "intermediate_size", "mlp_bias", "attention_dropout"]
+        if "mla" not in (before.attention_kind, after.attention_kind):
+            names += ["qk_norm", "head_dim"]
+            if frequencies(before) != frequencies(after):
+                raise ConversionError(f"layer {index}: the target rotates with other frequencies than the source")
+        for name in names:
+            if getattr(before, name) != getattr(after, name):
                 raise ConversionError(
-                    f"layer {index}: the target's {name}={after[name]!r} differs from the source's {before[name]!r}"
+                    f"layer {index}: the target's {name}={getattr(after, name)!r} differs from the source's "
+                    f"{getattr(before, name)!r}: build the target with `target_config`"
                 )

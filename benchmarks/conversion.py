@@ -1,0 +1,242 @@
+"""What conversions lose and what healing brings back, on the model that the tiny-mha recipe pretrains.
+
+    python -m training.pretrain configuration/recipes/tiny-mha.yaml
+    python -m benchmarks.conversion
+
+KL(source || converted) and perplexity are of validation text, which neither calibration nor the choice of settings has
+seen. "random" is averaged over three seeds; so are methods that calibrate, over three draws of the calibration text.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from modeling_gqa import GQAForCausalLM
+from modeling_gqa.accounting import cache_bytes_per_token
+from modeling_gqa.conversion import allocate, convert, measure, target_config
+from modeling_gqa.conversion.calibration import collect
+from modeling_gqa.conversion.convert import assemble
+from modeling_gqa.conversion.targets import configuration, layer_fields
+
+from .conversion_baselines import convert_baseline, mean_key, real_rotation
+from .measure import describe_machine
+from .report import print_machine, print_table, save
+
+COLUMNS = {"target": "", "method": "", "bytes": "", "kl": ".3f", "perplexity": ".2f", "top1": ".3f", "seconds": ".0f"}
+HEALING = {
+    "target": "",
+    "method": "",
+    "bytes": "",
+    "alpha": ".2f",
+    "start": ".2f",
+    "healed": ".2f",
+    "closed": ".1%",
+    "kl": ".3f",
+}
+
+
+class Bench:
+    """The source, its text, and what has been measured."""
+
+    def __init__(self, run: Path, calibration_blocks: int, seeds: int) -> None:
+        self.run, self.seeds, self.blocks = run, range(seeds), calibration_blocks
+        self.source = GQAForCausalLM.from_pretrained(run / "final").eval()
+        self.train = np.load(run / "data" / "train.npy", mmap_mode="r")
+        self.evaluation = self.batches(np.load(run / "data" / "validation.npy", mmap_mode="r"))
+        self.rows: list[dict] = []
+
+    @staticmethod
+    def batches(blocks: np.ndarray, size: int = 32) -> list[dict[str, torch.Tensor]]:
+        tensors = torch.from_numpy(np.asarray(blocks).astype(np.int64)).split(size)  # each (B, 2, T)
+        return [{"input_ids": batch[:, 0], "position_ids": batch[:, 1]} for batch in tensors]
+
+    def text(self, seed: int) -> tuple[list, list]:
+        """Calibration and selection: training blocks drawn with `seed`, disjoint."""
+        order = np.random.default_rng(seed).permutation(len(self.train))
+        drawn = self.train[np.sort(order[: self.blocks])], self.train[np.sort(order[self.blocks :][: self.blocks // 2])]
+        return self.batches(drawn[0]), self.batches(drawn[1])
+
+    def add(self, target: str, method: str, models: list, seconds: float, **more) -> dict:
+        """Measure `models`, which differ by seed, and note their mean."""
+        measured = [measure(self.source, model, self.evaluation) for model in models]
+        keys = {"kl": "kl", "perplexity": "perplexity_after", "top1": "top1_agreement"}
+        row = {name: statistics.fmean(result[key] for result in measured) for name, key in keys.items()}
+        size = cache_bytes_per_token(models[0].config, torch.float32)
+        row = {
+            "target": target,
+            "method": method,
+            "bytes": size,
+            **row,
+            "seeds": len(models),
+            "seconds": seconds,
+            **more,
+        }
+        self.rows.append(row)
+        print(f"{target:10} {method:34} KL {row['kl']:.3f}  perplexity {row['perplexity']:.2f}", flush=True)
+        return row
+
+    def convert(self, target: str, config, method: str, seeds: range, **keywords):
+        """Convert with every seed and note the result; returns the first model."""
+        begin, models, reports = time.perf_counter(), [], []
+        for seed in seeds:
+            calibration, selection = self.text(seed)
+            if keywords.get("calibrated") is False:
+                calibration = selection = None
+            passed = {name: value for name, value in keywords.items() if name != "calibrated"}
+            model, report = convert(
+                self.source, config, calibration, selection=selection, method=method, seed=seed, **passed
+            )
+            models.append(model)
+            reports.append(report)
+        name = " ".join([method, *(key for key in ("regroup", "refit") if keywords.get(key))])
+        name += " (weights only)" if keywords.get("calibrated") is False else ""
+        seconds = (time.perf_counter() - begin) / len(models)
+        self.add(target, name, models, seconds, setting=reports[0]["setting"], candidates=reports[0]["candidates"])
+        return models[0]
+
+
+def fewer_heads(bench: Bench) -> dict[str, GQAForCausalLM]:
+    """Every method at every number of key/value heads; returns the models to heal."""
+    heads, kept = bench.source.config.num_attention_heads, {}
+    for number in (heads // 2, heads // 4, 1):
+        target = f"gqa-{number}" if number > 1 else "mqa"
+        config = target_config(bench.source.config, target[:3], num_key_value_heads=number if number > 1 else None)
+        for method in ("mean", "first"):
+            bench.convert(target, config, method, range(1))
+        bench.convert(target, config, "random", bench.seeds)
+        bench.convert(target, config, "procrustes", bench.seeds)
+        bench.convert(target, config, "lowrank", range(1), calibrated=False, regroup=number > 1)
+        kept[target] = bench.convert(target, config, "lowrank", bench.seeds, regroup=number > 1)
+        bench.convert(target, config, "auto", range(1))
+    return kept
+
+
+def to_mla(bench: Bench) -> dict[str, GQAForCausalLM]:
+    """MLA at a quarter and an eighth of the cache, against both baselines; returns the models to heal."""
+    layer, kept = bench.source.config.per_layer_config[0], {}
+    present = 2 * layer.num_key_value_heads * layer.head_dim
+    calibration, _ = bench.text(0)
+    seen = collect(bench.source, calibration)
+    for share in (4, 8):
+        size, target = present // share, f"mla-1/{share}"
+        for find, rope in ((mean_key, layer.head_dim), (real_rotation, size // 2)):
+            config = target_config(bench.source.config, "mla", kv_lora_rank=size - rope, qk_rope_head_dim=rope)
+            fields, states = layer_fields(config), {}
+            for index in range(len(fields)):
+                states[index], found = convert_baseline(bench.source, index, find, seen[index], size - rope, rope)
+                states[index] = {name: tensor.float().contiguous() for name, tensor in states[index].items()}
+                fields[index] |= found
+            bench.add(
+                target,
+                f"{find.__name__} (baseline)",
+                [assemble(bench.source, configuration(config, fields), states)],
+                0,
+            )
+        config = target_config(bench.source.config, "mla", cache_size=size)
+        bench.convert(target, config, "lowrank", range(1), calibrated=False)
+        kept[target] = bench.convert(target, config, "lowrank", bench.seeds)
+        bench.convert(target, config, "auto", range(1))
+    return kept
+
+
+def under_budget(bench: Bench) -> None:
+    """The same caches with sizes by layer."""
+    calibration, _ = bench.text(0)
+    whole = cache_bytes_per_token(bench.source.config, torch.float32)
+    for kind, share in (("gqa", 2), ("gqa", 4), ("mla", 4), ("mla", 8)):
+        config = allocate(bench.source, kind, whole // share, calibration, dtype=torch.float32)
+        bench.convert(f"{kind}-1/{share}", config, "lowrank", range(1), regroup=kind == "gqa")
+        bench.rows[-1]["method"] += ", sizes by layer"
+
+
+def heal(bench: Bench, models: dict[str, GQAForCausalLM], folder: Path) -> list[dict]:
+    """Uptrain each model, and the source as the control, by the uptrain-tiny recipe."""
+    rows, source = [], measure(bench.source, bench.source, bench.evaluation)["perplexity_before"]
+    tokenizer = AutoTokenizer.from_pretrained(bench.run / "final")
+    for target, model in {"control": bench.source, **models}.items():
+        student = folder / target.replace("/", "-")
+        model.save_pretrained(student)
+        tokenizer.save_pretrained(student)
+        start = measure(bench.source, model, bench.evaluation)
+        for alpha in (0.05, 0.1) if target in ("control", "gqa-2") else (0.05,):
+            healed = GQAForCausalLM.from_pretrained(uptrain(bench, student, folder, alpha, target == "control")).eval()
+            after = measure(bench.source, healed, bench.evaluation)
+            gap = start["perplexity_after"] - source
+            rows.append(
+                {
+                    "target": target,
+                    "method": "next-token loss alone" if target == "control" else "lowrank, healed",
+                    "bytes": cache_bytes_per_token(model.config, torch.float32),
+                    "alpha": alpha,
+                    "start": start["perplexity_after"],
+                    "healed": after["perplexity_after"],
+                    "closed": (start["perplexity_after"] - after["perplexity_after"]) / gap if gap else None,
+                    "kl": after["kl"],
+                }
+            )
+            print(rows[-1], flush=True)
+    return rows
+
+
+def uptrain(bench: Bench, student: Path, folder: Path, alpha: float, alone: bool) -> Path:
+    """Run the script on `alpha` of the source's pretraining tokens and return the healed model's folder."""
+    output = folder / f"{student.name}-{alpha}"
+    options = {"student": student, "teacher": bench.run / "final", "output_dir": output, "pretraining_fraction": alpha}
+    if alone:
+        tokens = json.loads((bench.run / "final" / "results.json").read_text(encoding="utf-8"))["tokens_seen"]
+        options |= {"teacher": "none", "pretraining_tokens": tokens, "trainable": "all", "learning_rate": 1e-3}
+    command = [sys.executable, "-m", "training.uptrain", "configuration/recipes/uptrain-tiny.yaml"]
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command + arguments)} failed: {done.stderr.strip().splitlines()[-1:]}")
+    return output / "final"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, default=Path("runs/tiny-mha"), help="a finished run of training.pretrain")
+    parser.add_argument("--calibration_blocks", type=int, default=128)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--output", default="benchmarks/results")
+    arguments = parser.parse_args()
+    if not (arguments.run / "final").is_dir():
+        sys.exit(f"no model in {arguments.run}/final: python -m training.pretrain configuration/recipes/tiny-mha.yaml")
+    machine, begin = describe_machine("cpu", [torch.float32]), time.perf_counter()
+    print_machine(machine)
+    bench = Bench(arguments.run, arguments.calibration_blocks, arguments.seeds)
+    source = measure(bench.source, bench.source, bench.evaluation)
+    print(f"source: perplexity {source['perplexity_before']:.2f} on {source['tokens']:,} tokens")
+    models = fewer_heads(bench)
+    models |= to_mla(bench)
+    under_budget(bench)
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = {name: models[name] for name in ("gqa-2", "mqa", "mla-1/8")}
+        healing = heal(bench, wanted, Path(folder))
+    print_table("Conversions, before any training", bench.rows, COLUMNS)
+    print_table("Healing", healing, HEALING)
+    minutes = (time.perf_counter() - begin) / 60
+    print(f"{minutes:.1f} minutes")
+    save(
+        arguments.output,
+        "conversion",
+        "python -m benchmarks.conversion",
+        machine,
+        source=source,
+        conversions=bench.rows,
+        healing=healing,
+        minutes=minutes,
+    )
+
+
+if __name__ == "__main__":
+    main()
