@@ -44,10 +44,11 @@ class Throughput(TrainerCallback):
     """Tokens per second and model FLOPs utilisation of training proper, and tokens seen.
 
     Evaluation, saving and the first step (warm-up, compilation) are left out, unlike in `train_tokens_per_second`.
-    FLOPs are counted by `training_flops`, attention of every layer's kind included, unlike in `total_flos`.
+    FLOPs are counted by `training_flops`, attention of every layer's kind included, unlike in `total_flos`; where
+    training is more than one model's forward and backward, `config` is `None` and tokens alone are counted.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any | None) -> None:
         self.config = config
         self.flops_of: dict[torch.Size, float] = {}
         self.peak = 0.0
@@ -60,10 +61,10 @@ class Throughput(TrainerCallback):
     def count(self, input_ids: torch.Tensor, world_size: int) -> None:
         """Note one micro-batch, of shape (B, T) on each of `world_size` processes."""
         shape = input_ids.shape
-        if shape not in self.flops_of:
+        if self.config is not None and shape not in self.flops_of:
             self.flops_of[shape] = training_flops(self.config, batch_size=shape[0], sequence_length=shape[1])
         self.tokens += input_ids.numel() * world_size
-        self.flops += self.flops_of[shape] * world_size
+        self.flops += self.flops_of.get(shape, 0.0) * world_size
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -89,7 +90,7 @@ class Throughput(TrainerCallback):
         self.on_evaluate(args, state, control)
 
     def rates(self, device: torch.device, whole_run: bool = False) -> dict[str, float]:
-        """Return `tokens_per_second` and `mfu` since the last call, or of the whole run."""
+        """Return `tokens_per_second`, and `mfu` where FLOPs are counted, since the last call, or of the whole run."""
         synchronize(device)
         begin = time.perf_counter()
         now = (self.tokens, self.flops, begin - self.left_out)
@@ -103,7 +104,8 @@ class Throughput(TrainerCallback):
         self.window = now
         if not tokens or not self.peak:
             return {}
-        return {"tokens_per_second": tokens / seconds, "mfu": flops / seconds / self.peak}
+        speed = {"tokens_per_second": tokens / seconds}
+        return speed | {"mfu": flops / seconds / self.peak} if flops else speed
 
 
 class SaveOnSigterm(TrainerCallback):
@@ -148,12 +150,17 @@ def format_logs(state: TrainerState, logs: dict[str, float]) -> str | None:
     """One line for people: a training log or an evaluation."""
     step = f"step {state.global_step:>6,}/{state.max_steps:,}"
     if "eval_loss" in logs:
-        return f"{step}  validation loss {logs['eval_loss']:.4f}  perplexity {logs['eval_perplexity']:.2f}"
+        line = f"{step}  validation loss {logs['eval_loss']:.4f}  perplexity {logs['eval_perplexity']:.2f}"
+        return line + (f"  KL {logs['eval_kl']:.4f}" if "eval_kl" in logs else "")
     if "loss" not in logs:
         return None
-    line = f"{step}  loss {logs['loss']:.4f}  lr {logs['learning_rate']:.1e}  {logs['tokens_seen'] / 1e6:.2f}M tokens"
+    stage = f"  stage {logs['stage']}" if "stage" in logs else ""
+    line = f"{step}{stage}  loss {logs['loss']:.4f}  lr {logs['learning_rate']:.1e}"
+    line += f"  {logs['tokens_seen'] / 1e6:.2f}M tokens"
     if "tokens_per_second" in logs:
-        line += f"  {logs['tokens_per_second']:,.0f} tokens/s  MFU {logs['mfu']:.0%}"
+        line += f"  {logs['tokens_per_second']:,.0f} tokens/s"
+    if "mfu" in logs:
+        line += f"  MFU {logs['mfu']:.0%}"
     return line
 
 

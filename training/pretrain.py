@@ -13,12 +13,13 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import logging
 
 from modeling_gqa.accounting import cache_bytes_per_token
@@ -76,6 +77,33 @@ def load_run(recipe: Recipe, source: data.Source) -> tuple[PreTrainedTokenizerBa
     return tokenizer, data.load_blocks(folder / "data", "train"), validation
 
 
+class Run(NamedTuple):
+    """What a script trains on, and whether the result is uploaded."""
+
+    source: data.Source
+    tokenizer: PreTrainedTokenizerBase
+    train: Dataset
+    validation: data.PackedBlocks
+    push_to_hub: bool
+
+    @property
+    def for_trainer(self) -> dict[str, Any]:
+        return {"train_dataset": self.train, "eval_dataset": self.validation, "processing_class": self.tokenizer}
+
+
+def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -> Run:
+    """On every process: prepare or reopen the run in `output_dir`; raises `RecipeError`."""
+    publish.check_upload(recipe)
+    # Trainer would upload at every save; this script uploads the finished repository.
+    push_to_hub, recipe.push_to_hub = recipe.push_to_hub, False
+    source = data.open_source(recipe)
+    if is_main():
+        prepare_run(recipe, values, config, source)
+    if recipe.world_size > 1:
+        torch.distributed.barrier()
+    return Run(source, *load_run(recipe, source), push_to_hub)
+
+
 def measure(trainer: PretrainTrainer, seconds: float) -> dict[str, Any]:
     """Evaluate the final weights, unless that has just been done, and gather the run's numbers."""
     recipe, model, state = trainer.args, trainer.accelerator.unwrap_model(trainer.model), trainer.state
@@ -91,6 +119,7 @@ def measure(trainer: PretrainTrainer, seconds: float) -> dict[str, Any]:
         "tokens_per_step": state.num_input_tokens_seen // max(state.global_step, 1),
         "training_seconds": round(seconds, 1),
         **trainer.throughput.rates(recipe.device, whole_run=True),
+        **trainer.further_results(metrics),
         "parameters": model.num_parameters(),
         "cache_bytes_per_token": cache_bytes_per_token(model.config, torch.float32),
         "processes": recipe.world_size,
@@ -113,41 +142,53 @@ def finish(
     publish.save_repository(folder / "final", model, weights, trainer.processing_class, recipe, results)
     publish.write_card(folder / "final", recipe, model.config, source, results)
     say(f"\ntraining took        {results['training_seconds']:.0f} s")
-    say(f"validation loss      {results['validation_loss']:.4f}  (perplexity {results['validation_perplexity']:.2f})")
-    if "bigram_loss" in results:
-        gap = results["bigram_loss"] - results["validation_loss"]
-        say(f"bigram model's loss  {results['bigram_loss']:.4f}  on the same tokens; ours is {gap:.2f} nats below")
+    for line in describe_results(results):
+        say(line)
     say(f"\nSaved {folder / 'final'}. A fresh process, without the package, loads it and writes:\n")
     say(publish.load_as_stranger(folder / "final", recipe.sample_prompt))
     if push_to_hub:
         say(f"\nUploaded: {publish.upload(folder / 'final', recipe)}")
 
 
+def describe_results(results: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines that are printed at the end."""
+    for name, key in (
+        ("validation loss", "validation"),
+        ("before uptraining", "initial_validation"),
+        ("teacher's", "teacher_validation"),
+    ):
+        if f"{key}_loss" in results:
+            yield f"{name:<19}  {results[f'{key}_loss']:.4f}  (perplexity {results[f'{key}_perplexity']:.2f})"
+    if "kl" in results:
+        yield f"{'KL to the teacher':<19}  {results['kl']:.4f}  (before {results['initial_kl']:.4f})"
+    if "gap_closed" in results:
+        yield f"{'gap closed':<19}  {results['gap_closed']:.1%}  of the perplexity between teacher and conversion"
+    if "bigram_loss" in results:
+        gap = results["bigram_loss"] - results["validation_loss"]
+        yield f"bigram model's loss  {results['bigram_loss']:.4f}  on the same tokens; ours is {gap:.2f} nats below"
+
+
 def pretrain(argv: list[str]) -> None:
     recipe, values = load_recipe(argv)
     config = load_config(recipe)
-    publish.check_upload(recipe)
-    # Trainer would upload at every save; this script uploads the finished repository.
-    push_to_hub, recipe.push_to_hub = recipe.push_to_hub, False
-    source = data.open_source(recipe)
-    if is_main():
-        prepare_run(recipe, values, config, source)
-    if recipe.world_size > 1:
-        torch.distributed.barrier()
-    tokenizer, train, validation = load_run(recipe, source)
-    checkpoint = find_resumable(recipe) if recipe.resume else None
-
+    run = open_run(recipe, values, config)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(config, name, getattr(tokenizer, name))
+        setattr(config, name, getattr(run.tokenizer, name))
     set_seed(recipe.seed)
     kwargs = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
     model = AutoModelForCausalLM.from_config(config, **kwargs)
-    trainer = PretrainTrainer(model, recipe, train_dataset=train, eval_dataset=validation, processing_class=tokenizer)
-    size = f"{len(train):,} blocks" if isinstance(train, data.PackedBlocks) else "a stream of blocks"
-    say(
-        f"Model   {recipe.preset}: {model.num_parameters() / 1e6:.2f}M parameters, {publish.describe_attention(config)}"
-    )
-    say(f"Text    {source.name}; {size} of {recipe.sequence_length} tokens, {len(validation):,} for validation")
+    train(PretrainTrainer(model, recipe, **run.for_trainer), run, recipe.preset)
+
+
+def train(trainer: PretrainTrainer, run: Run, name: str) -> None:
+    """Train the model called `name`, from the last checkpoint where the recipe resumes; measure, save and upload it."""
+    recipe: Recipe = trainer.args
+    model: PreTrainedModel = trainer.accelerator.unwrap_model(trainer.model)
+    checkpoint = find_resumable(recipe) if recipe.resume else None
+    size = f"{len(run.train):,} blocks" if isinstance(run.train, data.PackedBlocks) else "a stream of blocks"
+    attention = publish.describe_attention(model.config)
+    say(f"Model   {name}: {model.num_parameters() / 1e6:.2f}M parameters, {attention}")
+    say(f"Text    {run.source.name}; {size} of {recipe.sequence_length} tokens, {len(run.validation):,} for validation")
     say(f"Run     {recipe.output_dir}, on {recipe.world_size} x {recipe.device.type}")
     if recipe.resume:
         say(f"Resuming from {checkpoint}" if checkpoint else "No checkpoint had been saved yet: starting from step 0")
@@ -159,15 +200,15 @@ def pretrain(argv: list[str]) -> None:
     results = measure(trainer, time.perf_counter() - begin)
     weights = trainer.accelerator.get_state_dict(trainer.model)  # under FSDP every process takes part
     if is_main():
-        finish(trainer, source, results, weights, push_to_hub)
+        finish(trainer, run.source, results, weights, run.push_to_hub)
     if recipe.world_size > 1:
         torch.distributed.barrier()
 
 
-def main() -> None:
+def main(script: Callable[[list[str]], None] = pretrain) -> None:
     logging.disable_progress_bar()  # of weights being written; training has its own
     try:
-        pretrain(sys.argv[1:])
+        script(sys.argv[1:])
     except (RecipeError, NonFiniteLoss) as error:
         if not is_main():
             # It mostly fails as the main process does, or because that did, and torchrun ends it meanwhile.

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,9 +16,13 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, SchedulerType
 
+from modeling_gqa.conversion.files import local_folder
+
 from .data import Source
 from .recipe import Recipe, RecipeError
+from .uptrain_recipe import UptrainRecipe
 
+CONVERSION_REPORT = "conversion.json"
 # Identifiers that the Hub's model card metadata knows; any other goes under `license: other`.
 HUB_LICENSES = {"apache-2.0", "mit", "odc-by", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-sa-3.0", "unlicense"}
 
@@ -26,7 +31,7 @@ CARD = """---
 
 # {title}
 
-A {parameters:.1f}M-parameter decoder language model, pretrained from scratch with `modeling_gqa`, for Hugging Face
+A {parameters:.1f}M-parameter decoder language model, {origin}, for Hugging Face
 transformers. Its attention: {attention}.
 
 ```python
@@ -45,19 +50,39 @@ The model's code is in this repository, hence `trust_remote_code=True`; pin what
 {table}
 
 The loss is the mean over every predicted token of {validation_blocks} blocks of {sequence_length} tokens, from
-documents that were not trained on. Utilisation is the model's FLOPs over the rate of a large matrix product, measured
-on the same device in the same precision when training began.
+documents that were not trained on.{notes}
 
 ## Training
 
 - Text: {text}. Licence of the text: {text_license}.
 - {steps} steps of {tokens_per_step:,} tokens on {device}, {precision}; {scheduler} schedule, peak learning rate
   {learning_rate}, weight decay {weight_decay}, seed {seed}.
-- transformers {transformers}, torch {torch}. The complete recipe is in `recipe.yaml`.
+{method}- transformers {transformers}, torch {torch}. The complete recipe is in `recipe.yaml`.
 
 The model's code is licensed under Apache-2.0. This is a base model: it continues text and has not been made to follow
 instructions; what it writes can be wrong, and repeats its training text's biases.
 """
+
+UTILISATION = """ Utilisation is the model's FLOPs over the rate of a large matrix product, measured
+on the same device in the same precision when training began."""
+KL = """ The KL divergence is the teacher's next-token distribution from the
+model's, averaged over the same tokens."""
+LABELS = {
+    "validation_loss": ("Validation loss, nats per token", "{:.4f}"),
+    "validation_perplexity": ("Validation perplexity", "{:.2f}"),
+    "initial_validation_loss": ("Validation loss before uptraining", "{:.4f}"),
+    "initial_validation_perplexity": ("Validation perplexity before uptraining", "{:.2f}"),
+    "teacher_validation_loss": ("Validation loss of the teacher", "{:.4f}"),
+    "teacher_validation_perplexity": ("Validation perplexity of the teacher", "{:.2f}"),
+    "gap_closed": ("Share of the perplexity between teacher and conversion that uptraining closed", "{:.1%}"),
+    "kl": ("KL divergence from the teacher, nats per token", "{:.4f}"),
+    "initial_kl": ("KL divergence from the teacher before uptraining", "{:.4f}"),
+    "bigram_loss": ("Interpolated bigram model on the same tokens, nats per token", "{:.4f}"),
+    "tokens_seen": ("Tokens seen", "{:,}"),
+    "tokens_per_second": ("Training speed, tokens per second", "{:,.0f}"),
+    "mfu": ("Model FLOPs utilisation", "{:.0%}"),
+    "cache_bytes_per_token": ("Cache, bytes per token (float32)", "{:,}"),
+}
 
 
 def check_upload(recipe: Recipe) -> None:
@@ -83,6 +108,34 @@ def describe_attention(config: PreTrainedConfig) -> str:
     )
 
 
+def public_name(model: str) -> str:
+    """A Hub name as it is; of a folder the last two parts, without the rest of this machine's path."""
+    path = Path(model)
+    return "/".join(path.resolve().parts[-2:]) if path.is_dir() else model
+
+
+def describe_origin(recipe: Recipe, results: dict[str, Any]) -> str:
+    if not isinstance(recipe, UptrainRecipe):
+        return "pretrained from scratch with `modeling_gqa`"
+    student = public_name(recipe.student)
+    source = f", a conversion of `{public_name(recipe.teacher)}`," if recipe.teacher else ""
+    return f"`{student}`{source} uptrained with `modeling_gqa` on {results['tokens_seen']:,} tokens"
+
+
+def describe_method(recipe: Recipe) -> str:
+    """The lines on what uptraining did, for the card's section on training."""
+    if not isinstance(recipe, UptrainRecipe):
+        return ""
+    parts = "the attention parameters" if recipe.trainable == "attention" else "all parameters"
+    if recipe.teacher is None:
+        return f"- Next-token loss, of {parts}.\n"
+    return (
+        f"- {recipe.layerwise_fraction:.0%} of the steps regress each layer's attention output on the teacher's, for\n"
+        f"  the teacher's input; the rest train {parts} with {recipe.kl_weight:g} times the KL divergence from the\n"
+        f"  teacher at temperature {recipe.temperature:g} and {1 - recipe.kl_weight:g} times the next-token loss.\n"
+    )
+
+
 def write_card(folder: Path, recipe: Recipe, config: PreTrainedConfig, source: Source, results: dict[str, Any]) -> None:
     """Write the model card, with the numbers that were measured in this run."""
     text_license = source.license or "not stated; see the source"
@@ -97,23 +150,18 @@ def write_card(folder: Path, recipe: Recipe, config: PreTrainedConfig, source: S
         metadata["license_name"] = (source.license or "unknown").lower()
     if recipe.dataset_name:
         metadata["datasets"] = [recipe.dataset_name]
-    labels = {
-        "validation_loss": ("Validation loss, nats per token", "{:.4f}"),
-        "validation_perplexity": ("Validation perplexity", "{:.2f}"),
-        "bigram_loss": ("Interpolated bigram model on the same tokens, nats per token", "{:.4f}"),
-        "tokens_seen": ("Tokens seen", "{:,}"),
-        "tokens_per_second": ("Training speed, tokens per second", "{:,.0f}"),
-        "mfu": ("Model FLOPs utilisation", "{:.0%}"),
-        "cache_bytes_per_token": ("Cache, bytes per token (float32)", "{:,}"),
-    }
     table = "\n".join(
-        f"| {name} | {form.format(results[key])} |" for key, (name, form) in labels.items() if key in results
+        f"| {name} | {form.format(results[key])} |" for key, (name, form) in LABELS.items() if key in results
     )
+    notes = (KL if "kl" in results else "") + (UTILISATION if "mfu" in results else "")
     card = CARD.format(
         metadata=yaml.safe_dump(metadata, sort_keys=False),
         title=repository_name(recipe).rpartition("/")[2],
         parameters=results["parameters"] / 1e6,
+        origin=describe_origin(recipe, results),
         attention=describe_attention(config),
+        notes=notes,
+        method=describe_method(recipe),
         repository=repository_name(recipe),
         table=table,
         validation_blocks=results["validation_blocks"],
@@ -153,6 +201,10 @@ def save_repository(
     tokenizer.save_pretrained(folder)
     (folder / "recipe.yaml").write_bytes((Path(recipe.output_dir) / "recipe.yaml").read_bytes())
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    if isinstance(recipe, UptrainRecipe):
+        report = local_folder(recipe.student) / CONVERSION_REPORT
+        if report.is_file():
+            shutil.copyfile(report, folder / CONVERSION_REPORT)
 
 
 def load_as_stranger(folder: Path, prompt: str) -> str:
@@ -179,7 +231,7 @@ def upload(folder: Path, recipe: Recipe) -> str:
         if recipe.hub_revision:
             api.create_branch(name, branch=recipe.hub_revision, exist_ok=True)
         commit = api.upload_folder(
-            repo_id=name, folder_path=folder, revision=recipe.hub_revision, commit_message="Pretrained model"
+            repo_id=name, folder_path=folder, revision=recipe.hub_revision, commit_message="Trained model"
         )
     except (HfHubHTTPError, OSError) as error:
         raise RecipeError(f"{folder} is complete, but the upload failed: {' '.join(str(error).split())}") from error

@@ -48,6 +48,7 @@ class Recipe(TrainingArguments):
     """Every option of a pretraining run: transformers' `TrainingArguments` and the fields below."""
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_overrides"]
+    script, unused = "training.pretrain", UNUSED
 
     preset: str = field(default="", metadata={"help": "Model: a folder of configuration/models, or a path."})
     model_overrides: dict | str | None = field(default=None, metadata={"help": "JSON: fields changed in the preset."})
@@ -104,10 +105,12 @@ class Recipe(TrainingArguments):
 
 
 class RecipeParser(HfArgumentParser):
-    def __init__(self) -> None:
-        parsed: Any = Recipe
-        super().__init__(parsed, allow_abbrev=False, prog="python -m training.pretrain", description=__doc__)
-        self.add_argument("recipe", nargs="?", help="YAML file, for instance configuration/recipes/quickstart.yaml")
+    def __init__(self, recipe_class: type[Recipe]) -> None:
+        parsed: Any = recipe_class
+        prog = f"python -m {recipe_class.script}"
+        super().__init__(parsed, allow_abbrev=False, prog=prog, description=recipe_class.__doc__)
+        example = f"configuration/recipes/{recipe_names(recipe_class)[-1]}.yaml"
+        self.add_argument("recipe", nargs="?", help=f"YAML file, for instance {example}")
 
     def error(self, message: str) -> Any:
         # argparse would print every option that TrainingArguments has.
@@ -120,50 +123,56 @@ def suggestion(word: str, words: Any) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def load_recipe(argv: list[str]) -> tuple[Recipe, dict[str, Any]]:
-    """Parse a command line into a recipe.
+def load_recipe(argv: list[str], recipe_class: type[Any] = Recipe) -> tuple[Any, dict[str, Any]]:
+    """Parse a command line into a recipe of the script whose recipes are of `recipe_class`.
 
     Returns the recipe and its resolved values, which `save_recipe` writes and `compare_recipes` reads. Raises
     `RecipeError` for an unknown key, a value of the wrong type or a combination that cannot work.
     """
-    parser = RecipeParser()
-    argv = [renamed_option(argument, {item.name for item in fields(Recipe)}) for argument in argv]
+    parser = RecipeParser(recipe_class)
+    argv = [renamed_option(argument, {item.name for item in fields(recipe_class)}) for argument in argv]
     defaults = vars(parser.parse_known_args([])[0])
     path = parser.parse_known_args(argv)[0].recipe
     if path is None:
-        raise RecipeError(f"no recipe given; there are {', '.join(recipe_names())} in configuration/recipes")
+        raise RecipeError(
+            f"no recipe given; there are {', '.join(recipe_names(recipe_class))} in configuration/recipes"
+        )
     options = {name: action for action in parser._actions for name in action.option_strings}
     # The recipe's values go in front of the command line's, so that types are checked alike and the latter win.
-    namespace, unknown = parser.parse_known_args([*yaml_arguments(Path(path), parser, options), *argv])
+    namespace, unknown = parser.parse_known_args([*yaml_arguments(Path(path), parser, options, recipe_class), *argv])
     if unknown:
         name = unknown[0].partition("=")[0]
         raise RecipeError(f"unknown option {name}{suggestion(name, options)}")
     values = {name: getattr(value, "value", value) for name, value in vars(namespace).items() if name != "recipe"}
-    for name in UNUSED:
+    for name, reason in recipe_class.unused.items():
         if values.get(name) != defaults.get(name):
-            raise RecipeError(f"{name} has no effect here: {UNUSED[name]}")
+            raise RecipeError(f"{name} has no effect here: {reason}")
     values["output_dir"] = values["output_dir"] or str(Path("runs") / Path(path).stem)
     try:
-        return Recipe(**values), values
+        return recipe_class(**values), values
     except (ValueError, ImportError) as error:
         raise RecipeError(" ".join(str(error).split())) from error
 
 
-def recipe_names() -> list[str]:
-    return sorted(path.stem for path in (CONFIGURATION / "recipes").glob("*.yaml"))
+def recipe_names(recipe_class: type[Recipe] = Recipe) -> list[str]:
+    """Return the names of the script's recipes in this repository: uptraining's begin with `uptrain-`."""
+    names = sorted(path.stem for path in (CONFIGURATION / "recipes").glob("*.yaml"))
+    return [name for name in names if name.startswith("uptrain-") == (recipe_class is not Recipe)]
 
 
-def yaml_arguments(path: Path, parser: RecipeParser, options: dict[str, Action]) -> list[str]:
+def yaml_arguments(
+    path: Path, parser: RecipeParser, options: dict[str, Action], recipe_class: type[Recipe]
+) -> list[str]:
     """Turn a YAML recipe into command-line arguments."""
     if not path.is_file():
-        raise RecipeError(f"no recipe at {path}{suggestion(path.stem, recipe_names())}")
+        raise RecipeError(f"no recipe at {path}{suggestion(path.stem, recipe_names(recipe_class))}")
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):
         raise RecipeError(f"{path} must hold `field: value` lines")
-    known = {item.name for item in fields(Recipe) if item.init}
+    known = {item.name for item in fields(recipe_class) if item.init}
     arguments = []
     for key, value in recipe.items():
         key = checkpointing_name(str(key), known)

@@ -104,6 +104,10 @@ class PretrainTrainer(Trainer):
             (folder / "complete.tmp").replace(folder / COMPLETE)
             rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
 
+    def further_results(self, metrics: dict[str, float]) -> dict[str, Any]:
+        """What the final evaluation `metrics` and the log say beyond the loss."""
+        return {}
+
     def run(self, checkpoint: Path | None) -> None:
         """Train, from `checkpoint` if one is given."""
         if checkpoint is not None:

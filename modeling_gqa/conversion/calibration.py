@@ -5,7 +5,7 @@ Sums only, so memory does not grow with the text. Shapes: B rows, T tokens, E hi
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -32,10 +32,18 @@ class Statistics:
         which nothing is known ("identity"): the later the name, the more counts what is rare in the text."""
         if name == "identity":
             return torch.eye(len(self.mean), dtype=torch.float64, device=self.mean.device), torch.zeros_like(self.mean)
-        covariance = self.second - torch.outer(self.mean, self.mean)
         if name == "full":
-            return covariance, self.mean
-        return square_root(covariance), self.mean / self.mean.norm().sqrt().clamp(min=1e-12)
+            return self.covariance, self.mean
+        return self.root, self.mean / self.mean.norm().sqrt().clamp(min=1e-12)
+
+    @property
+    def covariance(self) -> torch.Tensor:
+        return self.second - torch.outer(self.mean, self.mean)
+
+    @cached_property
+    def root(self) -> torch.Tensor:
+        """Square root of the covariance, kept because candidates ask for it again and it takes the longest."""
+        return square_root(self.covariance)
 
 
 def square_root(matrix: torch.Tensor, damping: float = 0.0) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from ..attention_grouped import GroupedAttention
 from ..attention_latent import LatentAttention
 from .errors import ConversionError
+from .targets import layer_head_dim
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def read_latent(attention: LatentAttention, layer, common: dict) -> Heads:
         rotary = rows[rank:][order].expand(heads, rope, *rows.shape[1:])
         return torch.cat((rotary, torch.einsum("hnr,r...->hn...", up[:, :nope], rows[:rank])), dim=1)
 
-    size = max(rope + nope, layer.v_head_dim)
+    size = layer_head_dim(layer)
     return Heads(
         q=_padded(torch.cat((q[:, nope:][:, order], q[:, :nope]), dim=1), size),
         q_bias=_padded(torch.cat((q_bias[:, nope:][:, order], q_bias[:, :nope]), dim=1), size),

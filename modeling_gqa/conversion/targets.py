@@ -127,7 +127,7 @@ def grouped_fields(config: GQAConfig, index: int, kind: str, key_value_heads: in
             ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim")
         )
         fields |= {"rope_interleave": None, "latent_norm": None}
-        fields |= {"head_dim": max(layer.qk_head_dim, layer.v_head_dim)}
+        fields |= {"head_dim": layer_head_dim(layer)}
         fields |= {"softmax_scale": None, "rope_frequency_indices": None, "rope_frequency_dim": None}
     return fields
 
@@ -188,8 +188,10 @@ def latent_fields(
 
 
 def layer_head_dim(layer) -> int:
-    """Head size D of a layer as grouped attention."""
-    return max(layer.qk_head_dim, layer.v_head_dim) if layer.attention_kind == "mla" else layer.head_dim
+    """Head size D of a layer as grouped attention; MLA is padded to the larger of key and value, and to an even size."""
+    if layer.attention_kind != "mla":
+        return layer.head_dim
+    return -(-max(layer.qk_head_dim, layer.v_head_dim) // 2) * 2
 
 
 def frequencies(layer) -> tuple[tuple[int, ...], int]:
