@@ -17,12 +17,12 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, SchedulerType
 
 from modeling_gqa.conversion.files import local_folder
+from modeling_gqa.conversion.report import NO_LATENT_NORM, REPORT_NAME, kept_metadata
 
 from .data import Source
 from .recipe import Recipe, RecipeError
 from .uptrain_recipe import UptrainRecipe
 
-CONVERSION_REPORT = "conversion.json"
 # Identifiers that the Hub's model card metadata knows; any other goes under `license: other`.
 HUB_LICENSES = {"apache-2.0", "mit", "odc-by", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-sa-3.0", "unlicense"}
 
@@ -150,10 +150,19 @@ def write_card(folder: Path, recipe: Recipe, config: PreTrainedConfig, source: S
         metadata["license_name"] = (source.license or "unknown").lower()
     if recipe.dataset_name:
         metadata["datasets"] = [recipe.dataset_name]
+    if isinstance(recipe, UptrainRecipe):
+        kept = kept_metadata(local_folder(recipe.student) / "README.md")
+        if "license" in kept:  # of the weights that this training began with, whatever the text's is
+            metadata.pop("license_name", None)
+        metadata |= kept
+        if recipe.teacher and not Path(recipe.teacher).is_dir():
+            metadata["base_model"] = recipe.teacher
     table = "\n".join(
         f"| {name} | {form.format(results[key])} |" for key, (name, form) in LABELS.items() if key in results
     )
     notes = (KL if "kl" in results else "") + (UTILISATION if "mfu" in results else "")
+    if any(layer.latent_norm is False for layer in config.per_layer_config):
+        notes += f"\n{NO_LATENT_NORM}"
     card = CARD.format(
         metadata=yaml.safe_dump(metadata, sort_keys=False),
         title=repository_name(recipe).rpartition("/")[2],
@@ -202,9 +211,9 @@ def save_repository(
     (folder / "recipe.yaml").write_bytes((Path(recipe.output_dir) / "recipe.yaml").read_bytes())
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if isinstance(recipe, UptrainRecipe):
-        report = local_folder(recipe.student) / CONVERSION_REPORT
+        report = local_folder(recipe.student) / REPORT_NAME
         if report.is_file():
-            shutil.copyfile(report, folder / CONVERSION_REPORT)
+            shutil.copyfile(report, folder / REPORT_NAME)
 
 
 def load_as_stranger(folder: Path, prompt: str) -> str:

@@ -83,10 +83,10 @@ def compute_moments(
     query_second = q @ covariance @ q.mT + query_mean[:, :, None] * query_mean[:, None, :]  # (H, D, D)
     value_covariance = _covariance(heads.v, covariance)
     value_mean = heads.v @ mean + heads.v_bias
-    if not centered:
-        value_covariance = value_covariance + torch.einsum("ai,bj->aibj", value_mean, value_mean)
     value_metric = heads.o.mT @ heads.o  # (H, D, D)
     own = value_covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[heads.key_heads]  # (H, D, D)
+    if not centered:
+        value_covariance = value_covariance + torch.einsum("ai,bj->aibj", value_mean, value_mean)
     importance = (value_metric * own).sum((1, 2)) if weighted else torch.ones_like(query_mean[:, 0])  # T_h, (H,)
     if not weighted:
         query_second = torch.eye(q.shape[1], dtype=q.dtype, device=q.device).expand_as(query_second)

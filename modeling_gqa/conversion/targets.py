@@ -188,7 +188,7 @@ def latent_fields(
 
 
 def layer_head_dim(layer) -> int:
-    """Head size D of a layer as grouped attention; MLA is padded to the larger of key and value, and to an even size."""
+    """Head size D of a layer as grouped attention: MLA's is the larger of key and value, padded to an even size."""
     if layer.attention_kind != "mla":
         return layer.head_dim
     return -(-max(layer.qk_head_dim, layer.v_head_dim) // 2) * 2

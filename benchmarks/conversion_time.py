@@ -1,0 +1,73 @@
+"""How long the conversion of a model of a billion parameters takes, with random weights in the shape of Llama 3.2 1B.
+
+python -m benchmarks.conversion_time
+"""
+
+import argparse
+import time
+
+import torch
+from transformers import set_seed
+
+from modeling_gqa import GQAConfig, GQAForCausalLM
+from modeling_gqa.conversion import convert, target_config
+
+from .measure import describe_machine, resident_bytes
+from .report import print_machine, print_table, save
+
+SHAPE = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "tie_word_embeddings": True,
+}
+TARGETS = {
+    "GQA-8 to GQA-4": {"attention_kind": "gqa", "num_key_value_heads": 4},
+    "GQA-8 to MLA, a quarter": {"attention_kind": "mla", "cache_size": 256},
+}
+COLUMNS = {"target": "", "method": "", "calibration_tokens": ",", "minutes": ".1f", "peak_gib": ".1f"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batches", type=int, default=8, help="batches of calibration text; a quarter selects")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens in a batch, one row")
+    parser.add_argument("--methods", nargs="+", default=["lowrank", "auto"])
+    parser.add_argument("--output", default="benchmarks/results")
+    arguments = parser.parse_args()
+    machine = describe_machine(arguments.device, [torch.float32, torch.bfloat16])
+    print_machine(machine)
+    set_seed(0)
+    with torch.device(arguments.device):
+        model = GQAForCausalLM(GQAConfig(**SHAPE)).to(getattr(torch, arguments.dtype)).eval()
+    shape = (arguments.batches, 1, arguments.tokens)
+    text = [{"input_ids": ids} for ids in torch.randint(SHAPE["vocab_size"], shape)]
+    print(f"{model.num_parameters() / 1e9:.2f}B parameters, {arguments.dtype}")
+    rows = []
+    for target, changes in TARGETS.items():
+        for method in arguments.methods:
+            begin = time.perf_counter()
+            convert(model, target_config(model.config, **changes), text, method=method)
+            row = {"target": target, "method": method, "calibration_tokens": arguments.batches * arguments.tokens}
+            rows.append(row | {"minutes": (time.perf_counter() - begin) / 60, "peak_gib": peak_gib(arguments.device)})
+            print(rows[-1], flush=True)
+    print_table("Time of a conversion", rows, COLUMNS)
+    save(arguments.output, "conversion_time", "python -m benchmarks.conversion_time", machine, rows=rows)
+
+
+def peak_gib(device: str) -> float:
+    """Largest memory held so far, of the process or on the GPU."""
+    used = torch.cuda.max_memory_allocated() if device.startswith("cuda") else resident_bytes(peak=True)
+    return used / 2**30
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""The command `modeling-gqa`: convert, import, export and inspect checkpoints.
+
+modeling-gqa convert SOURCE TARGET --attention-kind mla --cache-size 128 --text corpus/
+"""
+
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+except ImportError as missing:
+    raise SystemExit(
+        f"error: modeling-gqa needs {missing.name}, which is not installed: pip install 'modeling_gqa[conversion]'"
+    ) from None
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers.utils import logging
+
+from .conversion.errors import ConversionError
+from .conversion.exporting import export_checkpoint
+from .conversion.importing import import_checkpoint
+from .conversion.inspection import inspect_checkpoint
+from .conversion.job import Job
+from .conversion.report import describe_cost, layer_rows, runs, summary
+
+Kind = Literal["mha", "mqa", "gqa", "mla"]
+Method = Literal["auto", "lowrank", "procrustes", "mean", "first", "random"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
+)
+out, err = Console(soft_wrap=False), Console(stderr=True)
+
+
+@app.callback()
+def main_options() -> None:
+    """Change the attention of a trained language model: between MHA, MQA, GQA and MLA, and to and from transformers'
+    own classes.
+
+    A SOURCE is a folder with a checkpoint in safetensors, or the name of a model on the Hub. A TARGET is a folder that
+    is written whole or not at all. Exit codes: 0 done, 1 an error that the message explains, 2 wrong usage, 130
+    stopped.
+    """
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of a checkpoint, or name of a model on the Hub.")]
+Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write: a complete Hub repository.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace TARGET where it exists.")]
+
+
+def parse_layers(text: str) -> list[int]:
+    """`0,2-5` as `[0, 2, 3, 4, 5]`."""
+    layers: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+            raise typer.BadParameter(f"{part!r} is no layer and no range of layers such as 2-5")
+        layers.update(range(int(first), int(last if dash else first) + 1))
+    return sorted(layers)
+
+
+def in_panel(panel: str) -> Callable[..., Any]:
+    return partial(typer.Option, rich_help_panel=panel, show_default=False)
+
+
+attention, method_panel, text_panel, running = map(
+    in_panel, ("The new attention (sizes: one way of giving them)", "Method", "Text", "Running")
+)
+
+
+@app.command(
+    epilog="""Examples:
+
+- `modeling-gqa convert llama/ out/ --attention-kind gqa --num-key-value-heads 4 --text corpus/`
+- `modeling-gqa convert llama/ out/ --attention-kind mla --cache-size 128 --text corpus/ --layers 4-27`
+- `modeling-gqa convert llama/ out/ --attention-kind mla --budget 16384 --text a.jsonl --text b.parquet`
+- `modeling-gqa convert mqa/ out/ --attention-kind mla` (exact)
+"""
+)
+def convert(
+    context: typer.Context,
+    source: Source,
+    target: Target,
+    attention_kind: Annotated[Kind, attention(help="MHA, MQA, GQA or MLA.")],
+    num_key_value_heads: Annotated[
+        int | None, attention(help="GQA: number of key/value heads, a divisor of the query heads.")
+    ] = None,
+    kv_lora_rank: Annotated[int | None, attention(help="MLA: size R of the cached latent.")] = None,
+    qk_rope_head_dim: Annotated[
+        int | None, attention(help="MLA: size P of the cached rotary key; as large as R where left out.")
+    ] = None,
+    cache_size: Annotated[
+        int | None, attention(help="MLA: R + P, the numbers cached per token and layer; shared equally.")
+    ] = None,
+    cache_bytes: Annotated[
+        int | None, attention(help="The same in bytes per token and layer, in the dtype of the result (--dtype).")
+    ] = None,
+    budget: Annotated[
+        int | None,
+        attention(
+            help="Bytes cached per token by the whole model, in the dtype of the result: key/value heads (gqa) or R "
+            "and P (mla) are chosen layer by layer, by what each layer would lose.",
+        ),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        attention(help="Change these layers alone, such as 0,2-5; the result is a mixed model. Default: all."),
+    ] = None,
+    method: Annotated[
+        Method,
+        method_panel(
+            help="How several heads become one. auto tries settings of lowrank and procrustes and keeps what changes "
+            "the predictions least (without --text it is lowrank); mean, first and random are the GQA paper's.",
+            show_default=True,
+        ),
+    ] = "auto",
+    regroup: Annotated[
+        bool | None,
+        method_panel(
+            "--regroup/--no-regroup", help="Merge heads that are alike, or neighbours. Default: auto tries both."
+        ),
+    ] = None,
+    refit: Annotated[
+        bool | None,
+        method_panel(
+            "--refit/--no-refit",
+            help="Fit the output projections to the source's outputs on the text. Default: auto tries both.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int, method_panel(help="For random, regrouping, and the order of the text.", show_default=True)
+    ] = 0,
+    text: Annotated[
+        list[Path] | None,
+        text_panel(
+            help="File or folder of .txt, .md, .rst, .py, .jsonl or .parquet; may be repeated. Three disjoint parts "
+            "calibrate, let auto choose, and measure. Without text the weights alone decide and nothing is measured.",
+        ),
+    ] = None,
+    evaluation_text: Annotated[
+        list[Path] | None, text_panel(help="Measure on this text instead of a part of --text; may be repeated.")
+    ] = None,
+    text_column: Annotated[str, text_panel(help="Column of .jsonl and .parquet files.", show_default=True)] = "text",
+    calibration_tokens: Annotated[
+        int, text_panel(min=1, help="A quarter as many again are for auto to choose by.", show_default=True)
+    ] = 131072,
+    evaluation_tokens: Annotated[int, text_panel(min=1, help="Tokens to measure on.", show_default=True)] = 65536,
+    sequence_length: Annotated[
+        int | None, text_panel(min=2, help="Tokens of a block. Default: 2048, or what the model was made for.")
+    ] = None,
+    batch_size: Annotated[int, text_panel(min=1, help="Blocks computed at a time.", show_default=True)] = 4,
+    dtype: Annotated[
+        Dtype, running(help="Of the result, and for computing; auto: the checkpoint's own.", show_default=True)
+    ] = "auto",
+    device: Annotated[str | None, running(help="cpu, cuda, cuda:1 ... Default: cuda where there is one.")] = None,
+    dry_run: Annotated[
+        bool, running("--dry-run", help="Show what would be done, from the configuration and headers; write nothing.")
+    ] = False,
+    force: Annotated[bool, running("--force", help="Replace TARGET where it exists.")] = False,
+) -> None:
+    """Give a trained model another attention, say what that cost, and save it as a Hub repository.
+
+    Exact: more key/value heads (GQA to MHA), MQA to MLA, MLA without a latent norm to MHA. Everything else is lossy,
+    and a short training heals it. TARGET gets weights, configuration, code, tokenizer, a model card and the report
+    `conversion.json`.
+    """
+    with user_errors():
+        arguments = {name: value for name, value in context.params.items() if name not in ("force", "dry_run")}
+        arguments["layers"] = None if layers is None else parse_layers(layers)
+        job = Job(**arguments)
+        if dry_run:
+            plan = job.plan()
+            show(plan)
+            how = "exactly" if plan["exact"] else f"by {plan['method']}" + (", calibrated on the text" if text else "")
+            out.print(f"Dry run: would convert {how}. Nothing was written.")
+            return
+        with progress_bars() as stage:
+            report = job.run(force, stage)
+        show(report)
+        out.print(describe_cost(report))
+        out.print(f"Saved {target}: report in conversion.json, card in README.md.", soft_wrap=True)
+
+
+@app.command("import")
+def import_(source: Source, target: Target, force: Force = False) -> None:
+    """Rewrite a Llama, Mistral, Qwen2, Qwen3, SmolLM2, dense DeepSeek or Youtu checkpoint as a GQA model, exactly.
+
+    Weights are copied tensor by tensor, in their dtype; tokenizer and generation configuration are carried over.
+    """
+    with user_errors(), progress_bars() as stage:
+        config = import_checkpoint(source, target, force=force, progress=stage("importing tensors"))
+    out.print(f"Saved {target}: {config.num_hidden_layers} layers.", soft_wrap=True)
+
+
+@app.command()
+def export(
+    source: Source,
+    target: Target,
+    family: Annotated[
+        str | None,
+        typer.Option(help="llama, mistral, qwen2, qwen3 or deepseek_v3. Default: what fits.", show_default=False),
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Rewrite a GQA model as transformers' own class, for tools that know only that.
+
+    Refused with the reason where the class cannot express the model: mixed kinds, chosen frequencies, other biases.
+    """
+    with user_errors(), progress_bars() as stage:
+        config = export_checkpoint(source, target, family=family, force=force, progress=stage("exporting tensors"))
+    out.print(f"Saved {target}: a {config.model_type} model.", soft_wrap=True)
+
+
+@app.command()
+def inspect(source: Source, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show the attention of each layer, what it caches, and what it can become exactly, with loss, or not at all."""
+    with user_errors():
+        found = inspect_checkpoint(source)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        show_inspection(found)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """What the user can put right as one line on stderr and exit code 1; anything else is a defect, with traceback."""
+    try:
+        yield
+    except (ConversionError, StrictDataclassError, OSError, SafetensorError, torch.OutOfMemoryError) as error:
+        # A field's own check is the cause of what the configuration class raises.
+        said = error.__cause__ if isinstance(error, StrictDataclassError) else error
+        typer.echo(f"error: {' '.join(str(said).split())}", err=True)
+        raise typer.Exit(1) from None
+
+
+@contextmanager
+def progress_bars() -> Iterator[Callable[[str], Callable[[Iterable], Iterable]]]:
+    """Progress bars on stderr; gives a function from a description to what wraps an iterable."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    progress = Progress(*columns, console=err)
+
+    def stage(description: str) -> Callable[[Iterable], Iterable]:
+        progress.start()
+        return partial(progress.track, description=description)
+
+    try:
+        yield stage
+    finally:
+        if progress.live.is_started:
+            progress.stop()
+
+
+def show(report: dict[str, Any]) -> None:
+    table = Table("", "before", "after")
+    for cells in summary(report):
+        table.add_row(*cells)
+    layers = Table("layers", "attention", "error of its output", "loss")
+    for row in layer_rows(report):
+        layers.add_row(*row)
+    out.print(layers, table)
+
+
+def show_inspection(found: dict[str, Any]) -> None:
+    family = "" if found["family"] == "gqa" else f", a {found['family']} model that can be imported"
+    out.print(f"{found['source']}{family}: {found['parameters']:,} parameters, {found['dtype']}", soft_wrap=True)
+    table = Table("layers", "attention", "window", "cache, bytes per token and layer")
+    columns = ("attention", "sliding_window", "cache_bytes_per_token")
+    for where, (what, window, size) in runs(tuple(layer[name] for name in columns) for layer in found["layers"]):
+        table.add_row(where, what, "" if window is None else f"{window:,}", f"{size:,}")
+    out.print(table, f"Cache of the whole model: {found['cache_bytes_per_token']:,} bytes per token.")
+    can = found["conversions"]
+    for title, kinds in (("Exactly", can["exact"]), ("With loss", can["lossy"])):
+        listed = ", ".join(f"{name} ({size:,} bytes per token)" for name, size in kinds.items())
+        out.print(f"{title}: {listed or 'nothing'}.", soft_wrap=True)
+    reasons: dict[str, list[str]] = {}
+    for name, reason in can["impossible"].items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        out.print(f"Not: {', '.join(names)}: {reason}.", soft_wrap=True, markup=False)
+    export = found["export"]
+    how = f"as {export['family']}" if export["family"] else "not possible"
+    reason = f": {export['reason']}" if export["reason"] else ""
+    out.print(f"Export to a class of transformers' own: {how}{reason}.", soft_wrap=True, markup=False)
+
+
+def main() -> None:
+    # So that what is half-written is removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""What the report measures, against float64 formulas written out token by token; and what it saves."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from small_models import make_batch, make_model
+
+from modeling_gqa.conversion import ConversionError, report
+from modeling_gqa.conversion.report import describe_layers, layer_errors, measure, write_card, write_report
+
+
+def packed_batch(batch: int = 2, length: int = 13) -> dict[str, torch.Tensor]:
+    """Rows of three documents whose lengths differ by row."""
+    input_ids = make_batch(batch, length)["input_ids"]
+    positions = torch.stack(
+        [torch.cat([torch.arange(4 + i), torch.arange(5), torch.arange(4 - i)]) for i in range(batch)]
+    )
+    return {"input_ids": input_ids, "position_ids": positions}
+
+
+def documents(batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Each document's token ids alone, without padding."""
+    found = []
+    masks = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+    for row, (ids, mask) in enumerate(zip(batch["input_ids"], masks.bool(), strict=True)):
+        ids, starts = ids[mask], [0]
+        if "position_ids" in batch:
+            starts = (batch["position_ids"][row][mask] == 0).nonzero().flatten().tolist()
+        found += [ids[a:b] for a, b in pairwise([*starts, len(ids)])]
+    return found
+
+
+def expected_measurement(source, converted, batches) -> dict[str, float]:
+    """Every document run alone in float64, every token's terms summed in Python."""
+    losses, kls, agreements = [[], []], [], []
+    models = [model.double() for model in (source, converted)]
+    for ids in (ids for batch in batches for ids in documents(batch)):
+        logits = [model(ids[None]).logits[0] for model in models]
+        for position, target in enumerate(ids[1:].tolist()):
+            p, q = (torch.softmax(x[position], 0) for x in logits)
+            losses[0].append(-p[target].log().item())
+            losses[1].append(-q[target].log().item())
+            kls.append(sum((p[v] * (p[v] / q[v]).log()).item() for v in range(len(p))))
+            agreements.append(float(p.argmax() == q.argmax()))
+
+    def mean(values):
+        return sum(values) / len(values)
+
+    return {
+        "perplexity_before": torch.tensor(mean(losses[0])).double().exp().item(),
+        "perplexity_after": torch.tensor(mean(losses[1])).double().exp().item(),
+        "kl": mean(kls),
+        "top1_agreement": mean(agreements),
+        "tokens": len(kls),
+    }
+
+
+BATCHES = {
+    "packed": [packed_batch(), packed_batch(1)],
+    "left padding": [make_batch(padding="left")],
+    "right padding": [make_batch(padding="right")],
+    "no positions": [{name: make_batch(padding="left")[name] for name in ("input_ids", "attention_mask")}],
+}
+
+
+@pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
+def test_measure_is_the_formula(batches, monkeypatch):
+    monkeypatch.setattr(report, "LOGITS_AT_ONCE", 101 * 7)  # several chunks, the last one shorter
+    source, converted = make_model("mha"), make_model("mla", seed=3)
+    measured = measure(source, converted, batches)
+    assert measured == pytest.approx(expected_measurement(source, converted, batches), rel=1e-4)
+
+
+def test_measure_of_the_same_model_and_modes():
+    model, other = make_model("gqa").train(), make_model("gqa")
+    measured = measure(model, other, [packed_batch()])
+    assert measured["kl"] == 0 and measured["top1_agreement"] == 1
+    assert measured["perplexity_before"] == measured["perplexity_after"]
+    assert model.training and not other.training
+
+
+def test_measure_refuses_what_says_nothing():
+    model = make_model("gqa")
+    lonely = {"input_ids": torch.tensor([[5, 6]]), "position_ids": torch.zeros(1, 2, dtype=torch.long)}
+    with pytest.raises(ConversionError, match="no token to measure on"):
+        measure(model, model, [lonely])
+    broken = make_model("gqa")
+    broken.lm_head.weight.data[7] = torch.inf
+    with pytest.raises(ConversionError, match="not finite"):
+        measure(model, broken, [packed_batch()])
+
+
+@pytest.mark.parametrize("batch", [packed_batch(), make_batch(padding="left")], ids=["packed", "padded"])
+def test_layer_errors_find_the_changed_layer(batch, model_name):
+    source, converted = make_model(model_name), make_model(model_name)
+    assert layer_errors(source, converted, [batch]) == [0, 0, 0]
+    # The attention output is linear in this matrix, so the relative error is that of the matrix.
+    converted.model.layers[1].self_attn.o_proj.weight.data *= 1.25
+    assert layer_errors(source, converted, [batch, batch]) == pytest.approx([0, 0.25, 0], rel=1e-5)
+    assert not any(layer._forward_pre_hooks for layer in source.model.layers)
+
+
+def test_layer_errors_between_kinds_are_of_the_attention_alone():
+    """MLA in place of MHA, each layer called by hand on the hidden states that transformers records."""
+    source, converted, batch = make_model("mha"), make_model("mla", seed=3), make_batch()
+    inputs = source(**batch, output_hidden_states=True).hidden_states
+    expected = []
+    for index in range(3):
+        outputs = []
+        for model in (source, converted):
+            layer, rotary = model.model.layers[index], model.model.rotary_emb[model.model.rotary_sizes[index]]
+            rotation = rotary(inputs[index], batch["position_ids"])
+            outputs.append(layer.self_attn(layer.input_layernorm(inputs[index]), rotation)[0])
+        expected.append(((outputs[1] - outputs[0]).norm() / outputs[0].norm()).item())
+    assert layer_errors(source, converted, [batch]) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_layer_errors_leave_padding_out(padding):
+    source, converted, batch = make_model("mha"), make_model("mla", seed=3), make_batch(padding=padding)
+    other = {**batch, "input_ids": batch["input_ids"].where(batch["attention_mask"].bool(), 77)}
+    assert layer_errors(source, converted, [other]) == pytest.approx(layer_errors(source, converted, [batch]), rel=1e-5)
+
+
+def test_layer_errors_want_one_attention_implementation():
+    source, converted = make_model("mha"), make_model("mha")
+    converted.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="one attention implementation"):
+        layer_errors(source, converted, [make_batch()])
+
+
+REPORT = {
+    "source": "org/some-llama",
+    "source_family": "llama",
+    "dtype": "bfloat16",
+    "exact": False,
+    "method": "lowrank",
+    "candidates": [{"name": "lowrank", "kl": 0.25}],
+    "cache_bytes_per_token_before": 1008,
+    "cache_bytes_per_token_after": 168,
+    "parameters_before": 123456,
+    "parameters_after": 120000,
+    "perplexity_before": 3.5,
+    "perplexity_after": 4.25,
+    "kl": 0.1875,
+    "top1_agreement": 0.75,
+    "tokens": 4321,
+    "layers": [{"layer": i, "from": "mha", "to": "mla", "loss": 0.5, "error": 0.0625} for i in range(3)],
+    "text": {"calibration_tokens": 999, "sequence_length": 64},
+}
+
+
+def test_card_has_every_number_and_the_licence(tmp_path):
+    model = make_model("mla", latent_norm=False)
+    source_card = tmp_path / "source.md"
+    source_card.write_text("---\nlicense: apache-2.0\nlanguage: [de]\npipeline_tag: x\n---\ntext")
+    write_card(tmp_path, "small", REPORT, model.config, source_card)
+    card = (tmp_path / "README.md").read_text()
+    metadata = report.metadata_load(tmp_path / "README.md")
+    assert metadata["license"] == "apache-2.0" and metadata["language"] == ["de"]
+    assert metadata["base_model"] == "org/some-llama" and metadata["tags"] == ["gqa", "mla"]
+    for text in ("1,008", "168", "123,456", "3.5000", "4.2500", "0.188", "75.00%", "4,321", "999", "0.0625", "lowrank"):
+        assert text in card, text
+    assert "vLLM does not recognise" in card and "transformers 5.17" in card
+    assert "a latent of 22 and a rotary key of 6, no latent norm" in card
+
+
+def test_card_without_measurement_says_so(tmp_path):
+    broken_card = tmp_path / "source.md"
+    broken_card.write_text("---\n: [\n---\n")
+    written = {**REPORT, "source": str(tmp_path), "text": None, "tokens": 0, "method": "mean"}
+    write_card(tmp_path, "small", written, make_model("mixed").config, broken_card)
+    card = (tmp_path / "README.md").read_text()
+    assert "Nothing was measured" in card and "perplexity" not in card
+    assert "vLLM" not in card and str(tmp_path) not in card and tmp_path.name in card
+
+
+def test_report_is_strict_json(tmp_path):
+    write_report(tmp_path, REPORT)
+    assert json.loads((tmp_path / "conversion.json").read_text()) == REPORT
+    with pytest.raises(ValueError, match="JSON"):
+        write_report(tmp_path, {"kl": float("nan")})
+
+
+def test_equal_layers_are_described_together():
+    assert describe_layers(make_model("mha").config) == [("0-2", "mha, 6 query heads, 6 key/value heads of 14")]
+    assert [where for where, _ in describe_layers(make_model("mixed").config)] == ["0", "1", "2"]

@@ -1,0 +1,431 @@
+"""The command `modeling-gqa`, called as its users call it; and every wrong input, which must leave nothing behind."""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import SIZES, make_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from modeling_gqa import GQAConfig, cli
+from modeling_gqa.conversion import job
+
+BYTES = 256
+SMALL = {"vocab_size": BYTES, "head_dim": 12}
+LAYERS, HEADS, HEAD_DIM = SIZES["num_hidden_layers"], SIZES["num_attention_heads"], SMALL["head_dim"]
+
+
+def byte_tokenizer(size: int = BYTES) -> PreTrainedTokenizerFast:
+    """A token for every byte, and fillers beyond."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet += [f"<{i}>" for i in range(len(alphabet), size)]
+    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """Folders of small models, `mha`, `gqa` and so on, with a tokenizer and a licence."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    overrides = {
+        "mha-qk-norm": {"qk_norm": True},
+        "mla-free": {"latent_norm": False},
+        "mqa-bf16": {"tie_word_embeddings": True},
+    }
+    for name in ("mha", "gqa", "mqa", "mixed-window", *overrides):
+        model = make_model(
+            next(k for k in ("mixed-window", "mha", "gqa", "mqa", "mla") if name.startswith(k)),
+            **{**SMALL, **overrides.get(name, {})},
+        )
+        model.generation_config.max_new_tokens = 17
+        model.to(torch.bfloat16 if name.endswith("bf16") else torch.float32).save_pretrained(root / name)
+        byte_tokenizer().save_pretrained(root / name)
+        (root / name / "README.md").write_text("---\nlicense: mit\n---\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    generator = torch.Generator().manual_seed(0)
+    for i in range(40):
+        letters = torch.randint(97, 123, (100,), generator=generator).tolist()
+        (folder / f"{i}.txt").write_bytes(bytes(letters))
+    return folder
+
+
+def call(*arguments):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def run(*arguments) -> str:
+    """Call the command, which must succeed, and return what it printed, without line breaks."""
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    return " ".join(result.stdout.split())
+
+
+TEXT_OPTIONS = ("--sequence-length", 32, "--calibration-tokens", 640, "--evaluation-tokens", 320)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model(torch.arange(40).view(2, 20)).logits
+
+
+def plain(*arguments: str) -> str:
+    """What is printed, without colours, which some environments force."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", call(*arguments).stdout)
+
+
+def test_help_names_commands_and_options():
+    assert re.findall(r"│ (\w+) +[A-Z]", plain("--help")) == ["convert", "import", "export", "inspect"]
+    listed = set(re.findall(r"--[a-z-]+", plain("convert", "--help")))
+    fields = {option.replace("_", "-") for option in job.Job.__dataclass_fields__} - {"source", "target", "seconds"}
+    assert {f"--{name}" for name in fields} <= listed
+    for name in ("import", "export", "inspect"):
+        assert "SOURCE" in plain(name, "--help")
+
+
+def test_convert_measures_reports_and_saves_a_repository(checkpoints, corpus, tmp_path):
+    target, held_out = tmp_path / "deep" / "small-gqa", tmp_path / "held-out.txt"
+    held_out.write_text("the quick brown fox jumps over the lazy dog, and so on; the end.")  # two blocks of 32
+    printed = run(
+        "convert", checkpoints / "mha", target, "--attention-kind", "gqa", "--num-key-value-heads", 2,
+        "--method", "lowrank", "--text", corpus, "--evaluation-text", held_out, *TEXT_OPTIONS,
+    )  # fmt: skip
+    report = json.loads((target / "conversion.json").read_text())
+
+    # The numbers again, from the saved folders, by transformers' own loss, on the blocks that the text has.
+    blocks = torch.tensor(AutoTokenizer.from_pretrained(target)(held_out.read_text())["input_ids"]).view(2, 32)
+    models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (checkpoints / "mha", target)]
+    perplexities = [model(blocks, labels=blocks).loss.exp().item() for model in models]
+    assert [report["perplexity_before"], report["perplexity_after"]] == pytest.approx(perplexities, rel=1e-4)
+    assert report["tokens"] == 62 and report["kl"] > 0 and 0 <= report["top1_agreement"] <= 1
+    assert report["text"]["calibration_tokens"] == 640 and report["text"]["evaluation_tokens"] == 64
+
+    assert report["method"] == "lowrank" and not report["exact"] and report["source_family"] == "gqa"
+    per_head = 2 * HEAD_DIM * 4 * LAYERS  # bytes of keys and values
+    assert report["cache_bytes_per_token_before"] == HEADS * per_head
+    assert report["cache_bytes_per_token_after"] == 2 * per_head
+    assert [report[f"parameters_{when}"] for when in ("before", "after")] == [m.num_parameters() for m in models]
+    assert len(report["layers"]) == LAYERS and all(0 < row["error"] < 2 and row["loss"] > 0 for row in report["layers"])
+    assert report["command"]["num_key_value_heads"] == 2 and report["command"]["text"] == [str(corpus)]
+    assert {"converting", "measuring", "saving"} <= report["seconds"].keys() and "torch" in report["versions"]
+
+    for text in (f"{report['perplexity_after']:.4f}", f"{report['kl']:.3g}", f"{2 * per_head:,}", "lowrank"):
+        assert text in printed
+        assert text in (target / "README.md").read_text()
+    assert "license: mit" in (target / "README.md").read_text()
+    for name in ("tokenizer.json", "generation_config.json"):
+        assert (target / name).read_bytes() == (checkpoints / "mha" / name).read_bytes()
+    assert (target / "modeling_gqa.py").exists()
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.name.startswith(".")) == []
+
+
+def test_auto_tries_candidates_and_keeps_the_least_kl(checkpoints, corpus, tmp_path):
+    printed = run("convert", checkpoints / "mha", tmp_path / "out", "--attention-kind", "mqa", "--no-regroup",
+                  "--text", corpus, *TEXT_OPTIONS)  # fmt: skip
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert len(report["candidates"]) > 3 and "settings the one with the least KL" in printed
+    assert report["text"]["selection_tokens"] == 160
+
+
+def test_exact_conversion_without_text_says_what_was_not_measured(checkpoints, tmp_path):
+    printed = run("convert", checkpoints / "gqa", tmp_path / "out", "--attention-kind", "mha")
+    assert "exactly" in printed and "Nothing was measured" in printed
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert report["exact"] and report["tokens"] == 0 and report["perplexity_after"] is None and report["text"] is None
+    assert "Nothing was measured" in (tmp_path / "out" / "README.md").read_text()
+    torch.testing.assert_close(logits(tmp_path / "out"), logits(checkpoints / "gqa"), rtol=1e-5, atol=1e-5)
+
+
+def test_chosen_layers_alone_change(checkpoints, tmp_path):
+    run("convert", checkpoints / "mha", tmp_path / "out", "--attention-kind", "mla", "--cache-bytes", 4 * 21,
+        "--layers", "0,2-2", "--method", "lowrank")  # fmt: skip
+    config = GQAConfig.from_pretrained(tmp_path / "out")
+    assert [layer.attention_kind for layer in config.per_layer_config] == ["mla", "mha", "mla"]
+    sizes = [layer.kv_lora_rank + layer.qk_rope_head_dim for layer in config.per_layer_config if layer.kv_lora_rank]
+    assert sizes == [21, 21]
+    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoints / "mha", tmp_path / "out"))
+    kept = [name for name in before if "self_attn" not in name or "layers.1." in name]
+    assert all(torch.equal(before[name], after[name]) for name in kept) and len(kept) < len(before)
+    assert "vLLM does not recognise" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_budget_is_kept_and_layers_that_were_not_chosen_too(checkpoints, corpus, tmp_path):
+    arguments = ("convert", checkpoints / "mha", tmp_path / "out", "--attention-kind", "gqa", "--budget", 1200)
+    options = ("--layers", "0-1", "--method", "lowrank", "--text", corpus, *TEXT_OPTIONS)
+    assert "1,200" in run(*arguments, *options, "--dry-run")
+    run(*arguments, *options)
+    layers = GQAConfig.from_pretrained(tmp_path / "out").per_layer_config
+    size = 2 * HEAD_DIM * 4  # bytes of a key/value head
+    heads = [layer.num_key_value_heads for layer in layers]
+    assert heads[2] == HEADS and sum(heads) * size <= 1200
+    assert (sum(heads) + 1) * size > 1200 or sorted(heads[:2]) == [3, 3]  # no head more would fit
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert report["cache_bytes_per_token_after"] == sum(heads) * size and report["command"]["budget"] == 1200
+
+
+def test_dtype_of_the_result(checkpoints, tmp_path):
+    run("convert", checkpoints / "mqa-bf16", tmp_path / "own", "--attention-kind", "mha")
+    run("convert", checkpoints / "mqa-bf16", tmp_path / "float", "--attention-kind", "mha", "--dtype", "float32")
+    for name, dtype in (("own", torch.bfloat16), ("float", torch.float32)):
+        tensors = load_file(tmp_path / name / "model.safetensors")
+        assert {tensor.dtype for tensor in tensors.values()} == {dtype} and "lm_head.weight" not in tensors
+        assert GQAConfig.from_pretrained(tmp_path / name).dtype == dtype
+        report = json.loads((tmp_path / name / "conversion.json").read_text())
+        assert report["cache_bytes_per_token_after"] == 2 * HEADS * HEAD_DIM * LAYERS * dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    "options", [("gqa", "--num-key-value-heads", 3), ("mla", "--cache-size", 24)], ids=["gqa", "mla"]
+)
+def test_dry_run_announces_and_touches_nothing(options, checkpoints, corpus, tmp_path, monkeypatch):
+    arguments = ("convert", checkpoints / "mha", tmp_path / "out", "--attention-kind", *options, "--method", "lowrank")
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "load_source", lambda *_: pytest.fail("a dry run reads no weights"))
+        planned = run(*arguments, "--dry-run", "--text", corpus)
+    assert "Nothing was written" in planned and not list(tmp_path.iterdir())
+    run(*arguments)
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert f"{report['cache_bytes_per_token_before']:,}" in planned
+    assert f"{report['cache_bytes_per_token_after']:,}" in planned
+
+
+def test_export_and_import_are_inverse(checkpoints, tmp_path):
+    assert "a llama model" in run("export", checkpoints / "gqa", tmp_path / "llama")
+    run("import", tmp_path / "llama", tmp_path / "back")
+    source, back = (load_file(folder / "model.safetensors") for folder in (checkpoints / "gqa", tmp_path / "back"))
+    assert source.keys() == back.keys() and all(torch.equal(source[name], back[name]) for name in source)
+    run("convert", tmp_path / "llama", tmp_path / "mha", "--attention-kind", "mha")  # imports on the way
+    assert json.loads((tmp_path / "mha" / "conversion.json").read_text())["source_family"] == "llama"
+    torch.testing.assert_close(logits(tmp_path / "mha"), logits(checkpoints / "gqa"), rtol=1e-5, atol=1e-5)
+
+
+def inspected(folder: Path) -> dict:
+    return json.loads(call("inspect", folder, "--json").stdout)
+
+
+def test_inspect_says_what_is_exact_lossy_and_impossible(checkpoints):
+    gqa, mqa, qk_norm, mla, free = (
+        inspected(checkpoints / n) for n in ("gqa", "mqa", "mha-qk-norm", "mixed-window", "mla-free")
+    )
+    assert gqa["conversions"]["exact"].keys() == {
+        "mha",
+    }
+    assert gqa["conversions"]["exact"]["mha"] == 2 * HEADS * HEAD_DIM * 4 * LAYERS
+    assert {"gqa with 3 key/value heads", "mqa"} <= gqa["conversions"]["lossy"].keys()
+    assert "mla of the same cache size" in mqa["conversions"]["exact"]
+    assert mqa["conversions"]["exact"]["mla of the same cache size"] == mqa["cache_bytes_per_token"]
+    impossible = qk_norm["conversions"]["impossible"]
+    assert [name.split()[0] for name in impossible] == ["mla"] and "qk_norm" in next(iter(impossible.values()))
+    assert qk_norm["export"]["family"] == "qwen3"
+    assert all("latent_norm" in reason for reason in mla["conversions"]["impossible"].values())
+    assert mla["conversions"]["impossible"] and mla["export"]["family"] is None and mla["export"]["reason"]
+    assert "mha" in free["conversions"]["exact"]
+
+
+def test_inspect_counts_what_the_model_has(checkpoints):
+    for name in ("gqa", "mixed-window", "mqa-bf16"):
+        found, model = inspected(checkpoints / name), AutoModelForCausalLM.from_pretrained(checkpoints / name)
+        assert found["parameters"] == model.num_parameters()
+        cache = model(torch.tensor([[1]])).past_key_values
+        sizes = [x.keys.numel() + x.values.numel() for x in cache.layers]
+        assert [row["cache_bytes_per_token"] for row in found["layers"]] == [n * model.dtype.itemsize for n in sizes]
+        assert found["cache_bytes_per_token"] == sum(sizes) * model.dtype.itemsize
+        assert found["dtype"] == str(model.dtype).removeprefix("torch.")
+    printed = run("inspect", checkpoints / "mixed-window")
+    assert "mla" in printed and "latent_norm" in printed and "bytes per token" in printed
+
+
+def without_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def truncated(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def missing_tensor(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def large_tokenizer(folder):
+    byte_tokenizer(BYTES + 9).save_pretrained(folder)
+
+
+def no_tokenizer(folder):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def wrong_field(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_attention_heads": 0}))
+
+
+def unknown_family(folder):
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+GQA = ("--attention-kind", "gqa", "--num-key-value-heads")
+MQA = ("--attention-kind", "mqa")
+MLA = ("--attention-kind", "mla")
+BLOCKS = ("--text", "CORPUS", "--sequence-length")
+# name: (what is done to the source, the source, options, message)
+WRONG = {
+    "heads that do not divide": (None, "mha", (*GQA, 4), "num_key_value_heads=4 does not divide the 6 query heads"),
+    "rank of 0": (None, "mha", (*MLA, "--kv-lora-rank", 0), "kv_lora_rank=0 must be positive"),
+    "negative cache": (None, "mha", (*MLA, "--cache-bytes", -4), "--cache-bytes=-4 must be positive"),
+    "no size": (None, "mha", MLA, "mla needs kv_lora_rank"),
+    "rank of another kind": (None, "mha", (*MQA, "--kv-lora-rank", 8), "kv_lora_rank=8 belongs to MLA"),
+    "two sizes": (None, "mha", (*MLA, "--cache-size", 8, "--cache-bytes", 32), "--cache-size and --cache-bytes say"),
+    "budget and size": (None, "mha", (*MLA, "--budget", 99, "--kv-lora-rank", 8), "leave --kv-lora-rank out"),
+    "mean to MLA": (None, "mha", (*MLA, "--cache-size", 24, "--method", "mean"), "--method=mean merges heads"),
+    "refit without text": (None, "mha", (*MQA, "--refit"), "--refit needs --text"),
+    "budget without text": (None, "mha", (*MLA, "--budget", 99), "--budget needs --text"),
+    "small budget": (None, "mha", (*MLA, "--budget", 9, *BLOCKS, 32), "a budget of 9 bytes per token is too small"),
+    "budget for mqa": (None, "mha", (*MQA, "--budget", 99), "--budget has nothing to choose for mqa"),
+    "unknown layer": (None, "mha", (*MQA, "--layers", "1-3"), "layers has 3, but the model's 3 layers are 0 to 2"),
+    "same attention": (None, "mha", ("--attention-kind", "mha"), "there is nothing to convert"),
+    "QK-norm to MLA": (None, "mha-qk-norm", (*MLA, "--cache-size", 24), "qk_norm=True"),
+    "latent norm": (None, "mixed-window", MQA, "latent_norm=True"),
+    "no weights": (without_weights, "mha", MQA, "has no safetensors weights"),
+    "truncated": (truncated, "mha", MQA, "is truncated or damaged"),
+    "missing tensor": (missing_tensor, "mha", MQA, "no tensor model.layers.1.self_attn.k_proj.weight"),
+    "large tokenizer": (large_tokenizer, "mha", MQA, "the tokenizer does not match"),
+    "no tokenizer": (no_tokenizer, "mha", (*MQA, *BLOCKS, 32), "--text needs the tokenizer of"),
+    "wrong field": (wrong_field, "mha", MQA, "num_attention_heads=0 must be positive"),
+    "unknown family": (unknown_family, "mha", MQA, "model_type='gpt2' is not supported"),
+    "no configuration": (no_config, "mha", MQA, "has no config.json"),
+    "no text": (None, "mha", (*MQA, "--text", "missing.txt"), "nothing to read at missing.txt"),
+    "short text": (None, "mha", (*MQA, "--text", "CORPUS/0.txt", "--sequence-length", 64), "the text is too short"),
+    "long blocks": (None, "mha", (*MQA, *BLOCKS, 257), "--sequence-length=257 is more than max_position_embeddings="),
+    "evaluation alone": (None, "mha", (*MQA, "--evaluation-text", "CORPUS"), "--evaluation-text needs --text"),
+    "no such device": (None, "mha", (*MQA, "--device", "abacus"), "--device=abacus cannot be used"),
+}
+
+
+@pytest.mark.parametrize(("damage", "name", "options", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_input_is_one_line_and_leaves_all_as_it_was(
+    damage, name, options, message, checkpoints, corpus, tmp_path
+):
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(checkpoints / name, source)
+    if damage:
+        damage(source)
+    target.mkdir()
+    (target / "precious.txt").write_text("precious")
+    before = contents(tmp_path)
+    options = [str(option).replace("CORPUS", str(corpus)) for option in options]
+    result = call("convert", source, target, *options, "--force")
+    errors = [line for line in result.stderr.splitlines() if line and "━" not in line]  # progress bars
+    assert result.exit_code == 1, result.output
+    assert len(errors) == 1 and errors[0].startswith("error: ") and message in errors[0], result.stderr
+    assert result.stdout == "" and contents(tmp_path) == before
+
+
+def test_targets_that_are_refused(checkpoints, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(checkpoints / "gqa", source)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "file").write_text("text")
+    before = contents(tmp_path)
+    to_mha = ("--attention-kind", "mha")
+    for target, options, message in (
+        (source, ("--force",), "is the source, or holds it"),
+        (source / ".." / "source", ("--force",), "is the source, or holds it"),
+        (tmp_path, ("--force",), "is the source, or holds it"),
+        (tmp_path / "full", (), "exists already"),
+        (tmp_path / "file", ("--force",), "is a file"),
+        (tmp_path / "file" / "out", (), "Not a directory"),
+    ):
+        result = call("convert", source, target, *to_mha, *options)
+        assert result.exit_code == 1 and message in result.stderr and result.stderr.count("\n") == 1, result.stderr
+    assert call("import", checkpoints / "gqa", tmp_path / "out").exit_code == 1  # no import of what is imported
+    assert call("export", checkpoints / "mixed-window", tmp_path / "out").exit_code == 1
+    assert call("inspect", tmp_path).exit_code == 1
+    assert contents(tmp_path) == before and len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("options", [
+    ("--attention-kind", "sparse"), ("--dtype", "float99"), ("--layers", "3-1"), ("--layers", "a"), ("--batch-size", 0),
+    ("--no-such-option",), ("--method", "magic"),
+], ids=lambda options: " ".join(map(str, options)))  # fmt: skip
+def test_wrong_usage_exits_with_2(options, checkpoints, tmp_path):
+    result = call("convert", checkpoints / "mha", tmp_path / "out", *MQA, *options)
+    assert result.exit_code == 2 and "Traceback" not in result.output and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(OSError(28, "No space left on device"), 1), (KeyboardInterrupt(), 130), (RuntimeError("a defect"), 1)],
+    ids=["disk full", "Ctrl-C", "defect"],
+)
+def test_interrupted_while_writing(error, code, checkpoints, tmp_path, monkeypatch):
+    def write_half(folder, *_):
+        (folder / "model.safetensors").write_text("half")
+        raise error
+
+    monkeypatch.setattr(job, "save", write_half)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "precious.txt").write_text("precious")
+    for target in ("old", "new", "deep/new"):
+        result = call("convert", checkpoints / "gqa", tmp_path / target, "--attention-kind", "mha", "--force")
+        assert result.exit_code == code
+    assert contents(tmp_path) == {"old/precious.txt": b"precious"} and len(list(tmp_path.iterdir())) == 1
+    if isinstance(error, OSError):
+        assert "error: [Errno 28] No space left on device" in result.stderr
+    if isinstance(error, RuntimeError):
+        assert result.exception is error  # not dressed up as the user's mistake
+
+
+def test_force_replaces_the_whole_target(checkpoints, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "stale.txt").write_text("stale")
+    run("convert", checkpoints / "gqa", tmp_path / "out", "--attention-kind", "mha", "--force")
+    assert not (tmp_path / "out" / "stale.txt").exists() and (tmp_path / "out" / "config.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_process_of_its_own(checkpoints, tmp_path):
+    """stderr is the one line and nothing else, apart from what the libraries say when they are imported."""
+    process = subprocess.run(
+        [sys.executable, "-m", "modeling_gqa.cli", "convert", checkpoints / "mha", tmp_path / "out", *MLA],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        cwd=Path(__file__).parents[1], timeout=120,
+    )  # fmt: skip
+    assert process.returncode == 1 and process.stdout == "" and "Traceback" not in process.stderr
+    assert re.findall("^error: .*", process.stderr, re.MULTILINE) == [process.stderr.splitlines()[-1]]
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_typer_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    specification = importlib.util.spec_from_file_location("modeling_gqa.cli_again", cli.__file__)
+    with pytest.raises(SystemExit, match=r"^error: .*typer.*pip install 'modeling_gqa\[conversion\]'$"):
+        specification.loader.exec_module(importlib.util.module_from_spec(specification))

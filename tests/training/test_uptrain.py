@@ -1,0 +1,401 @@
+"""Uptraining: both stages against other computations, the budget, interruption, the result, refusals."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from training_texts import MODEL, make_texts
+from transformers import AutoModelForCausalLM
+
+from modeling_gqa import GQAConfig
+from training import distillation, publish
+from training.data import load_blocks
+from training.distillation import UptrainTrainer, choose_parameters, layerwise_loss, prediction_losses, run_teacher
+from training.recipe import CONFIGURATION, RecipeError, load_recipe, recipe_names
+from training.tokenizer import train_tokenizer
+from training.uptrain import uptrain
+from training.uptrain_recipe import UptrainRecipe
+
+ROOT = CONFIGURATION.parent
+LAYERS = {
+    "gqa": {"attention_kind": "gqa", "num_key_value_heads": 2},
+    "mla": {
+        "attention_kind": "mla",
+        "kv_lora_rank": 12,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "latent_norm": False,
+    },
+}
+
+
+def build(kinds: list[str], seed: int, **fields):
+    config = GQAConfig(**{**MODEL, "num_hidden_layers": len(kinds), "attention_kind": "mha", **fields})
+    values = config.to_dict() | {"per_layer_config": {str(i): LAYERS[k] for i, k in enumerate(kinds) if k in LAYERS}}
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(GQAConfig.from_dict(values))
+    with torch.no_grad():  # so that predictions differ and every layer counts
+        for parameter in model.parameters():
+            parameter.mul_(4) if parameter.ndim > 1 else parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory) -> tuple[Path, Path]:
+    """Folders of a teacher, and of a student that differs from it in its attention alone."""
+    folder = tmp_path_factory.mktemp("pair")
+    teacher, student = build(["mha", "mha"], 0), build(["gqa", "mla"], 1)
+    shared = {name: tensor for name, tensor in teacher.state_dict().items() if "self_attn" not in name}
+    student.load_state_dict(shared, strict=False)
+    tokenizer = train_tokenizer(make_texts(40), MODEL["vocab_size"])
+    for name, model in (("teacher", teacher), ("student", student)):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "teacher" / "results.json").write_text(json.dumps({"tokens_seen": 20_000}))
+    (folder / "student" / "README.md").write_text("---\nlicense: llama3.2\n---\n")
+    (folder / "student" / "conversion.json").write_text('{"method": "by hand"}')
+    return folder / "teacher", folder / "student"
+
+
+@pytest.fixture
+def write(pair, corpus, tmp_path):
+    def write(**values) -> str:
+        recipe = {
+            "student": str(pair[1]), "teacher": str(pair[0]), "data_files": [str(corpus)], "sequence_length": 64,
+            "per_device_train_batch_size": 4, "max_steps": 8, "layerwise_fraction": 0.5, "warmup_steps": 2,
+            "logging_steps": 1, "save_steps": 5, "save_total_limit": 9, "max_eval_blocks": 4,
+            "validation_fraction": 0.1,
+        }  # fmt: skip
+        path = tmp_path / "uptrain.yaml"
+        path.write_text(yaml.safe_dump({key: value for key, value in (recipe | values).items() if value is not None}))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def here(write, monkeypatch):
+    """Runs the script in this process; what a stranger would load is tested once."""
+    monkeypatch.setattr(publish, "load_as_stranger", lambda folder, prompt: "a sample")
+
+    def here(output: Path, *options: str, **values) -> dict:
+        uptrain([write(**values), "--output_dir", str(output), *options])
+        return json.loads((output / "results.json").read_text())
+
+    return here
+
+
+@pytest.fixture
+def packed() -> dict[str, torch.Tensor]:
+    """Two rows of packed documents."""
+    torch.manual_seed(2)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in ((5, 11, 1, 7), (24,))])
+    ids = torch.randint(2, MODEL["vocab_size"], positions.shape)
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+
+
+def documents(batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Each document's token ids, (1, T)."""
+    found = []
+    for ids, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
+        starts = [*positions.eq(0).nonzero().flatten().tolist(), len(ids)]
+        found += [ids[None, a:b] for a, b in pairwise(starts)]
+    return found
+
+
+@torch.no_grad()
+def errors_document_by_document(student, teacher, batch) -> torch.Tensor:
+    """Stage 1's loss without masks: lone layers, one document at a time."""
+    error, power = (torch.zeros(len(teacher.model.layers), dtype=torch.float64) for _ in range(2))
+    for ids in documents(batch):
+        states = teacher.model(ids, output_hidden_states=True).hidden_states
+        for index, layer in enumerate(teacher.model.layers):
+            outputs = []
+            for model in (student, teacher):
+                rotary = model.model.rotary_emb[model.model.rotary_sizes[index]]
+                rotation = rotary(states[0], torch.arange(ids.shape[1])[None])
+                attention = model.model.layers[index].self_attn
+                outputs.append(attention(layer.input_layernorm(states[index]), position_embeddings=rotation)[0])
+            error[index] += (outputs[0] - outputs[1]).square().sum()
+            power[index] += outputs[1].square().sum()
+    return (error / power).sum()
+
+
+@torch.no_grad()
+def predictions_document_by_document(student, teacher, batch, temperature=1.0) -> tuple[float, float, float, int]:
+    """Sums of the student's loss, KL(teacher || student) and the teacher's loss, and the tokens predicted."""
+    sums, tokens = torch.zeros(3, dtype=torch.float64), 0
+    for ids in documents(batch):
+        logits = [model(ids).logits[0, :-1].double() for model in (student, teacher)]
+        q, p = ((x / temperature).softmax(-1) for x in logits)
+        losses = [-x.softmax(-1)[torch.arange(len(x)), ids[0, 1:]].log().sum() for x in logits]
+        kl = temperature**2 * (p * (p / q).log()).sum()
+        sums += torch.stack([losses[0], kl, losses[1]])
+        tokens += ids.shape[1] - 1
+    return *sums.tolist(), tokens
+
+
+@pytest.mark.parametrize("attn_implementation", ["eager", "sdpa"])
+def test_layerwise_loss(packed, attn_implementation):
+    student, teacher = (
+        build(kinds, seed, attention_dropout=0.0).double() for kinds, seed in ((["gqa", "mla"], 1), (["mha", "mha"], 0))
+    )
+    for model in (student, teacher):
+        model.set_attn_implementation(attn_implementation)
+    choose_parameters(student, "all")
+    student.train()
+    loss = layerwise_loss(student, student, run_teacher(teacher, packed), packed)
+    loss.backward()
+    # The student's other weights are its own here, and play no part.
+    torch.testing.assert_close(loss, errors_document_by_document(student, teacher, packed), rtol=1e-9, atol=0)
+    moved = {name for name, parameter in student.named_parameters() if parameter.grad is not None}
+    assert moved == {name for name, _ in student.named_parameters() if ".self_attn." in name}
+    # The teacher is itself: nothing to regress.
+    assert layerwise_loss(teacher, teacher, run_teacher(teacher, packed), packed).item() == 0
+    # Nothing of the hooks is left.
+    assert student(packed["input_ids"]).logits.shape[-1] == MODEL["vocab_size"]
+
+
+def test_layerwise_loss_with_checkpointing(packed):
+    student, teacher = build(["gqa", "mla"], 1, attention_dropout=0.0).train(), build(["mha", "mha"], 0).eval()
+    gradients = []
+    for _ in range(2):
+        student.zero_grad()
+        layerwise_loss(student, student, run_teacher(teacher, packed), packed).backward()
+        gradients.append(student.model.layers[0].self_attn.k_proj.weight.grad.clone())
+        student.gradient_checkpointing_enable()
+    assert torch.equal(*gradients) and gradients[0].any()
+    assert all(layer.gradient_checkpointing for layer in student.model.layers)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_prediction_losses(packed, temperature, monkeypatch):
+    student, teacher = build(["gqa", "mla"], 1).eval(), build(["mha", "mha"], 0).eval()
+    expected = predictions_document_by_document(student, teacher, packed, temperature)
+    inputs = {name: packed[name] for name in ("input_ids", "position_ids")}
+    gradients = []
+    for rows in (1000, 7):  # at once, and in parts of 7 tokens
+        monkeypatch.setattr(distillation, "LOGITS_AT_ONCE", rows * MODEL["vocab_size"])
+        logits = student(**inputs).logits.detach().requires_grad_()
+        states = teacher.model(**inputs).last_hidden_state.detach()
+        sums = prediction_losses(logits, states, teacher.lm_head, packed["labels"], temperature)
+        assert sums.tolist() == pytest.approx(expected[:3], rel=1e-5)
+        sums[1].backward()
+        gradients.append(logits.grad)
+    torch.testing.assert_close(*gradients)
+    # Gradient of the KL: temperature * (q - p) where something is predicted, nothing elsewhere.
+    q, p = ((x / temperature).softmax(-1) for x in (logits.detach(), teacher(**inputs).logits.detach()))
+    predicted = torch.nn.functional.pad(packed["labels"][:, 1:], (0, 1), value=-100) != -100
+    torch.testing.assert_close(gradients[0], temperature * (q - p) * predicted[..., None], atol=1e-6, rtol=1e-4)
+
+
+def test_stages_of_the_trainer(pair, packed, tmp_path):
+    """Which loss is trained on at which step, scaled for accumulation."""
+    teacher, student = (AutoModelForCausalLM.from_pretrained(path).eval() for path in pair)
+    loss, kl, _, tokens = predictions_document_by_document(student, teacher, packed)
+    layerwise = errors_document_by_document(student, teacher, packed).item()
+    for model in (student, teacher):
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.0
+    recipe = UptrainRecipe(
+        str(tmp_path), student="s", teacher="t", layerwise_fraction=0.25, kl_weight=0.75, max_steps=8
+    )
+    trainer = UptrainTrainer(student, recipe, teacher, train_dataset=[], eval_dataset=[])
+    trainer.state.max_steps, trainer.current_gradient_accumulation_steps = 8, 2
+    for step, expected in ((0, layerwise / 2), (1, layerwise / 2), (2, (0.25 * loss + 0.75 * kl) / (2 * tokens))):
+        trainer.state.global_step = step
+        assert trainer.compute_loss(student.train(), packed, num_items_in_batch=2 * tokens).item() == pytest.approx(
+            expected, rel=1e-5
+        )
+
+
+def test_budget(write, tmp_path):
+    options = ["--max_steps", "-1", "--pretraining_fraction", "0.1"]
+    recipe, _ = load_recipe([write(), *options], UptrainRecipe)  # results.json: 20,000 tokens; a step takes 4 * 64
+    assert recipe.max_steps == round(2000 / 256)
+    recipe, _ = load_recipe([write(), *options, "--gradient_accumulation_steps", "3"], UptrainRecipe)
+    assert recipe.max_steps == round(2000 / 768)
+    recipe, _ = load_recipe([write(), *options, "--pretraining_tokens", "1000000"], UptrainRecipe)
+    assert recipe.max_steps == round(100_000 / 256)
+
+
+@pytest.mark.parametrize("name", recipe_names(UptrainRecipe))
+def test_recipe_in_the_repository(name):
+    path = CONFIGURATION / "recipes" / f"{name}.yaml"
+    recipe, _ = load_recipe([str(path), "--student", "s", "--pretraining_tokens", "1638400"], UptrainRecipe)
+    assert recipe.max_steps == 80 and name not in recipe_names()
+
+
+def test_results(here, pair, tmp_path):
+    results = here(tmp_path / "run")
+    validation = load_blocks(tmp_path / "run" / "data", "validation")
+    batch = {name: torch.stack([row[name] for row in validation]) for name in validation[0]}
+    teacher, before, after = (
+        AutoModelForCausalLM.from_pretrained(path).eval() for path in (*pair, tmp_path / "run" / "final")
+    )
+    for name, student in (("initial_", before), ("", after)):
+        loss, kl, teacher_loss, tokens = predictions_document_by_document(student, teacher, batch)
+        assert results[f"{name}validation_loss"] == pytest.approx(loss / tokens, rel=1e-5)
+        assert results[f"{name}kl"] == pytest.approx(kl / tokens, rel=1e-4)
+        assert results["teacher_validation_loss"] == pytest.approx(teacher_loss / tokens, rel=1e-5)
+    assert results["kl"] < results["initial_kl"] and results["tokens_seen"] == 8 * 4 * 64
+    log = json.loads((tmp_path / "run" / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["stage"] for entry in log if "loss" in entry] == [1] * 4 + [2] * 4
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    for text in (
+        f"`{pair[1].parent.name}/student`, a conversion of `{pair[0].parent.name}/teacher`,", "on 2,048 tokens",
+        f"before uptraining | {results['initial_validation_loss']:.4f}", f"per token | {results['kl']:.4f}",
+        "50% of the steps regress", "0.9 times the KL",
+    ):  # fmt: skip
+        assert text in card
+    assert str(pair[0].parent) not in card
+    # The licence of the weights that it began with; a latent without a norm is not served as MLA.
+    assert yaml.safe_load(card.split("---")[1])["license"] == "llama3.2"
+    assert "vLLM does not recognise this model's MLA" in card
+    assert (tmp_path / "run" / "final" / "conversion.json").read_text() == '{"method": "by hand"}'
+    # Only the attention was trained.
+    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "run" / "final", pair[1]))
+    assert {name for name in ours if not torch.equal(ours[name], theirs[name])} == {
+        name for name in ours if ".self_attn." in name
+    }
+
+
+def test_stop_in_each_stage_and_resume_gives_the_same_bits(here, tmp_path, monkeypatch):
+    options = {"trainable": "all", "eval_strategy": "steps", "eval_steps": 4}
+    expected = here(tmp_path / "whole", **options)
+    step_of_trainer, stops = UptrainTrainer.training_step, [2, 6]  # stage 1 has four steps
+
+    def stop(self, *args, **kwargs):
+        if stops and self.state.global_step == stops[0]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            stops.pop(0)
+        return step_of_trainer(self, *args, **kwargs)
+
+    monkeypatch.setattr(UptrainTrainer, "training_step", stop)
+    for resume in ([], ["--resume"]):
+        with pytest.raises(SystemExit) as stopped:
+            here(tmp_path / "stopped", *resume, **options)
+        assert stopped.value.code == 128 + 15
+    assert {3, 5, 7} == {int(path.name.rpartition("-")[2]) for path in (tmp_path / "stopped").glob("checkpoint-*")}
+    results = here(tmp_path / "stopped", "--resume", **options)
+    ours, theirs = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("stopped", "whole"))
+    assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+    histories = [
+        json.loads((tmp_path / name / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
+        for name in ("stopped", "whole")
+    ]
+    kept = ("step", "stage", "loss", "learning_rate", "eval_loss", "eval_kl")
+    ours, theirs = ([{key: log.get(key) for key in kept} for log in history] for history in histories)
+    assert ours == theirs
+    timing = {"training_seconds", "tokens_per_second"}
+    assert {k: v for k, v in results.items() if k not in timing} == {
+        k: v for k, v in expected.items() if k not in timing
+    }
+
+
+def test_without_a_teacher(here, pair, tmp_path):
+    values = {"teacher": None, "layerwise_fraction": None, "max_steps": 2, "trainable": "all"}
+    results = here(tmp_path / "run", **values)
+    assert "kl" not in results and results["initial_validation_loss"] > results["validation_loss"]
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    assert "Next-token loss, of all parameters" in card and "a conversion of" not in card
+    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "run" / "final", pair[1]))
+    assert not any(torch.equal(ours[name], theirs[name]) for name in ours)
+    # The first logged loss is the next-token loss of the first batch, which a teacher would have changed.
+    log = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    first = next(entry["loss"] for entry in log if "loss" in entry)
+    assert first == pytest.approx(results["initial_validation_loss"], rel=0.05) and "stage" not in log[0]
+
+
+def test_two_processes_equal_one_and_a_stranger_loads_the_result(write, here, tmp_path):
+    """Stage 1 uses some of the parameters that stage 2 trains; DDP must not wait for the others."""
+    options = {"trainable": "all", "max_steps": 4, "per_device_train_batch_size": 2, "sample_prompt": "the "}
+    student = build(["gqa", "mla"], 3, attention_dropout=0.0)
+    student.save_pretrained(tmp_path / "student")
+    options["student"] = str(tmp_path / "student")
+    options["tokenizer"] = str(Path(yaml.safe_load(Path(write()).read_text())["teacher"]))
+    one = here(tmp_path / "one", "--gradient_accumulation_steps", "2", **options)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "training.uptrain"]
+    process = subprocess.run(
+        [sys.executable, *launch, write(**options), "--output_dir", str(tmp_path / "two")],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr
+    assert "loads it and writes:\n\nthe " in process.stdout
+    two = json.loads((tmp_path / "two" / "results.json").read_text())
+    for key in ("tokens_seen", "initial_kl", "kl", "validation_loss"):
+        assert two[key] == pytest.approx(one[key], rel=1e-4), key
+
+
+REFUSALS = [
+    ({"student": None}, "no student given"),
+    ({"student": "/nowhere/model"}, "cannot load the student /nowhere/model"),
+    ({"teacher": "/nowhere/model"}, "cannot load the teacher /nowhere/model"),
+    ({"teacher": None}, "layerwise_fraction is 0.5 and there is no teacher"),
+    ({"teacher": "none", "layerwise_fraction": 0, "kl_weight": 0.5}, "kl_weight is 0.5 and there is no teacher"),
+    ({"layerwise_fraction": 1.5}, "layerwise_fraction is 1.5; it must lie between 0 and 1"),
+    ({"kl_weight": -1}, "kl_weight is -1.0; it must lie between 0 and 1"),
+    ({"temperature": 0}, "temperature is 0.0; it must be positive"),
+    ({"trainable": "mlp"}, "trainable"),
+    ({"preset": "tiny-mha"}, "preset has no effect here: the student is the model"),
+    ({"model_overrides": {"hidden_size": 3}}, "model_overrides has no effect here: the student is the model"),
+    ({"pretraining_fraction": 0.1}, "max_steps and pretraining_fraction are both given"),
+    ({"pretraining_fraction": 0, "max_steps": None}, "pretraining_fraction is 0.0; it must lie in (0, 1]"),
+    ({"pretraining_fraction": 1.1, "max_steps": None}, "pretraining_fraction is 1.1; it must lie in (0, 1]"),
+    ({"pretraining_fraction": 1e-3, "max_steps": None}, "leaves 20 tokens, and a step takes 256"),
+    (
+        {"pretraining_fraction": 0.1, "max_steps": None, "teacher": None, "layerwise_fraction": 0},
+        "pretraining_fraction needs pretraining_tokens: there is no teacher",
+    ),
+    ({"layerwise_fractoin": 0}, "unknown field layerwise_fractoin (did you mean layerwise_fraction?)"),
+    ({"torch_compile": True}, "torch_compile cannot follow stage 1"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), REFUSALS, ids=[message[:40] for _, message in REFUSALS])
+def test_refused(write, tmp_path, values, message):
+    with pytest.raises(RecipeError) as error:
+        uptrain([write(**values), "--output_dir", str(tmp_path / "run")])
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_teachers_that_do_not_fit(write, pair, tmp_path):
+    def refused(**values) -> str:
+        with pytest.raises(RecipeError) as error:
+            uptrain([write(**values), "--output_dir", str(tmp_path / "run")])
+        assert not (tmp_path / "run").exists()
+        return str(error.value)
+
+    for fields, message in (
+        ({"hidden_size": 36, "head_dim": 8}, "the student's hidden_size is 32 and the teacher's is 36"),
+        ({"vocab_size": 301}, "the student's vocab_size is 300 and the teacher's is 301"),
+    ):
+        build(["mha", "mha"], 0, **fields).save_pretrained(tmp_path / "teacher")
+        assert message in refused(teacher=str(tmp_path / "teacher"))
+    build(["mha"], 0).save_pretrained(tmp_path / "teacher")
+    assert "the student's num_hidden_layers is 2 and the teacher's is 1" in refused(teacher=str(tmp_path / "teacher"))
+    shutil.copytree(pair[0], tmp_path / "other")
+    train_tokenizer(make_texts(40, seed=1), MODEL["vocab_size"]).save_pretrained(tmp_path / "other")
+    assert "is not the teacher's" in refused(teacher=str(tmp_path / "other"))
+    (tmp_path / "other" / "results.json").write_text("{}")
+    values = {"teacher": str(tmp_path / "other"), "max_steps": None, "pretraining_fraction": 0.1}
+    assert "pretraining_fraction needs pretraining_tokens: no tokens_seen in" in refused(**values)
+    train_tokenizer(make_texts(40), 320).save_pretrained(tmp_path / "large")
+    assert "has 320 tokens and the student's vocab_size is 300" in refused(tokenizer=str(tmp_path / "large"))
+    assert "are the same model" in refused(student=str(pair[0]))

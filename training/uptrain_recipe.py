@@ -1,0 +1,92 @@
+"""What an uptraining run does: its options beside those of pretraining, and its budget."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Literal
+
+from modeling_gqa.conversion.files import local_folder
+
+from .recipe import UNUSED, Recipe
+
+# Chosen with configuration/recipes/uptrain-tiny.yaml.
+LAYERWISE_FRACTION, KL_WEIGHT = 0.5, 0.9
+
+
+@dataclass
+class UptrainRecipe(Recipe):
+    """Every option of an uptraining run: those of pretraining, less the model's, and the fields below."""
+
+    script = "training.uptrain"
+    unused = UNUSED | dict.fromkeys(("preset", "model_overrides"), "the student is the model")
+
+    student: str = field(default="", metadata={"help": "The converted model: a folder or Hub name."})
+    teacher: str | None = field(
+        default=None,
+        metadata={"help": "What it was converted from: a folder or Hub name; none: next-token loss alone."},
+    )
+    trainable: Literal["attention", "all"] = field(default="attention", metadata={"help": "Parameters to train."})
+    layerwise_fraction: float | None = field(
+        default=None, metadata={"help": "Share of the steps spent on stage 1, layer by layer; 0.5 with a teacher."}
+    )
+    kl_weight: float | None = field(
+        default=None, metadata={"help": "Stage 2: weight of the KL divergence, the rest is next-token loss; 0.9."}
+    )
+    temperature: float = field(default=1.0, metadata={"help": "Stage 2: temperature of both softmaxes in the KL."})
+    pretraining_fraction: float | None = field(
+        default=None, metadata={"help": "Budget, in place of max_steps: share of the teacher's pretraining tokens."}
+    )
+    pretraining_tokens: int | None = field(
+        default=None, metadata={"help": "Those tokens; read from the teacher's results.json if left out."}
+    )
+
+    # Defaults of pretraining that a model which is nearly right wants otherwise.
+    learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of AdamW."})
+    weight_decay: float = field(default=0.0, metadata={"help": "Weight decay; not applied to norms and biases."})
+    bigram_baseline: bool = field(default=False, metadata={"help": "Report the loss of a bigram model as well."})
+
+    def __post_init__(self) -> None:
+        if not self.student:
+            raise ValueError("no student given: name the converted model, a folder or Hub name")
+        if self.teacher in ("", "none"):
+            self.teacher = None
+        if self.teacher is None:
+            for name in ("layerwise_fraction", "kl_weight"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is {getattr(self, name)} and there is no teacher; give one, or {name} 0")
+        for name, default in (("layerwise_fraction", LAYERWISE_FRACTION), ("kl_weight", KL_WEIGHT)):
+            if getattr(self, name) is None:
+                setattr(self, name, default if self.teacher else 0.0)
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must lie between 0 and 1")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be positive")
+        if self.torch_compile and self.layerwise_fraction:
+            raise ValueError("torch_compile cannot follow stage 1; set layerwise_fraction 0, or leave it out")
+        budget = self.training_budget()
+        super().__post_init__()
+        if budget is not None:
+            tokens = self.train_batch_size * self.gradient_accumulation_steps * self.world_size * self.sequence_length
+            self.max_steps = round(budget / tokens)
+            if self.max_steps < 1:
+                raise ValueError(f"pretraining_fraction leaves {budget:,.0f} tokens, and a step takes {tokens:,}")
+
+    def training_budget(self) -> float | None:
+        """Return the tokens to train on, where they are given as a share of pretraining's (2305.13245, section 2.1)."""
+        if self.pretraining_fraction is None:
+            return None
+        if not 0 < self.pretraining_fraction <= 1:
+            raise ValueError(f"pretraining_fraction is {self.pretraining_fraction}; it must lie in (0, 1]")
+        if self.max_steps > 0:
+            raise ValueError("max_steps and pretraining_fraction are both given; name one budget")
+        self.max_steps = 1  # until the batch size is known
+        return self.pretraining_fraction * (self.pretraining_tokens or self.tokens_of_teacher())
+
+    def tokens_of_teacher(self) -> int:
+        missing = "pretraining_fraction needs pretraining_tokens: "
+        if self.teacher is None:
+            raise ValueError(f"{missing}there is no teacher whose results.json could tell")
+        results = local_folder(self.teacher) / "results.json"
+        tokens = json.loads(results.read_text(encoding="utf-8")).get("tokens_seen") if results.is_file() else None
+        if not isinstance(tokens, int) or tokens <= 0:
+            raise ValueError(f"{missing}no tokens_seen in {results}")
+        return tokens
