@@ -1,0 +1,149 @@
+"""Statistics of the text: sums that do not depend on batches, without padding, within documents, in constant memory."""
+
+import gc
+
+import pytest
+import torch
+from attention_oracle import CALIBRATION, covariance, distance, grouped, layer_inputs, random_model
+from small_models import make_batch
+
+from modeling_gqa.conversion import ConversionError
+from modeling_gqa.conversion.calibration import collect, mean_rotation, without_data
+
+
+def rows_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    return [{name: x[i : i + 1] for name, x in batch.items()} for i in range(len(batch["input_ids"]))]
+
+
+def lags(weights: torch.Tensor) -> torch.Tensor:
+    """Share (H, T) of attention weights (H, T, T) that each lag has."""
+    length = weights.shape[-1]
+    found = torch.stack([weights.diagonal(-lag, dim1=1, dim2=2).sum(-1) for lag in range(length)], dim=1)
+    return found / found.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("name", ["gqa", "mixed-window"])
+def test_sums_are_those_of_all_tokens_whatever_the_batches(name):
+    model = random_model(name)
+    rows = [row for batch in CALIBRATION[:2] for row in rows_of(batch)]
+    splits = [CALIBRATION[:2], rows, [*rows_of(CALIBRATION[1]), CALIBRATION[0]]]
+    residuals = []
+    hook = model.model.layers[1].post_attention_layernorm.register_forward_pre_hook(
+        lambda _, args: residuals.append(args[0].double().square().sum(-1).mean())
+    )
+    inputs = layer_inputs(model, CALIBRATION[:2])
+    hook.remove()
+    for split in splits:
+        for x, found in zip(inputs, collect(model, split), strict=True):
+            assert found.second.dtype == found.mean.dtype == found.lags.dtype == torch.float64
+            assert distance(found.second, covariance(x, centered=False)) < 1e-6
+            assert distance(found.mean, x.mean(0)) < 1e-6
+            assert found.length == 24
+        assert collect(model, split)[1].residual == pytest.approx(sum(residuals).item() / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_padding_is_not_counted(padding):
+    model = random_model("gqa")
+    batch = make_batch(padding=padding)
+    documents = [
+        {"input_ids": ids[mask.bool()][None]}
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    for padded, alone in zip(collect(model, [batch]), collect(model, documents), strict=True):
+        assert distance(padded.second, alone.second) < 1e-5 and distance(padded.mean, alone.mean) < 1e-5
+        assert padded.residual == pytest.approx(alone.residual, rel=1e-5)
+    # Attention is looked at in the row with the least padding; here that has some.
+    padded_rows = {name: x[1:] for name, x in batch.items()}
+    alone = collect(model, documents[1:2])
+    for found, expected in zip(collect(model, [padded_rows]), alone, strict=True):
+        size = expected.lags.shape[1]
+        assert distance(found.lags[:, :size], expected.lags) < 1e-5 and found.lags[:, size:].abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_lags_are_the_attentions(backend):
+    model = random_model("gqa", attention_bias=True).double()
+    model.set_attn_implementation(backend)
+    inputs = layer_inputs(model, CALIBRATION)
+    for index, found in enumerate(collect(model, CALIBRATION)):
+        x = inputs[index].view(4, 6, 24, -1)[:, 0]  # a row of each batch
+        weights = sum(grouped(model, index).weights(row) for row in x)
+        assert distance(found.lags, lags(weights)) < 1e-10
+    assert model.config._attn_implementation == backend
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_packed_documents_do_not_see_each_other(backend):
+    model = random_model("gqa")
+    model.set_attn_implementation(backend)
+    ids = make_batch(1, 12)["input_ids"]
+    packed = {"input_ids": ids, "position_ids": torch.cat((torch.arange(5), torch.arange(7)))[None]}
+    documents = [{"input_ids": ids[:, :5]}, {"input_ids": ids[:, 5:]}]
+    for found, expected in zip(collect(model, [packed]), collect(model, documents), strict=True):
+        assert found.lags[:, 7:].abs().max() < 1e-12 and found.lags[:, 6].min() > 1e-6
+        assert distance(found.lags[:, :7], expected.lags) < 1e-5
+        assert distance(found.second, expected.second) < 1e-5
+
+
+def test_memory_does_not_grow_with_the_text():
+    model, held = random_model("gqa"), []
+    batches = [make_batch(6, 24, seed=seed) for seed in range(12)]
+    for batch in batches:
+        batch["labels"] = batch["input_ids"]  # as a data set for training has them
+
+    def watch(items):
+        for item in items:
+            gc.collect()
+            held.append(sum(x.numel() for x in gc.get_objects() if isinstance(x, torch.Tensor)))
+            yield item
+
+    collect(model, batches, watch)
+    # The first batch of all makes the sums.
+    assert max(held[2:]) - min(held[2:]) < 6 * 24 * 66 and held[-1] <= held[2]
+    assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
+
+
+def test_the_models_mode_is_kept():
+    model = random_model("gqa", attention_dropout=0.5)
+    expected = collect(model, CALIBRATION[:1])
+    model.train()
+    assert torch.equal(collect(model, CALIBRATION[:1])[2].second, expected[2].second) and model.training
+
+
+@pytest.mark.parametrize("batches", [[], [{**make_batch(), "attention_mask": torch.zeros(3, 11, dtype=torch.long)}]])
+def test_no_text_is_refused(batches):
+    with pytest.raises(ConversionError, match="the calibration text is empty"):
+        collect(random_model("gqa"), batches)
+
+
+def test_metrics():
+    statistics = collect(random_model("gqa"), CALIBRATION)[1]
+    full, mean = statistics.metric("full")
+    assert torch.equal(mean, statistics.mean)
+    assert torch.allclose(full, statistics.second - torch.outer(mean, mean))
+    root, shrunk = statistics.metric("root")
+    assert distance(root @ root, full) < 1e-9
+    # A mean of length l counts sqrt(l), as a deviation of that size does.
+    assert distance(shrunk * mean.norm().sqrt(), mean) < 1e-9
+    identity, zero = statistics.metric("identity")
+    assert torch.equal(identity, torch.eye(66, dtype=torch.float64)) and not zero.any()
+
+
+def test_mean_rotation_is_half_that_of_all_pairs_and_half_that_of_attention():
+    model = random_model("gqa")
+    statistics = collect(model, CALIBRATION)[0]
+    omega = grouped(model, 0).omega
+    pairs = [t - s for t in range(24) for s in range(t + 1)]
+    everywhere = sum(torch.exp(1j * omega * lag) for lag in pairs) / len(pairs)
+    looked = sum(share[:, None] * torch.exp(1j * omega * lag) for lag, share in enumerate(statistics.lags.T))
+    assert distance(mean_rotation(statistics, omega), (everywhere + looked) / 2) < 1e-12
+
+
+def test_without_data_nothing_is_known():
+    statistics = without_data(hidden=5, heads=3, length=4, device=torch.device("cpu"))
+    assert torch.equal(statistics.metric("full")[0], torch.eye(5, dtype=torch.float64)) and not statistics.mean.any()
+    assert torch.allclose(statistics.lags, torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).expand(3, -1))
+    omega = torch.tensor([1.0, 0.1], dtype=torch.float64)
+    expected = sum(torch.exp(1j * omega * lag) * (4 - lag) / 10 for lag in range(4))
+    assert distance(mean_rotation(statistics, omega), expected.expand(3, -1)) < 1e-12

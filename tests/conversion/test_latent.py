@@ -1,0 +1,238 @@
+"""To MLA with loss: the error is the one reported, sizes buy accuracy, and the model works as any other.
+
+Shapes: N tokens, E hidden size, H query heads, G key/value heads, D head size, n rotary planes, P rotary size, R latent.
+"""
+
+import pytest
+import torch
+from attention_oracle import (
+    BIASES,
+    CALIBRATION,
+    PARTIAL,
+    YARN,
+    covariance,
+    distance,
+    grouped,
+    inputs,
+    layer_inputs,
+    layer_output,
+    logits,
+    mean_rotation,
+    random_model,
+)
+from small_models import make_batch
+from test_heads import metrics
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+
+from modeling_gqa import GQAForCausalLM
+from modeling_gqa.conversion import ConversionError, convert, target_config
+from modeling_gqa.conversion.calibration import collect
+from modeling_gqa.conversion.latent import GAINS, to_latent
+from modeling_gqa.conversion.matrices import read_heads
+from modeling_gqa.conversion.moments import compute_moments
+
+
+def to_mla(model, rank: int, size: int, **arguments):
+    target = target_config(model.config, "mla", kv_lora_rank=rank, qk_rope_head_dim=size)
+    return convert(model, target, CALIBRATION, **{"method": "lowrank", **arguments})
+
+
+def components(layer, x: torch.Tensor, rotation: torch.Tensor, number: int):
+    """The complex components of keys whose rotation is kept: the projection (n, G, G) of each frequency's planes on
+    them, how many each frequency has, and what the others lose with their rotation."""
+    heads = len(layer.k)
+    weight = torch.stack(
+        [metrics(layer, x)[2][[h for h, g in enumerate(layer.shared) if g == i]].sum(0) for i in range(heads)]
+    )
+    planes = layer.complex_planes(layer.heads(x, "k").mT)  # (G, n, N)
+    found = []
+    for i in range(layer.planes):
+        root = weight[:, i].sqrt()
+        second = covariance(planes[:, i].T, centered=False)
+        values, vectors = torch.linalg.eigh(root[:, None] * second * root)
+        for value, vector in zip(values, vectors.T, strict=True):
+            projection = torch.outer(vector / root, vector.conj() * root)
+            found.append(((value * 2 * (1 - rotation[i].real)).item(), i, projection))
+    found.sort(key=lambda item: -item[0])
+    projections = torch.zeros(layer.planes, heads, heads, dtype=torch.complex128)
+    for _, i, projection in found[:number]:
+        projections[i] += projection
+    return projections, sorted(i for _, i, _ in found[:number]), sum(gain for gain, *_ in found[number:])
+
+
+LOSSY = {
+    "gqa": ("gqa", {}, 20, 10),
+    "mha-biases": ("mha", {"attention_bias": True}, 30, 18),
+    "gqa-qwen2-biases-yarn": ("gqa", {**BIASES, "rope_parameters": YARN}, 26, 6),
+    "gqa-partial": ("gqa", {"rope_parameters": PARTIAL}, 23, 8),
+}
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_the_loss_is_the_error_measured(name):
+    model_name, fields, rank, size = LOSSY[name]
+    model = random_model(model_name, **fields).double()
+    other, report = to_mla(model, rank, size)
+    for index, x in enumerate(layer_inputs(model, CALIBRATION)):
+        layer = grouped(model, index)
+        rotary = model.model.rotary_emb[14]
+        layer.omega = rotary.original_inv_freq.double()  # YaRN's are not the oracle's
+        gain, n = rotary.attention_scaling**2, layer.planes
+        turned = mean_rotation(layer, [rows[0] for rows in x.view(4, 6, 24, -1)])
+        if name == "gqa-qwen2-biases-yarn":  # the oracle's attention knows no YaRN
+            assert gain != 1.0
+            turned = compute_moments(read_heads(model, index), collect(model, CALIBRATION)[index]).rotation.mean(0)
+        projections, kept, loss = components(layer, x, turned, size // 2)
+        attention, sizes = other.model.layers[index].self_attn, other.config.per_layer_config[index]
+        assert sorted(sizes.rope_frequency_indices) == kept and sizes.qk_nope_head_dim == 14
+        query = attention.q_proj.weight.detach().view(6, 14 + size, 66)
+        down, up = attention.kv_a_proj_with_mqa.weight.detach(), attention.kv_b_proj.weight.detach().view(6, 28, rank)
+
+        # A query sees of its head's rotary planes what their projection leaves.
+        q, k = layer.complex_planes(layer.q), layer.complex_planes(layer.k)  # (H, n, E), (G, n, E)
+        q_rope = torch.complex(query[:, 14 : 14 + size // 2], query[:, 14 + size // 2 :])  # (H, P / 2, E)
+        k_rope = torch.complex(down[rank : rank + size // 2], down[rank + size // 2 :])
+        frequencies = torch.tensor(sizes.rope_frequency_indices)
+        restored = torch.einsum("nab,bne->ane", projections, k)
+        for i in range(n):
+            ours = torch.einsum("hcx,cy->hxy", q_rope[:, frequencies == i].conj(), k_rope[frequencies == i])
+            assert (ours - torch.einsum("hx,hy->hxy", q[:, i].conj(), restored[layer.shared, i])).abs().max() < 1e-5
+
+        # The rest is read unrotated, by queries that are turned as far as keys are on average.
+        z = layer.complex_planes(query[:, :14])
+        assert distance(z, turned[:, None] * gain * q) < 1e-9
+        assert distance(query[:, 2 * n : 14], layer.q[:, 2 * n :]) < 1e-9 if 2 * n < 14 else True
+        left = k - restored
+        left = torch.cat((left.real, left.imag, layer.k[:, 2 * n :]), dim=1)  # (G, D, E)
+        heard = metrics(layer, x)
+        q_nope = torch.einsum("hde,te->htd", query[:, :14], x)
+        if attention.q_proj.bias is not None:
+            q_nope = q_nope + attention.q_proj.bias.detach().view(6, -1)[:, None, :14]
+        _, value_metric, _ = heard
+        for h, g in enumerate(layer.shared):
+            t = (value_metric[h] * covariance(layer.heads(x, "v")[g])).sum()
+            metric = t / 14 * covariance(q_nope[h], centered=False)
+            latent = x @ down[:rank].T
+            loss += ((covariance(x @ left[g].T - latent @ up[h, :14].T)) * metric).sum().item()
+            loss += ((covariance(x @ layer.v[g].T - latent @ up[h, 14:].T)) * value_metric[h]).sum().item()
+        assert loss == pytest.approx(report["layers"][index]["loss"], rel=1e-4)
+
+        # What is lost of the values' mean stands in the output's bias.
+        outputs = [torch.einsum("hd,hed->e", layer.heads(x, "v").mean(1)[layer.shared], layer.o) + layer.o_bias]
+        value = torch.einsum("hvr,r->hv", up[:, 14:], (x @ down[:rank].T).mean(0))
+        outputs.append(attention.o_proj(value.flatten()).detach())
+        assert distance(outputs[1], outputs[0]) < 1e-5
+
+
+def test_gains_turn_queries():
+    model = random_model("gqa", rope_parameters=PARTIAL).double()
+    heads, statistics = read_heads(model, 0), collect(model, CALIBRATION)[0]
+    moments = compute_moments(heads, statistics)
+    own = moments.rotation
+    for gain, expected in {"one": torch.ones_like(own), "mean": own.mean(0).expand_as(own), "head": own}.items():
+        state, _, _ = to_latent(heads, moments, 20, 4, gain)
+        z = grouped(model, 0).complex_planes(state["q_proj.weight"].view(6, 18, 66)[:, :14])
+        assert distance(z, expected[..., None] * grouped(model, 0).complex_planes(heads.q)) < 1e-9
+    assert set(GAINS) == {"one", "mean", "head"}
+
+
+def test_more_room_loses_less():
+    model = random_model("mha", initializer_range=0.1).double()
+    x = layer_inputs(model, CALIBRATION)[0][None, :24]
+    expected, losses, errors = layer_output(model, 0, x), {}, {}
+    for rank, size in [(8, 12), (20, 12), (40, 12), (66, 12), (66, 30), (66, 84), (40, 30), (40, 60)]:
+        other, report = to_mla(model, rank, size)
+        losses[rank, size] = [layer["loss"] for layer in report["layers"]]
+        errors[rank, size] = (layer_output(other, 0, x) - expected).norm().item()
+    for path in ([(8, 12), (20, 12), (40, 12), (66, 12), (66, 30), (66, 84)], [(40, 12), (40, 30), (40, 60)]):
+        for less, more in zip(path, path[1:], strict=False):
+            assert all(a > b for a, b in zip(losses[less], losses[more], strict=True)), (less, more)
+            assert errors[less] > errors[more], (less, more)
+    assert errors[66, 84] < 1e-10 * expected.norm()
+
+
+# Frequencies of 1, 1e-5, 1e-10, ... so that next to nothing is lost with the rotation of all planes but the first.
+SLOW = {"rope_type": "default", "rope_theta": 1e35}
+UNROTATED = {
+    "plain": ("gqa", {"rope_parameters": SLOW}),
+    "biases": ("gqa", {"attention_bias": True, "rope_parameters": SLOW}),
+    "qwen2-biases": ("gqa", {**BIASES, "rope_parameters": SLOW}),
+    "partial-biases": ("gqa", {"attention_bias": True, "rope_parameters": {**SLOW, "partial_rotary_factor": 0.6}}),
+    "yarn-biases": ("gqa", {**BIASES, "rope_parameters": {**YARN, "rope_theta": 1e35, "attention_factor": 1.4}}),
+}
+
+
+@pytest.mark.parametrize("name", UNROTATED)
+def test_planes_that_hardly_turn_need_no_rotation(name):
+    model_name, fields = UNROTATED[name]
+    model = random_model(model_name, **fields).double()
+    other, _ = to_mla(model, 56, 4)  # room for all keys and values
+    for index in range(3):
+        assert other.config.per_layer_config[index].rope_frequency_indices == [0, 0]
+        x = inputs()
+        expected = layer_output(model, index, x)
+        assert distance(layer_output(other, index, x), expected) < 1e-4
+        # Had the queries of what lost its rotation lost its factor, or a bias been mistaken:
+        attention = other.model.layers[index].self_attn
+        damaged = [attention.q_proj.weight.data.view(6, 18, 66)[:, :14]]
+        damaged += [] if attention.q_proj.bias is None else [attention.q_proj.bias.data.view(6, 18)[:, :14]]
+        for part in damaged:
+            part /= 1.4**2
+        assert distance(layer_output(other, index, x), expected) > 1e-2
+
+
+def test_norms_on_heads_are_refused():
+    with pytest.raises(ConversionError, match="qk_norm=True: .*convert this model to fewer key/value heads instead"):
+        target_config(random_model("gqa", qk_norm=True).config, "mla", cache_size=20)
+
+
+# -- a converted model is a model
+
+CONVERTED = {
+    "plain": ("gqa", {}, {}),
+    "biases-eager": ("mha", BIASES, {"attn_implementation": "eager"}),
+    "partial-one-layer": ("gqa", {"rope_parameters": PARTIAL}, {"layers": [1]}),
+    "window": ("gqa", {"sliding_window": 6}, {}),
+}
+
+
+def converted(name: str):
+    model_name, fields, options = CONVERTED[name]
+    model = random_model(model_name, **fields)
+    model.set_attn_implementation(options.get("attn_implementation", "sdpa"))
+    target = target_config(model.config, "mla", cache_size=24, layers=options.get("layers"))
+    return convert(model, target, CALIBRATION, method="lowrank")[0]
+
+
+@pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("name", CONVERTED)
+@torch.no_grad()
+def test_decoding_is_the_full_forward(name, cache_class):
+    model, ids = converted(name), make_batch()["input_ids"]
+    expected = model(ids, use_cache=False).logits
+    cache = DynamicCache(config=model.config) if cache_class is DynamicCache else StaticCache(model.config, 11)
+    steps = [model(ids[:, :4], past_key_values=cache).logits]
+    steps += [model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(4, 11)]
+    assert distance(torch.cat(steps, dim=1), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_converted_model_is_saved_and_loaded(name, tmp_path):
+    model = converted(name)
+    indices = [layer.rope_frequency_indices for layer in model.config.per_layer_config]
+    if name == "plain":
+        assert len(set(map(tuple, indices))) > 1  # each layer has its own
+    model.save_pretrained(tmp_path)
+    loaded = GQAForCausalLM.from_pretrained(tmp_path)
+    assert [layer.rope_frequency_indices for layer in loaded.config.per_layer_config] == indices
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_a_converted_model_brings_its_code(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    model = converted("partial-one-layer")
+    model.save_pretrained(tmp_path / "model")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
+    assert type(loaded).__module__.startswith("transformers_modules")
+    assert torch.equal(logits(loaded), logits(model))
