@@ -1,7 +1,9 @@
 """To MLA with loss: the error is the one reported, sizes buy accuracy, and the model works as any other.
 
-Shapes: N tokens, E hidden size, H query heads, G key/value heads, D head size, n rotary planes, P rotary size, R latent.
+Shapes: N tokens, E hidden size, H query heads, G key/value heads, D head size, n planes, P rotary size, R latent.
 """
+
+from itertools import pairwise
 
 import pytest
 import torch
@@ -22,7 +24,8 @@ from attention_oracle import (
 )
 from small_models import make_batch
 from test_heads import metrics
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import DynamicCache, StaticCache
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.conversion import ConversionError, convert, target_config
@@ -75,7 +78,7 @@ def test_the_loss_is_the_error_measured(name):
     other, report = to_mla(model, rank, size)
     for index, x in enumerate(layer_inputs(model, CALIBRATION)):
         layer = grouped(model, index)
-        rotary = model.model.rotary_emb[14]
+        rotary = model.model.rotary_emb[model.model.rotary_sizes[index]]
         layer.omega = rotary.original_inv_freq.double()  # YaRN's are not the oracle's
         gain, n = rotary.attention_scaling**2, layer.planes
         turned = mean_rotation(layer, [rows[0] for rows in x.view(4, 6, 24, -1)])
@@ -145,7 +148,7 @@ def test_more_room_loses_less():
         losses[rank, size] = [layer["loss"] for layer in report["layers"]]
         errors[rank, size] = (layer_output(other, 0, x) - expected).norm().item()
     for path in ([(8, 12), (20, 12), (40, 12), (66, 12), (66, 30), (66, 84)], [(40, 12), (40, 30), (40, 60)]):
-        for less, more in zip(path, path[1:], strict=False):
+        for less, more in pairwise(path):
             assert all(a > b for a, b in zip(losses[less], losses[more], strict=True)), (less, more)
             assert errors[less] > errors[more], (less, more)
     assert errors[66, 84] < 1e-10 * expected.norm()
@@ -182,14 +185,14 @@ def test_planes_that_hardly_turn_need_no_rotation(name):
 
 
 def test_norms_on_heads_are_refused():
-    with pytest.raises(ConversionError, match="qk_norm=True: .*convert this model to fewer key/value heads instead"):
+    with pytest.raises(ConversionError, match=r"qk_norm=True: .*convert this model to fewer key/value heads instead"):
         target_config(random_model("gqa", qk_norm=True).config, "mla", cache_size=20)
 
 
 # -- a converted model is a model
 
 CONVERTED = {
-    "plain": ("gqa", {}, {}),
+    "plain": ("mha", {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}}, {}),
     "biases-eager": ("mha", BIASES, {"attn_implementation": "eager"}),
     "partial-one-layer": ("gqa", {"rope_parameters": PARTIAL}, {"layers": [1]}),
     "window": ("gqa", {"sliding_window": 6}, {}),
@@ -233,6 +236,7 @@ def test_a_converted_model_brings_its_code(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     model = converted("partial-one-layer")
     model.save_pretrained(tmp_path / "model")
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
-    assert type(loaded).__module__.startswith("transformers_modules")
+    shipped = get_class_from_dynamic_module("modeling_gqa.GQAForCausalLM", tmp_path / "model")
+    assert shipped.__module__.startswith("transformers_modules")
+    loaded = shipped.from_pretrained(tmp_path / "model")
     assert torch.equal(logits(loaded), logits(model))

@@ -37,6 +37,8 @@ LAYERS = {
         "latent_norm": False,
     },
 }
+# Recipes and their steps for a teacher that has seen 1,638,400 tokens.
+STEPS = {"uptrain-tiny": 80, "uptrain-1b": 1500}
 
 
 def build(kinds: list[str], seed: int, **fields):
@@ -229,11 +231,15 @@ def test_budget(write, tmp_path):
     assert recipe.max_steps == round(100_000 / 256)
 
 
-@pytest.mark.parametrize("name", recipe_names(UptrainRecipe))
+def test_every_recipe_in_the_repository_has_its_steps_here():
+    assert set(STEPS) == set(recipe_names(UptrainRecipe))
+
+
+@pytest.mark.parametrize("name", STEPS)
 def test_recipe_in_the_repository(name):
     path = CONFIGURATION / "recipes" / f"{name}.yaml"
     recipe, _ = load_recipe([str(path), "--student", "s", "--pretraining_tokens", "1638400"], UptrainRecipe)
-    assert recipe.max_steps == 80 and name not in recipe_names()
+    assert recipe.max_steps == STEPS[name] and name not in recipe_names()
 
 
 def test_results(here, pair, tmp_path):
