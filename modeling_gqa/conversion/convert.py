@@ -86,12 +86,12 @@ def convert(
     lossy = [index for index in changed if not is_exact(model, target_config, index)]
     if lossy and method == "auto" and calibration and selection is None:
         calibration, selection = hold_out(calibration)
-    statistics = gather(model, calibration if lossy else None, progress)
     if refit and not calibration:
         raise ConversionError("refit needs calibration text")
     kinds = {target_config.per_layer_config[index].attention_kind == "mla" for index in lossy}
     if kinds == {True} and method not in ("auto", "lowrank"):
         raise ConversionError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
+    statistics = gather(model, calibration if lossy else None, progress)
     fixed = Setting(
         method="lowrank" if method == "auto" else method,
         metric="full" if calibration else "identity",

@@ -39,7 +39,9 @@ def configuration(config: GQAConfig, layers: list[Fields]) -> GQAConfig:
     common = {name: Counter(repr(layer[name]) for layer in layers).most_common(1)[0][0] for name in PER_LAYER_FIELDS}
     score = [sum(repr(layer[name]) == common[name] for name in PER_LAYER_FIELDS) for layer in layers]
     shared = layers[score.index(max(score))]
-    values = {name: value for name, value in config.to_dict().items() if name != "per_layer_config"}
+    values = config.to_dict()
+    for name in ("per_layer_config", "format_version"):  # the new fields may need the present version
+        values.pop(name, None)
     values |= {**shared, "rope_parameters": rope}
     differing = {index: layer for index, layer in enumerate(layers) if layer != shared}
     try:

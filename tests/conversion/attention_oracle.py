@@ -228,3 +228,15 @@ def covariance(x: torch.Tensor, centered: bool = True) -> torch.Tensor:
     """E[x^H x] of the samples (N, m), real or complex: entry (i, j) is E[x_i conj(x_j)]."""
     x = x - x.mean(0) if centered else x
     return x.T @ x.conj() / len(x)
+
+
+def metrics(layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Errors in units of the output's: of keys (H, D, D) and values (H, D, D) as each query head reads them, and of
+    the planes of keys (H, n)."""
+    queries, values = layer.heads(x, "q"), layer.heads(x, "v")
+    read = layer.o.mT @ layer.o  # (H, D, D)
+    heard = torch.stack([(read[h] * covariance(values[g])).sum() for h, g in enumerate(layer.shared)])  # T_h
+    scale = layer.q.shape[1] ** -0.5
+    keys = torch.stack([covariance(q, centered=False) for q in queries]) * (scale**2 * heard)[:, None, None]
+    power = layer.complex_planes(queries.mT).abs().square().mean(-1)  # (H, n)
+    return keys, read, scale**2 / 2 * heard[:, None] * power

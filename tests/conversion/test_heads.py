@@ -17,6 +17,7 @@ from attention_oracle import (
     layer_inputs,
     layer_output,
     mean_rotation,
+    metrics,
     random_gauge,
     random_model,
     write,
@@ -31,18 +32,6 @@ def fewer(model, number: int, method: str, **arguments):
     """Conversion with all of CALIBRATION, without any search."""
     target = target_config(model.config, "gqa" if number > 1 else "mqa", num_key_value_heads=number)
     return convert(model, target, CALIBRATION, selection=CALIBRATION, method=method, **arguments)
-
-
-def metrics(layer, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Errors in units of the output's: of keys (H, D, D) and values (H, D, D) as each query head reads them, and of
-    the planes of keys (H, n)."""
-    queries, values = layer.heads(x, "q"), layer.heads(x, "v")
-    read = layer.o.mT @ layer.o  # (H, D, D)
-    heard = torch.stack([(read[h] * covariance(values[g])).sum() for h, g in enumerate(layer.shared)])  # T_h
-    scale = layer.q.shape[1] ** -0.5
-    keys = torch.stack([covariance(q, centered=False) for q in queries]) * (scale**2 * heard)[:, None, None]
-    power = layer.complex_planes(queries.mT).abs().square().mean(-1)  # (H, n)
-    return keys, read, scale**2 / 2 * heard[:, None] * power
 
 
 def solve(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,283 @@
+"""`convert` as users call it: the source stays, what may not change is refused, and the report says what was done."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from attention_oracle import (
+    BIASES,
+    CALIBRATION,
+    distance,
+    grouped,
+    in_dtype,
+    layer_inputs,
+    layer_output,
+    logits,
+    random_model,
+)
+from small_models import make_batch, make_config, make_model
+
+from modeling_gqa.conversion import METHODS, ConversionError, convert, measure, target_config
+from modeling_gqa.conversion.convert import Search, Setting, gather
+from modeling_gqa.conversion.refit import RIDGE, refit_outputs
+
+MLA = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
+
+
+def target(model, kind: str, **sizes):
+    return target_config(model.config, kind, **sizes)
+
+
+def state_copy(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+# -- the source and what is not attention
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mha", {}), ("mla", MLA)], ids=["mqa", "mha", "mla"])
+def test_the_source_is_untouched_and_nothing_is_shared(kind, sizes, dtype):
+    model = in_dtype(random_model("gqa", attention_bias=True), dtype)
+    before, mode = state_copy(model), model.training
+    other, _ = convert(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", refit=True)
+    for parameter in other.parameters():
+        assert parameter.dtype == dtype and parameter.requires_grad
+        parameter.data.fill_(1.0)
+    assert same_state(before, model.state_dict()) and model.training == mode
+
+
+def test_candidates_do_not_write_to_the_source(monkeypatch):
+    model = random_model("gqa", output_bias=True).double()
+    before = state_copy(model)
+    search = Search(model, target(model, "mqa"), gather(model, CALIBRATION), CALIBRATION, CALIBRATION, iter)
+    shared, _, _ = search.converted(Setting(refit=True), share=True)
+    assert same_state(before, model.state_dict())
+    assert shared.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
+    alone, _, _ = search.converted(Setting(refit=True), share=False)
+    assert same_state(shared.state_dict(), alone.state_dict())
+    assert alone.lm_head.weight.data_ptr() != model.lm_head.weight.data_ptr()
+
+
+def test_everything_but_the_attention_is_the_same():
+    model = random_model("mixed", tie_word_embeddings=True, mlp_bias=True)
+    model.generation_config.update(temperature=0.7, do_sample=True, max_length=19)
+    model.set_attn_implementation("eager")
+    model.train()
+    other, _ = convert(model, target(model, "mqa", layers=[1]), CALIBRATION, method="mean")
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    assert other.generation_config.to_dict() == model.generation_config.to_dict()
+    assert other.generation_config is not model.generation_config
+    assert other.training and other.config._attn_implementation == "eager"
+    before, after = model.state_dict(), other.state_dict()
+    changed = {name for name in after if name not in before or not torch.equal(before[name], after[name])}
+    assert changed == {f"model.layers.1.self_attn.{name}_proj.weight" for name in "kv"}
+    kinds = [layer.attention_kind for layer in other.config.per_layer_config]
+    assert kinds == ["mla", "mqa", "mha"]
+
+
+# -- the report, and how to convert
+
+
+def test_the_report_of_an_automatic_search():
+    model = random_model("mixed-window", per_layer_config={2: {"attention_kind": "mqa"}})
+    other, report = convert(model, target(model, "mha", layers=[2]), CALIBRATION)
+    assert report["exact"] and report["layers"][2] == {
+        "layer": 2,
+        "from": "mqa, 1 of 6 heads",
+        "to": "mha, 6 of 6 heads",
+        "loss": 0.0,
+    }
+    assert report["candidates"] == [] and report["setting"] is None and report["layers"][0]["loss"] is None
+
+    other, report = convert(model, target(model, "mqa", layers=[0]), CALIBRATION)
+    names = [candidate["name"] for candidate in report["candidates"]]
+    assert len(names) == len(set(names)) == 15  # 3 metrics, weighted or not, grouped or not; procrustes; refitted
+    kls = [candidate["kl"] for candidate in report["candidates"]]
+    chosen = " ".join(f"{name}={value}" for name, value in report["setting"].items() if name != "seed")
+    assert chosen == names[kls.index(min(kls))]
+    # The last of four batches is what was chosen by.
+    assert measure(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
+    assert report["layers"][0] | {"loss": 0} == {
+        "layer": 0,
+        "from": "gqa, 2 of 6 heads",
+        "to": "mqa, 1 of 6 heads",
+        "loss": 0,
+    }
+    json.dumps(report, allow_nan=False)
+
+
+def test_the_search_for_mla_tries_gain_weight_metric_and_refit():
+    model = random_model("gqa")
+    _, report = convert(model, target(model, "mla", **MLA), CALIBRATION[:3], selection=CALIBRATION[3:])
+    tried = [dict(part.split("=") for part in candidate["name"].split()) for candidate in report["candidates"]]
+    assert {(t["gain"], t["alpha"]) for t in tried[:9]} == {
+        (gain, alpha) for gain in ("one", "mean", "head") for alpha in ("0.3", "1.0", "0.1")
+    }
+    assert [t["metric"] for t in tried[9:11]] == ["root", "identity"] and tried[11]["refit"] == "True"
+    assert report["layers"][1]["to"] == "mla, 20 + 8"
+
+
+def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():
+    model = random_model("mha")
+    both = target(random_model("gqa"), "mla", **MLA, layers=[0])
+    other, report = convert(model, both, CALIBRATION)
+    kls = [candidate["kl"] for candidate in report["candidates"]]
+    assert len(kls) == 14 + 9 + 2 + 1
+    assert measure(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
+    assert [layer.attention_kind for layer in other.config.per_layer_config] == ["mla", "gqa", "gqa"]
+
+
+def test_regroup_and_refit_can_be_set():
+    model = random_model("mha")
+    for regroup, refit in ((False, False), (True, True)):
+        _, report = convert(model, target(model, "mqa"), CALIBRATION, regroup=regroup, refit=refit)
+        assert len(report["candidates"]) == 7
+        for candidate in report["candidates"]:
+            assert f"regroup={regroup} " in candidate["name"] and f"refit={refit}" in candidate["name"]
+    _, report = convert(model, target(model, "mqa"), CALIBRATION, method="mean")
+    assert report["method"] == "mean" and not report["setting"]["regroup"] and not report["setting"]["refit"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("fields", [{}, {"qk_norm": True}], ids=["plain", "qk-norm"])
+def test_every_method_works_with_and_without_text(method, fields):
+    model = random_model("mha", **fields)
+    for text in (None, [], CALIBRATION):
+        other, report = convert(model, target(model, "gqa", num_key_value_heads=2), text, method=method, refit=False)
+        assert other.config.num_key_value_heads == 2 and not report["exact"]
+        assert torch.isfinite(logits(other)).all() and distance(logits(other), logits(model)) > 1e-2
+        assert report["setting"]["metric"] == "identity" or text
+        json.dumps(report, allow_nan=False)
+
+
+def test_the_same_seed_converts_alike():
+    model = random_model("mha")
+    for kind, sizes in (("gqa", {"num_key_value_heads": 2}), ("mla", MLA)):
+        states = [
+            convert(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", regroup=True, seed=3)[0]
+            for _ in range(2)
+        ]
+        assert same_state(*(other.state_dict() for other in states))
+
+
+def test_random_heads_differ_by_layer():
+    model = random_model("mha")
+    other, _ = convert(model, target(model, "mqa"), method="random")
+    drawn = [grouped(other, index).k for index in range(3)]
+    assert not any(torch.equal(drawn[a], drawn[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
+
+
+# -- refusals
+
+REFUSED = {
+    "unchanged": (make_config("gqa"), {}, "the target's attention is the source's: there is nothing to convert"),
+    "method": (
+        make_config("mqa"),
+        {"method": "median"},
+        "method='median' is unknown: choose one of auto, lowrank, procrustes, mean, first, random",
+    ),
+    "refit": (make_config("mqa"), {"refit": True}, "refit needs calibration text"),
+    "hidden-size": (make_config("mqa", hidden_size=60), {}, "the target's hidden_size=60 differs from the source's 66"),
+    "vocabulary": (make_config("mqa", vocab_size=99), {}, "vocab_size=99 differs from the source's 101"),
+    "tied": (make_config("mqa", tie_word_embeddings=True), {}, "tie_word_embeddings=True differs"),
+    "epsilon": (make_config("mqa", rms_norm_eps=1e-3), {}, "rms_norm_eps=0.001 differs from the source's 1e-06"),
+    "rope": (
+        make_config("mqa", rope_parameters={"rope_type": "default", "rope_theta": 7.0}),
+        {},
+        "the target's rope_parameters=.* differs",
+    ),
+    "window": (make_config("mqa", sliding_window=4), {}, "the target's layer_types=.* differs"),
+    "heads": (make_config("mqa", num_attention_heads=3), {}, "layer 0: the target's num_attention_heads=3 differs"),
+    "head-size": (
+        make_config("mqa", head_dim=20),
+        {},
+        "layer 0: the target('s head_dim=20 differs from the source's 14| rotates)",
+    ),
+    "qk-norm": (make_config("mqa", qk_norm=True), {}, "layer 0: the target's qk_norm=True differs"),
+    "mlp": (make_config("mqa", intermediate_size=70), {}, "layer 0: the target's intermediate_size=70 differs"),
+    "latent-sizes": (
+        make_config("mla", qk_nope_head_dim=10, latent_norm=False),
+        {},
+        "layer 0: qk_nope_head_dim=10 of the target cannot be had: .*build the target with `target_config`",
+    ),
+    "merging-to-mla": (target_config(make_config("gqa"), "mla", **MLA), {"method": "first"}, "to MLA none are merged"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_converted_is_refused(name):
+    config, arguments, message = REFUSED[name]
+    with pytest.raises(ConversionError, match=message) as error:
+        convert(make_model("gqa"), config, **arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_a_latent_norm_is_refused():
+    model = make_model("mla")
+    with pytest.raises(ConversionError, match=r"layer 0 is MLA with an RMSNorm on its latent \(latent_norm=True\)"):
+        convert(model, target(model, "mha"))
+
+
+# -- output projections fitted to the source's outputs
+
+
+def projected(model, index: int, x: torch.Tensor) -> torch.Tensor:
+    """What the output projection of a layer reads (tokens, M) for layer inputs `x` (B, T, E)."""
+    seen = []
+    hook = model.model.layers[index].self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    layer_output(model, index, x)
+    hook.remove()
+    return seen[0].flatten(0, 1)
+
+
+@pytest.mark.parametrize("fields", [{}, {"attention_bias": True}], ids=["plain", "biases"])
+@pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mla", MLA)], ids=["mqa", "mla"])
+def test_refitting_is_ridge_regression(kind, sizes, fields):
+    model = random_model("gqa", **fields).double()
+    other, _ = convert(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", refit=False)
+    before = state_copy(other)
+    refit_outputs(model, other, [0, 2], CALIBRATION)
+    inputs = [x.view(24, 24, -1) for x in layer_inputs(model, CALIBRATION)]  # 4 batches of 6 rows of 24 tokens
+    for index in (0, 2):
+        wanted = layer_output(model, index, inputs[index]).flatten(0, 1)
+        name = f"model.layers.{index}.self_attn.o_proj."
+        x, bias = projected(other, index, inputs[index]), before.get(name + "bias")
+        missed = wanted - x @ before[name + "weight"].T - (0 if bias is None else bias)
+        found = other.state_dict()[name + "weight"] - before[name + "weight"]
+        ridge = RIDGE * x.square().sum(0).mean().item()
+        if bias is not None:
+            x = torch.nn.functional.pad(x, (0, 1), value=1.0)
+            found = torch.cat((found, (other.state_dict()[name + "bias"] - bias)[:, None]), dim=1)
+        rows = np.concatenate((x.numpy(), ridge**0.5 * np.eye(x.shape[1])))
+        values = np.concatenate((missed.numpy(), np.zeros((x.shape[1], 66))))
+        expected = np.linalg.lstsq(rows, values, rcond=None)[0].T
+        assert distance(found, torch.from_numpy(expected)) < 1e-4
+        assert (missed - x @ found.T).square().mean() < missed.square().mean()
+    assert all(torch.equal(before[name], x) for name, x in other.state_dict().items() if "layers.1." in name)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_refitting_never_adds_to_the_error_on_its_text(seed):
+    model = random_model("mha", seed, attention_dropout=0.3, **BIASES)
+    text = [make_batch(4, 15, padding="left", seed=seed), make_batch(3, 9, seed=seed + 1)]
+    model.train(seed == 0)  # dropout must play no part
+    plain, _ = convert(model, target(model, "mqa"), text, method="procrustes")
+    fitted, _ = convert(model, target(model, "mqa"), text, method="procrustes", refit=True)
+    assert fitted.training == model.training == (seed == 0)
+    for each in (model, plain, fitted):
+        each.eval()
+    errors = torch.zeros(2, 3)
+    for batch in text:
+        rows = [ids[mask.bool()][None] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+        for row in rows:
+            for index, x in enumerate(layer_inputs(model, [{"input_ids": row}])):
+                expected = layer_output(model, index, x[None].float())
+                for i, other in enumerate((plain, fitted)):
+                    errors[i, index] += (layer_output(other, index, x[None].float()) - expected).square().sum()
+    assert (errors[1] < 0.95 * errors[0]).all()

@@ -1,0 +1,267 @@
+"""Target configurations: sizes that follow, what is refused, and sizes by layer within a budget."""
+
+from itertools import product
+
+import pytest
+import torch
+from attention_oracle import CALIBRATION, PARTIAL, random_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_models import make_config
+
+from modeling_gqa.accounting import cache_bytes_per_token
+from modeling_gqa.conversion import ConversionError, allocate, convert, target_config
+from modeling_gqa.conversion.allocation import Option, spend
+
+
+def sizes(config) -> list[tuple[str, int, int | None, int | None]]:
+    return [
+        (layer.attention_kind, layer.num_key_value_heads, layer.kv_lora_rank, layer.qk_rope_head_dim)
+        for layer in config.per_layer_config
+    ]
+
+
+# name -> (model, its fields, kind, arguments, sizes of the layers)
+TARGETS = {
+    "mqa": ("gqa", {}, "mqa", {}, [("mqa", 1, None, None)] * 3),
+    "two-layers": (
+        "mha",
+        {},
+        "gqa",
+        {"num_key_value_heads": 3, "layers": [2, 0]},
+        [("gqa", 3, None, None), ("mha", 6, None, None), ("gqa", 3, None, None)],
+    ),
+    "no-layer": ("gqa", {}, "mqa", {"layers": []}, [("gqa", 2, None, None)] * 3),
+    "from-mla": ("mixed", {}, "mha", {}, [("mha", 6, None, None)] * 3),
+    "exact-mla-of-mqa": ("mqa", {}, "mla", {}, [("mla", 6, 14, 14)] * 3),
+    "exact-mla-of-mqa-partial": ("mqa", {"rope_parameters": PARTIAL}, "mla", {}, [("mla", 6, 20, 8)] * 3),
+    "cache-shared-equally": ("mha", {}, "mla", {"cache_size": 40}, [("mla", 6, 20, 20)] * 3),
+    "cache-odd": ("mha", {}, "mla", {"cache_size": 23}, [("mla", 6, 13, 10)] * 3),
+    "cache-least": ("mha", {}, "mla", {"cache_size": 3}, [("mla", 6, 1, 2)] * 3),
+    "cache-beyond-all-rotation": ("gqa", {}, "mla", {"cache_size": 70}, [("mla", 6, 42, 28)] * 3),
+    "cache-partial": ("gqa", {"rope_parameters": PARTIAL}, "mla", {"cache_size": 40}, [("mla", 6, 24, 16)] * 3),
+    "rotary-as-large-as-the-latent": ("mha", {}, "mla", {"kv_lora_rank": 31}, [("mla", 6, 31, 30)] * 3),
+    "both": ("mha", {}, "mla", {"kv_lora_rank": 31, "qk_rope_head_dim": 4}, [("mla", 6, 31, 4)] * 3),
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_sizes_follow(name):
+    model, fields, kind, arguments, expected = TARGETS[name]
+    source = make_config(model, **fields)
+    before = source.to_dict()
+    config = target_config(source, kind, **arguments)
+    assert sizes(config) == expected and source.to_dict() == before
+    for layer in config.per_layer_config:
+        if layer.attention_kind == "mla":
+            assert layer.latent_norm is False and layer.rope_interleave is False and layer.v_head_dim == 14
+            rotary = 8 if fields else 14
+            complete = layer.qk_rope_head_dim == rotary * source.num_key_value_heads
+            assert layer.qk_nope_head_dim == (14 - rotary if complete else 14)
+    kept = ("hidden_size", "intermediate_size", "vocab_size", "layer_types", "num_attention_heads", "eos_token_id")
+    assert all(getattr(config, name) == getattr(source, name) for name in kept)
+
+
+def test_a_head_of_mla_has_room_for_key_and_value():
+    for value, size in ((13, 16), (20, 20), (17, 18)):
+        config = target_config(make_config("mla", v_head_dim=value), "mha")
+        assert config.head_dim == size and config.kv_lora_rank is None
+
+
+def test_partly_rotated_layers_beside_mla_say_what_they_rotate():
+    config = target_config(make_config("gqa", rope_parameters=PARTIAL), "mla", cache_size=20, layers=[1])
+    for index in (0, 2):
+        layer = config.per_layer_config[index]
+        assert (layer.rope_frequency_indices, layer.rope_frequency_dim) == ([0, 1, 2, 3], 8)
+
+
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+REFUSED = {
+    "kind": ("gqa", {}, "xyz", {}, "attention_kind='xyz' is unknown: choose one of mha, mqa, gqa, mla"),
+    "no-heads": ("mha", {}, "gqa", {}, "num_key_value_heads must be given for gqa"),
+    "heads-of-mqa": (
+        "gqa",
+        {},
+        "mqa",
+        {"num_key_value_heads": 2},
+        "num_key_value_heads=2 contradicts mqa, which has 1",
+    ),
+    "indivisible": (
+        "mha",
+        {},
+        "gqa",
+        {"num_key_value_heads": 4},
+        "num_key_value_heads=4 does not divide the 6 query heads: choose one of 1, 2, 3, 6",
+    ),
+    "no-head": ("mha", {}, "gqa", {"num_key_value_heads": 0}, "num_key_value_heads=0 must be positive"),
+    "negative": ("mha", {}, "gqa", {"num_key_value_heads": -2}, "num_key_value_heads=-2 must be positive"),
+    "negative-rank": ("mha", {}, "mla", {"kv_lora_rank": -2}, "kv_lora_rank=-2 must be positive"),
+    "rank-of-gqa": ("mha", {}, "mqa", {"kv_lora_rank": 8}, "kv_lora_rank=8 belongs to MLA, and the target is mqa"),
+    "cache-of-gqa": ("mha", {}, "gqa", {"cache_size": 8}, "cache_size=8 belongs to MLA, and the target is gqa"),
+    "heads-of-mla": (
+        "mha",
+        {},
+        "mla",
+        {"num_key_value_heads": 2, "cache_size": 8},
+        "num_key_value_heads=2 belongs to GQA, and the target is mla",
+    ),
+    "layer": ("gqa", {}, "mqa", {"layers": [0, 3]}, "layers has 3, but the model's 3 layers are 0 to 2"),
+    "negative-layer": ("gqa", {}, "mqa", {"layers": [-1]}, "layers has -1, but the model's 3 layers are 0 to 2"),
+    "no-sizes": ("gqa", {}, "mla", {}, r"mla needs kv_lora_rank \(and qk_rope_head_dim\), or cache_size"),
+    "twice": (
+        "gqa",
+        {},
+        "mla",
+        {"cache_size": 20, "kv_lora_rank": 10},
+        "cache_size=20 and the sizes it is made of are both given: leave one out",
+    ),
+    "no-room": ("gqa", {}, "mla", {"cache_size": 2}, "cache_size=2 leaves no room for a latent and a rotary key: 3 is"),
+    "odd": (
+        "gqa",
+        {},
+        "mla",
+        {"kv_lora_rank": 8, "qk_rope_head_dim": 7},
+        "qk_rope_head_dim=7 must be even and at most 28",
+    ),
+    "rotary": (
+        "gqa",
+        {"rope_parameters": PARTIAL},
+        "mla",
+        {"kv_lora_rank": 8, "qk_rope_head_dim": 18},
+        "qk_rope_head_dim=18 must be even and at most 16, the rotary dimensions of layer 0's 2 key/value heads",
+    ),
+    "qk-norm": (
+        "gqa",
+        {"qk_norm": True},
+        "mla",
+        {"cache_size": 8},
+        "qk_norm=True: an RMSNorm on each head is no linear",
+    ),
+    "proportional": ("mqa", {"rope_parameters": PROPORTIONAL}, "mla", {}, "rope_type 'proportional' spreads"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_impossible_targets_are_refused(name):
+    model, fields, kind, arguments, message = REFUSED[name]
+    with pytest.raises(ConversionError, match=message) as error:
+        target_config(make_config(model, **fields), kind, **arguments)
+    assert "\n" not in str(error.value)
+
+
+# -- sizes by layer
+
+
+def uneven_model(name: str = "mha", **fields):
+    """A model whose first layer's heads are nearly copies of each other, and whose last layer says little."""
+    model = random_model(name, **fields)
+    first, last = model.model.layers[0].self_attn, model.model.layers[2].self_attn
+    with torch.no_grad():
+        for linear in (first.k_proj, first.v_proj):
+            heads = linear.weight.view(-1, 14, 66)
+            heads.copy_(heads[:1] + 0.05 * heads)
+        last.o_proj.weight.mul_(0.05)
+    return model
+
+
+def relative_losses(model, config) -> float:
+    """Summed losses of a conversion, each relative to the stream that the layer adds to."""
+    _, report = convert(model, config, CALIBRATION, selection=CALIBRATION, method="lowrank", regroup=True)
+    streams = []
+    hooks = [
+        layer.post_attention_layernorm.register_forward_pre_hook(
+            lambda _, args: streams.append(args[0].square().sum(-1).mean().item())
+        )
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        for batch in CALIBRATION:
+            model(**batch)
+    for hook in hooks:
+        hook.remove()
+    stream = torch.tensor(streams).view(len(CALIBRATION), 3).mean(0).tolist()
+    return sum((layer["loss"] or 0.0) / s for layer, s in zip(report["layers"], stream, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "uniform"),
+    [("gqa", {"num_key_value_heads": 3}), ("gqa", {"num_key_value_heads": 2}), ("mla", {"cache_size": 42})],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_budget_is_kept_and_well_spent(kind, uniform, dtype):
+    model = uneven_model()
+    equal = target_config(model.config, kind, **uniform)
+    budget = cache_bytes_per_token(equal, dtype)
+    config = allocate(model, kind, budget, CALIBRATION, dtype=dtype)
+    assert cache_bytes_per_token(config, dtype) <= budget
+    assert sizes(config) != sizes(equal)
+    if dtype == torch.bfloat16:
+        assert relative_losses(model, config) < relative_losses(model, equal)
+
+
+def test_layers_that_may_not_change_are_counted():
+    model = uneven_model()
+    for index in range(3):
+        config = allocate(model, "gqa", 3 * 500, CALIBRATION, layers=[0, index], dtype=torch.float16)
+        assert cache_bytes_per_token(config, torch.float16) <= 3 * 500
+        assert all(sizes(config)[i] == ("mha", 6, None, None) for i in range(3) if i not in (0, index))
+
+
+def test_a_large_budget_changes_nothing():
+    model = uneven_model()
+    for kind in ("gqa", "mla"):
+        assert sizes(allocate(model, kind, 3 * 2 * 6 * 14 * 2, CALIBRATION)) == sizes(model.config)
+
+
+@pytest.mark.parametrize(("kind", "layers", "least"), [("gqa", None, 3 * 56), ("gqa", [1], 2 * 336 + 56)])
+def test_a_small_budget_is_refused_and_the_least_is_enough(kind, layers, least):
+    model = uneven_model()
+    message = f"a budget of {least - 1} bytes per token is too small: the least with {kind} in these layers is {least}"
+    with pytest.raises(ConversionError, match=f"{message}, and the source takes 1008$"):
+        allocate(model, kind, least - 1, CALIBRATION, layers=layers)
+    assert cache_bytes_per_token(allocate(model, kind, least, CALIBRATION, layers=layers), torch.bfloat16) == least
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "text", "message"),
+    [
+        ("mha", None, CALIBRATION, "a budget chooses sizes of gqa or mla, and mha has none to choose"),
+        ("gqa", [3], CALIBRATION, "layers has 3, but the model's 3 layers are 0 to 2"),
+        ("gqa", [-1], CALIBRATION, "layers has -1"),
+        ("gqa", None, [], "the calibration text is empty"),
+    ],
+)
+def test_impossible_budgets_are_refused(kind, layers, text, message):
+    with pytest.raises(ConversionError, match=message):
+        allocate(random_model("gqa"), kind, 1000, text, layers=layers)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    curves=st.lists(st.lists(st.integers(1, 50), min_size=3, max_size=5), min_size=1, max_size=4),
+    share=st.floats(0.0, 1.0),
+)
+def test_spending_is_best_for_losses_that_fall_ever_slower(curves, share):
+    """Best of all choices, where steps are equally large and each of a layer's saves less than the one before."""
+    options = {}
+    for index, savings in enumerate(curves):
+        losses = [float(sum(sorted(savings, reverse=True)[taken:])) for taken in range(len(savings) + 1)]
+        options[index] = [Option(2 * (i + 1), loss, {}) for i, loss in enumerate(losses)]
+    least = sum(layer[0].numbers for layer in options.values())
+    most = sum(layer[-1].numbers for layer in options.values())
+    budget = least + round(share * (most - least))
+    picked = spend(options, budget)
+    assert sum(option.numbers for option in picked.values()) <= budget
+    best = min(
+        sum(option.loss for option in choice)
+        for choice in product(*options.values())
+        if sum(option.numbers for option in choice) <= budget
+    )
+    assert sum(option.loss for option in picked.values()) == pytest.approx(best)
+    assert spend(options, least - 1) is None
+
+
+def test_a_conversion_of_an_old_checkpoint_has_the_present_format():
+    config = make_config("gqa", format_version=1)
+    assert target_config(config, "mha").format_version == 2
