@@ -10,6 +10,7 @@ from functools import cached_property, partial
 import torch
 
 from .errors import ConversionError
+from .report import evaluating
 
 Batch = dict[str, torch.Tensor]
 # Attention weights are looked at in one row of a batch, up to so many tokens.
@@ -100,16 +101,14 @@ def collect(model, batches: Sequence[Batch], progress: Callable[[Iterable], Iter
     for layer, layer_sums in zip(model.model.layers, sums, strict=True):
         hooks.append(layer.self_attn.register_forward_pre_hook(partial(_see_input, layer_sums, kept), with_kwargs=True))
         hooks.append(layer.post_attention_layernorm.register_forward_pre_hook(partial(_see_residual, layer_sums, kept)))
-    training = model.training
-    model.eval()
     try:
-        for batch in progress(batches):
-            inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
-            mask = inputs.get("attention_mask")
-            kept[:] = [torch.ones_like(inputs["input_ids"]).bool() if mask is None else mask.bool()]
-            model.model(**inputs, use_cache=False)
+        with evaluating(model):
+            for batch in progress(batches):
+                inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
+                mask = inputs.get("attention_mask")
+                kept[:] = [torch.ones_like(inputs["input_ids"]).bool() if mask is None else mask.bool()]
+                model.model(**inputs, use_cache=False)
     finally:
-        model.train(training)
         for hook in hooks:
             hook.remove()
     if not sums[0].tokens:

@@ -57,7 +57,9 @@ def convert(
     seed: int = 0,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> tuple[GQAForCausalLM, dict[str, Any]]:
-    """Give a trained model another attention; see CONVERSION in the README for what is exact.
+    """Give a trained model another attention.
+
+    More key/value heads, MQA to MLA, and MLA without a latent norm to MHA are exact.
 
     Args:
         model: the source; it is not changed.
@@ -72,7 +74,7 @@ def convert(
             on `calibration`; "auto" tries both, other methods do not.
 
     Returns:
-        The converted model, and what was done: {"exact", "method", "layers", "candidates"}.
+        The converted model, and what was done: {"exact", "method", "setting", "layers", "candidates"}.
 
     Raises:
         ConversionError: this cannot be converted, and why.
@@ -91,6 +93,8 @@ def convert(
     kinds = {target_config.per_layer_config[index].attention_kind == "mla" for index in lossy}
     if kinds == {True} and method not in ("auto", "lowrank"):
         raise ConversionError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
+    if all(target_config.per_layer_config[index].num_key_value_heads == 1 for index in lossy):
+        regroup = regroup or False  # one group holds all heads, however they are ordered
     statistics = gather(model, calibration if lossy else None, progress)
     fixed = Setting(
         method="lowrank" if method == "auto" else method,
@@ -161,10 +165,9 @@ def gather(model: GQAForCausalLM, calibration: Sequence[Batch] | None, progress=
     if calibration:
         return collect(model, calibration, progress)
     length = min(model.config.max_position_embeddings, 2048)
-    return [
-        without_data(model.config.hidden_size, layer.num_attention_heads, length, model.device)
-        for layer in model.config.per_layer_config
-    ]
+    heads = [layer.num_attention_heads for layer in model.config.per_layer_config]
+    blank = {number: without_data(model.config.hidden_size, number, length, model.device) for number in set(heads)}
+    return [blank[number] for number in heads]
 
 
 @dataclass

@@ -8,9 +8,9 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 
 from ..accounting import cache_bytes_per_token, count_parameters
-from ..attention import ATTENTION_CLASSES
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
+from .allocation import numbers_per_token
 from .convert import changed_layers, is_exact
 from .errors import ConversionError
 from .exporting import export_config, inexactness
@@ -103,13 +103,9 @@ def conversions(config: GQAConfig, dtype: torch.dtype) -> dict[str, dict[str, An
             enter(f"gqa with {number} key/value heads", "gqa", num_key_value_heads=number)
     if all(layer.attention_kind != "mla" and layer.num_key_value_heads == 1 for layer in layers):
         enter("mla of the same cache size", "mla")
-    half = max(3, min(cache_numbers(layer) for layer in layers) // 2)
+    half = max(3, min(numbers_per_token(layer) for layer in layers) // 2)
     enter(f"mla of a chosen cache size, for instance {half}", "mla", cache_size=half)
     return found
-
-
-def cache_numbers(layer: GQAConfig) -> int:
-    return sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer))
 
 
 def inspect_checkpoint(source: str | Path) -> dict[str, Any]:
@@ -133,7 +129,7 @@ def inspect_checkpoint(source: str | Path) -> dict[str, Any]:
                 "attention": describe_layer(layer),
                 **{name: getattr(layer, name) for name in LAYER_FIELDS},
                 "sliding_window": config.sliding_window if kind == "sliding_attention" else None,
-                "cache_bytes_per_token": cache_numbers(layer) * dtype.itemsize,
+                "cache_bytes_per_token": numbers_per_token(layer) * dtype.itemsize,
             }
             for index, (layer, kind) in enumerate(zip(config.per_layer_config, config.layer_types, strict=True))
         ],

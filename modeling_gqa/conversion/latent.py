@@ -162,11 +162,8 @@ def write_latent(
 
 def _real_matrix(planes: torch.Tensor, size: int) -> torch.Tensor:
     """The matrices (H, D, D) that multiply each plane by its complex number in `planes` (H, n); the rest they keep."""
-    n, matrix = (
-        planes.shape[1],
-        torch.eye(size, dtype=planes.real.dtype, device=planes.device).repeat(len(planes), 1, 1),
-    )
-    index = torch.arange(n, device=planes.device)
+    n, index = planes.shape[1], torch.arange(planes.shape[1], device=planes.device)
+    matrix = torch.eye(size, dtype=planes.real.dtype, device=planes.device).repeat(len(planes), 1, 1)
     matrix[:, index, index] = matrix[:, index + n, index + n] = planes.real
     matrix[:, index, index + n], matrix[:, index + n, index] = -planes.imag, planes.imag
     return matrix

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from .calibration import Batch
+from .report import evaluating
 
 # Share of the mean power of what is projected that is added to all of it.
 RIDGE = 1e-3
@@ -64,18 +65,14 @@ def refit_outputs(
         layer, ours = source.model.layers[index].self_attn, converted.model.layers[index].self_attn
         hooks.append(layer.register_forward_hook(compare(index), with_kwargs=True))
         hooks.append(ours.o_proj.register_forward_pre_hook(lambda _, arguments: projected.append(arguments[0])))
-    training = source.training, converted.training
-    source.eval()
-    converted.eval()
     try:
-        for batch in progress(batches):
-            inputs = {name: tensor.to(source.device) for name, tensor in batch.items() if name != "labels"}
-            mask = inputs.get("attention_mask")
-            kept[:] = [torch.ones_like(inputs["input_ids"]).bool() if mask is None else mask.bool()]
-            source.model(**inputs, use_cache=False)
+        with evaluating(source, converted):
+            for batch in progress(batches):
+                inputs = {name: tensor.to(source.device) for name, tensor in batch.items() if name != "labels"}
+                mask = inputs.get("attention_mask")
+                kept[:] = [torch.ones_like(inputs["input_ids"]).bool() if mask is None else mask.bool()]
+                source.model(**inputs, use_cache=False)
     finally:
-        source.train(training[0])
-        converted.train(training[1])
         for hook in hooks:
             hook.remove()
     for regression in regressions.values():

@@ -230,11 +230,11 @@ def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
         names = ["num_attention_heads", "intermediate_size", "mlp_bias", "attention_dropout"]
         if "mla" not in (before.attention_kind, after.attention_kind):
             names += ["qk_norm", "head_dim"]
-            if frequencies(before) != frequencies(after):
-                raise ConversionError(f"layer {index}: the target rotates with other frequencies than the source")
         for name in names:
             if getattr(before, name) != getattr(after, name):
                 raise ConversionError(
                     f"layer {index}: the target's {name}={getattr(after, name)!r} differs from the source's "
                     f"{getattr(before, name)!r}: build the target with `target_config`"
                 )
+        if "head_dim" in names and frequencies(before) != frequencies(after):
+            raise ConversionError(f"layer {index}: the target rotates with other frequencies than the source")

@@ -95,9 +95,12 @@ def test_the_report_of_an_automatic_search():
     }
     assert report["candidates"] == [] and report["setting"] is None and report["layers"][0]["loss"] is None
 
-    other, report = convert(model, target(model, "mqa", layers=[0]), CALIBRATION)
-    names = [candidate["name"] for candidate in report["candidates"]]
-    assert len(names) == len(set(names)) == 15  # 3 metrics, weighted or not, grouped or not; procrustes; refitted
+    model = random_model("mha")
+    for kind, number in (("mqa", 8), ("gqa", 15)):  # 3 metrics, weighted or not, grouped or not; procrustes; refitted
+        sizes = {"num_key_value_heads": 2} if kind == "gqa" else {}  # MQA has one group, however it is made
+        other, report = convert(model, target(model, kind, layers=[0], **sizes), CALIBRATION)
+        names = [candidate["name"] for candidate in report["candidates"]]
+        assert len(names) == len(set(names)) == number
     kls = [candidate["kl"] for candidate in report["candidates"]]
     chosen = " ".join(f"{name}={value}" for name, value in report["setting"].items() if name != "seed")
     assert chosen == names[kls.index(min(kls))]
@@ -105,8 +108,8 @@ def test_the_report_of_an_automatic_search():
     assert measure(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
     assert report["layers"][0] | {"loss": 0} == {
         "layer": 0,
-        "from": "gqa, 2 of 6 heads",
-        "to": "mqa, 1 of 6 heads",
+        "from": "mha, 6 of 6 heads",
+        "to": "gqa, 2 of 6 heads",
         "loss": 0,
     }
     json.dumps(report, allow_nan=False)
@@ -197,7 +200,7 @@ REFUSED = {
     "head-size": (
         make_config("mqa", head_dim=20),
         {},
-        "layer 0: the target('s head_dim=20 differs from the source's 14| rotates)",
+        "layer 0: the target's head_dim=20 differs from the source's 14",
     ),
     "qk-norm": (make_config("mqa", qk_norm=True), {}, "layer 0: the target's qk_norm=True differs"),
     "mlp": (make_config("mqa", intermediate_size=70), {}, "layer 0: the target's intermediate_size=70 differs"),
