@@ -25,6 +25,7 @@ from modeling_gqa.accounting import cache_bytes_per_token
 from modeling_gqa.conversion import allocate, convert, measure, target_config
 from modeling_gqa.conversion.calibration import collect
 from modeling_gqa.conversion.convert import assemble
+from modeling_gqa.conversion.measuring import predicted_states
 from modeling_gqa.conversion.targets import configuration, layer_fields
 
 from .conversion_baselines import convert_baseline, mean_key, real_rotation
@@ -52,6 +53,7 @@ class Bench:
         self.source = GQAForCausalLM.from_pretrained(run / "final").eval()
         self.train = np.load(run / "data" / "train.npy", mmap_mode="r")
         self.evaluation = self.batches(np.load(run / "data" / "validation.npy", mmap_mode="r"))
+        self.states = [predicted_states(self.source, batch) for batch in self.evaluation]
         self.rows: list[dict] = []
 
     @staticmethod
@@ -65,9 +67,12 @@ class Bench:
         drawn = self.train[np.sort(order[: self.blocks])], self.train[np.sort(order[self.blocks :][: self.blocks // 2])]
         return self.batches(drawn[0]), self.batches(drawn[1])
 
+    def measure(self, model) -> dict:
+        return measure(self.source, model, self.evaluation, known=self.states)
+
     def add(self, target: str, method: str, models: list, seconds: float, **more) -> dict:
         """Measure `models`, which differ by seed, and note their mean."""
-        measured = [measure(self.source, model, self.evaluation) for model in models]
+        measured = [self.measure(model) for model in models]
         keys = {"kl": "kl", "perplexity": "perplexity_after", "top1": "top1_agreement"}
         row = {name: statistics.fmean(result[key] for result in measured) for name, key in keys.items()}
         size = cache_bytes_per_token(models[0].config, torch.float32)
@@ -160,16 +165,16 @@ def under_budget(bench: Bench) -> None:
 
 def heal(bench: Bench, models: dict[str, GQAForCausalLM], folder: Path) -> list[dict]:
     """Uptrain each model, and the source as the control, by the uptrain-tiny recipe."""
-    rows, source = [], measure(bench.source, bench.source, bench.evaluation)["perplexity_before"]
+    rows, source = [], bench.measure(bench.source)["perplexity_before"]
     tokenizer = AutoTokenizer.from_pretrained(bench.run / "final")
     for target, model in {"control": bench.source, **models}.items():
         student = folder / target.replace("/", "-")
         model.save_pretrained(student)
         tokenizer.save_pretrained(student)
-        start = measure(bench.source, model, bench.evaluation)
+        start = bench.measure(model)
         for alpha in (0.05, 0.1) if target in ("control", "gqa-2") else (0.05,):
             healed = GQAForCausalLM.from_pretrained(uptrain(bench, student, folder, alpha, target == "control")).eval()
-            after = measure(bench.source, healed, bench.evaluation)
+            after = bench.measure(healed)
             gap = start["perplexity_after"] - source
             rows.append(
                 {
@@ -214,7 +219,7 @@ def main() -> None:
     machine, begin = describe_machine("cpu", [torch.float32]), time.perf_counter()
     print_machine(machine)
     bench = Bench(arguments.run, arguments.calibration_blocks, arguments.seeds)
-    source = measure(bench.source, bench.source, bench.evaluation)
+    source = bench.measure(bench.source)
     print(f"source: perplexity {source['perplexity_before']:.2f} on {source['tokens']:,} tokens")
     models = fewer_heads(bench)
     models |= to_mla(bench)

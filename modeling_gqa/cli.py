@@ -156,7 +156,10 @@ def convert(
     ] = None,
     text_column: Annotated[str, text_panel(help="Column of .jsonl and .parquet files.", show_default=True)] = "text",
     calibration_tokens: Annotated[
-        int, text_panel(min=1, help="A quarter as many again are for auto to choose by.", show_default=True)
+        int,
+        text_panel(
+            min=1, help="A quarter as many again, at most 16,384, are for auto to choose by.", show_default=True
+        ),
     ] = 131072,
     evaluation_tokens: Annotated[int, text_panel(min=1, help="Tokens to measure on.", show_default=True)] = 65536,
     sequence_length: Annotated[

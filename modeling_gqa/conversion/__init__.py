@@ -5,7 +5,7 @@ from .convert import METHODS, convert
 from .errors import ConversionError
 from .exporting import export_checkpoint, export_config
 from .importing import import_checkpoint, import_config, load_source
-from .report import layer_errors, measure
+from .measuring import layer_errors, measure
 from .targets import target_config
 
 __all__ = [

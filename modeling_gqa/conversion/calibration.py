@@ -10,7 +10,7 @@ from functools import cached_property, partial
 import torch
 
 from .errors import ConversionError
-from .report import evaluating
+from .measuring import evaluating
 
 Batch = dict[str, torch.Tensor]
 # Attention weights are looked at in one row of a batch, up to so many tokens.

@@ -7,6 +7,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -21,9 +22,9 @@ from .grouping import contiguous, regrouped
 from .heads import merge_heads
 from .latent import ALPHAS, GAINS, to_latent
 from .matrices import Heads, read_heads, repeat_heads, write_grouped
+from .measuring import evaluating, measure, predicted_states
 from .moments import compute_moments
 from .refit import refit_outputs
-from .report import measure
 from .targets import Fields, check_same_model, configuration, layer_fields, layer_head_dim, rotary_planes
 
 METHODS = ("auto", "lowrank", "procrustes", "mean", "first", "random")
@@ -182,6 +183,12 @@ class Search:
     progress: Callable[[Iterable], Iterable]
     tried: list[tuple[float, Setting]] = field(default_factory=list)
 
+    @cached_property
+    def source_states(self) -> list[torch.Tensor]:
+        """The source's last hidden states on `selection`, which every candidate is compared with."""
+        with evaluating(self.model):
+            return [predicted_states(self.model, batch) for batch in self.selection]
+
     def converted(self, setting: Setting, share: bool) -> tuple[GQAForCausalLM, list[Fields], dict[int, float | None]]:
         """The model converted by `setting`; `share`: its other tensors are the source's own."""
         states, fields, losses = convert_layers(self.model, self.target, self.statistics, setting)
@@ -193,7 +200,8 @@ class Search:
     def best_of(self, settings: Iterable[Setting]) -> Setting:
         for setting in self.progress(list(settings)):
             candidate, _, _ = self.converted(setting, share=True)
-            self.tried.append((measure(self.model, candidate, self.selection)["kl"], setting))
+            measured = measure(self.model, candidate, self.selection, known=self.source_states)
+            self.tried.append((measured["kl"], setting))
         return min(self.tried, key=lambda pair: pair[0])[1]
 
     def run(self, start: Setting, to_mla: set[bool], regroup: bool | None, refit: bool | None) -> Setting:

@@ -22,13 +22,14 @@ from .errors import ConversionError
 from .files import LazyTensor, local_folder, one_line, refuse_overlap, write_checkpoint, written_aside
 from .importing import load_source
 from .inspection import Found, check_convertible, find_checkpoint
-from .report import layer_errors, measure, write_card, write_report
+from .measuring import layer_errors, measure
+from .report import write_card, write_report
 from .targets import layer_fields, target_config
 from .text import list_files, read_batches
 
 SIZES = ("num_key_value_heads", "kv_lora_rank", "qk_rope_head_dim", "cache_size", "cache_bytes")
-# "auto" compares settings on a quarter of what calibrates them.
-SELECTION_SHARE = 4
+# "auto" compares settings on a quarter of what calibrates them, and that is enough: settings differ by more than texts.
+SELECTION_SHARE, MOST_SELECTION = 4, 16384
 LONGEST_BLOCK = 2048  # tokens, where --sequence-length is left out
 
 Stage = Callable[[str], Callable[[Iterable], Iterable]]
@@ -201,7 +202,7 @@ class Job:
         self.sequence_length = length
         tokens = {
             "calibration": self.calibration_tokens,
-            "selection": self.calibration_tokens // SELECTION_SHARE,
+            "selection": min(self.calibration_tokens // SELECTION_SHARE, MOST_SELECTION),
             "evaluation": self.evaluation_tokens,
         }
         return read_batches(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from .calibration import Batch
-from .report import evaluating
+from .measuring import evaluating
 
 # Share of the mean power of what is projected that is added to all of it.
 RIDGE = 1e-3

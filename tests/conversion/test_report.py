@@ -7,8 +7,9 @@ import pytest
 import torch
 from small_models import make_batch, make_model
 
-from modeling_gqa.conversion import ConversionError, report
-from modeling_gqa.conversion.report import describe_layers, layer_errors, measure, write_card, write_report
+from modeling_gqa.conversion import ConversionError, measuring, report
+from modeling_gqa.conversion.measuring import layer_errors, measure, predicted_states
+from modeling_gqa.conversion.report import describe_layers, write_card, write_report
 
 
 def packed_batch(batch: int = 2, length: int = 13) -> dict[str, torch.Tensor]:
@@ -67,10 +68,14 @@ BATCHES = {
 
 @pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
 def test_measure_is_the_formula(batches, monkeypatch):
-    monkeypatch.setattr(report, "LOGITS_AT_ONCE", 101 * 7)  # several chunks, the last one shorter
+    monkeypatch.setattr(measuring, "TOKENS_AT_ONCE", 7)  # several chunks, the last one shorter
     source, converted = make_model("mha"), make_model("mla", seed=3)
     measured = measure(source, converted, batches)
     assert measured == pytest.approx(expected_measurement(source, converted, batches), rel=1e-4)
+    known = [predicted_states(source, batch) for batch in batches]
+    for parameter in source.model.parameters():  # which is not run again
+        parameter.data.zero_()
+    assert measure(source, converted, batches, known=known) == pytest.approx(measured, rel=1e-5)
 
 
 def test_measure_of_the_same_model_and_modes():
