@@ -309,6 +309,7 @@ WRONG = {
     "refit without text": (None, "mha", (*MQA, "--refit"), "--refit needs --text"),
     "budget without text": (None, "mha", (*MLA, "--budget", 99), "--budget needs --text"),
     "small budget": (None, "mha", (*MLA, "--budget", 9, *BLOCKS, 32), "a budget of 9 bytes per token is too small"),
+    "dry run": (None, "mha", (*MLA, "--budget", 9, *BLOCKS, 32, "--dry-run"), "a budget of 9 bytes per token is too"),
     "budget for mqa": (None, "mha", (*MQA, "--budget", 99), "--budget has nothing to choose for mqa"),
     "unknown layer": (None, "mha", (*MQA, "--layers", "1-3"), "layers has 3, but the model's 3 layers are 0 to 2"),
     "same attention": (None, "mha", ("--attention-kind", "mha"), "there is nothing to convert"),

@@ -15,9 +15,17 @@ from .calibration import Batch, Statistics, collect
 from .errors import ConversionError
 from .grouping import merging_loss, regrouped
 from .latent import to_latent
-from .matrices import Heads, read_heads
+from .matrices import read_heads
 from .moments import compute_moments
-from .targets import Fields, chosen_layers, configuration, grouped_fields, latent_fields, layer_fields
+from .targets import (
+    Fields,
+    chosen_layers,
+    configuration,
+    grouped_fields,
+    latent_fields,
+    layer_fields,
+    layer_head_dim,
+)
 
 # Cache sizes that are tried for an MLA layer, as shares of its present one.
 SHARES = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 5 / 32, 3 / 16, 1 / 4, 5 / 16, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
@@ -51,65 +59,81 @@ def allocate(
     Raises:
         ConversionError: the budget is too small, or the kind has no sizes to choose.
     """
-    if attention_kind not in ("gqa", "mla"):
-        raise ConversionError(f"a budget chooses sizes of gqa or mla, and {attention_kind} has none to choose")
+    smallest_target(model.config, attention_kind, bytes_per_token, layers=layers, dtype=dtype)  # or it is refused
     fields, chosen = layer_fields(model.config), chosen_layers(model.config, layers)
     statistics = collect(model, calibration, progress)
     options = {index: layer_options(model, index, attention_kind, statistics[index]) for index in progress(chosen)}
     fixed = sum(numbers_per_token(layer) for i, layer in enumerate(model.config.per_layer_config) if i not in options)
-    picked = spend(options, bytes_per_token // dtype.itemsize - fixed)
-    if picked is None:
-        least = (fixed + sum(min(o.numbers for o in layer) for layer in options.values())) * dtype.itemsize
-        raise ConversionError(
-            f"a budget of {bytes_per_token} bytes per token is too small: the least with {attention_kind} in these "
-            f"layers is {least}, and the source takes {cache_bytes_per_token(model.config, dtype)}"
-        )
-    for index, option in picked.items():
+    for index, option in spend(options, bytes_per_token // dtype.itemsize - fixed).items():
         fields[index] |= option.fields
     return configuration(model.config, fields)
+
+
+def smallest_target(
+    config: GQAConfig,
+    attention_kind: str,
+    bytes_per_token: int,
+    *,
+    layers: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> GQAConfig:
+    """The least that `allocate` could choose; raises `ConversionError` where even that is beyond the budget."""
+    if attention_kind not in ("gqa", "mla"):
+        raise ConversionError(f"a budget chooses sizes of gqa or mla, and {attention_kind} has none to choose")
+    fields = layer_fields(config)
+    for index in chosen_layers(config, layers):
+        fields[index] |= next(iter(layer_sizes(config, index, attention_kind).values()), {})
+    target = configuration(config, fields)
+    least = cache_bytes_per_token(target, dtype)
+    if bytes_per_token < least:
+        raise ConversionError(
+            f"a budget of {bytes_per_token} bytes per token is too small: the least with {attention_kind} in these "
+            f"layers is {least}, and the source takes {cache_bytes_per_token(config, dtype)}"
+        )
+    return target
 
 
 def numbers_per_token(layer: GQAConfig) -> int:
     return sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer))
 
 
+def layer_sizes(config: GQAConfig, index: int, kind: str) -> dict[int, Fields]:
+    """The sizes below its present one that layer `index` may have, rising: by numbers per token, the layer's fields."""
+    layer = config.per_layer_config[index]
+    heads, size, sizes = layer.num_key_value_heads, layer_head_dim(layer), {}
+    if kind == "mla":
+        for numbers in sorted({max(4, round(share * 2 * heads * size)) for share in SHARES}):
+            sizes[numbers] = latent_fields(config, index, None, None, numbers)
+    else:
+        for number in (number for number in range(1, heads) if heads % number == 0):
+            sizes[2 * number * size] = grouped_fields(config, index, "mqa" if number == 1 else "gqa", number)
+    return {numbers: fields for numbers, fields in sizes.items() if numbers < numbers_per_token(layer)}
+
+
 def layer_options(model, index: int, kind: str, statistics: Statistics) -> list[Option]:
     """The sizes that layer `index` may have, and what each loses, by number; the present size loses nothing."""
+    present = model.config.per_layer_config[index]
+    options = [Option(numbers_per_token(present), 0.0, layer_fields(model.config)[index])]
+    sizes = layer_sizes(model.config, index, kind)
+    if not sizes:  # whatever the layer is, it stays
+        return options
     heads = read_heads(model, index)
-    present = layer_fields(model.config)[index]
-    numbers = numbers_per_token(model.config.per_layer_config[index])
-    lossy = latent_options if kind == "mla" else head_options
-    smaller = [option for option in lossy(model.config, index, heads, statistics) if option.numbers < numbers]
-    return [*sorted(smaller, key=lambda option: option.numbers), Option(numbers, 0.0, present)]
+    moments = compute_moments(heads, statistics, centered=kind == "mla" or heads.biases[2])
+    for numbers, fields in reversed(sizes.items()):
+        if kind == "mla":
+            _, _, loss = to_latent(heads, moments, fields["kv_lora_rank"], fields["qk_rope_head_dim"], "mean")
+        else:
+            partition = regrouped(moments, fields["num_key_value_heads"])
+            loss = sum(merging_loss(moments, group) for group in partition)
+        options.insert(0, Option(numbers, loss / statistics.residual, fields))
+    return options
 
 
-def head_options(config: GQAConfig, index: int, heads: Heads, statistics: Statistics) -> Iterable[Option]:
-    moments = compute_moments(heads, statistics, centered=heads.biases[2])
-    present, size = heads.k.shape[:2]
-    for number in range(1, present):
-        if present % number == 0:
-            loss = sum(merging_loss(moments, group) for group in regrouped(moments, number))
-            kind = "mqa" if number == 1 else "gqa"
-            fields = grouped_fields(config, index, kind, number)
-            yield Option(2 * number * size, loss / statistics.residual, fields)
-
-
-def latent_options(config: GQAConfig, index: int, heads: Heads, statistics: Statistics) -> Iterable[Option]:
-    moments = compute_moments(heads, statistics)
-    largest = 2 * heads.k.shape[0] * heads.k.shape[1]
-    for size in sorted({max(4, round(share * largest)) for share in SHARES}):
-        fields = latent_fields(config, index, None, None, size)
-        _, _, loss = to_latent(heads, moments, fields["kv_lora_rank"], fields["qk_rope_head_dim"], "mean")
-        yield Option(size, loss / statistics.residual, fields)
-
-
-def spend(options: dict[int, list[Option]], numbers: int) -> dict[int, Option] | None:
-    """One option of each layer with at most `numbers` in all: from the smallest, the step that saves most loss for its
-    size, as long as there is room; `None` where even the smallest do not fit."""
+def spend(options: dict[int, list[Option]], numbers: int) -> dict[int, Option]:
+    """One option of each layer with at most `numbers` in all, for which the smallest have room: from these, the step
+    that saves most loss for its size, as long as there is room."""
     picked = {index: layer[0] for index, layer in options.items()}
     room = numbers - sum(option.numbers for option in picked.values())
-    if room < 0:
-        return None
     while True:
         steps = [
             ((now.loss - option.loss) / (option.numbers - now.numbers), index, option)

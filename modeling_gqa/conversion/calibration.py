@@ -127,7 +127,10 @@ def _see_input(sums: Sums, kept: list[torch.Tensor], attention, arguments, keywo
     length = min(x.shape[1], LAGS_SEEN)
     cosine_sine = tuple(part[row if len(part) > 1 else 0, :length][None] for part in keywords["position_embeddings"])
     mask = keywords["attention_mask"]
-    mask = mask[row if len(mask) > 1 else 0, :, :length, :length][None] if isinstance(mask, torch.Tensor) else None
+    if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+        mask = mask[row if len(mask) > 1 else 0, :, :length, :length][None]
+    else:  # causal: flash attention's masks, and those of flex attention, say no more of a row without padding
+        mask = None
     # Only the eager function gives weights; `forward` itself, so that this hook is not called again.
     backend, attention.config._attn_implementation = attention.config._attn_implementation, "eager"
     try:

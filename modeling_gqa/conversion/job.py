@@ -16,7 +16,7 @@ from .. import __version__
 from ..accounting import cache_bytes_per_token, count_parameters
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
-from .allocation import allocate
+from .allocation import allocate, smallest_target
 from .convert import METHODS, convert, describe
 from .errors import ConversionError
 from .files import LazyTensor, local_folder, one_line, refuse_overlap, write_checkpoint, written_aside
@@ -179,15 +179,18 @@ class Job:
         found = find_checkpoint(self.source)
         if self.dtype != "auto":
             found = found._replace(dtype=getattr(torch, self.dtype))
-        target = None
+        target, exact = None, False
         if self.budget is not None:
-            target_config(found.config, "mha", layers=self.layers)  # so that the layers exist
+            least = smallest_target(
+                found.config, self.attention_kind, self.budget, layers=self.layers, dtype=found.dtype
+            )
+            check_convertible(found.config, least)
         else:
             sizes = {name: getattr(self, name) for name in SIZES if name != "cache_bytes"}
             if self.cache_bytes is not None:
                 sizes["cache_size"] = self.cache_bytes // found.dtype.itemsize
             target = target_config(found.config, self.attention_kind, layers=self.layers, **sizes)
-        exact = target is not None and check_convertible(found.config, target)
+            exact = check_convertible(found.config, target)
         if self.attention_kind == "mla" and not exact and self.method not in ("auto", "lowrank"):
             raise ConversionError(f"--method={self.method} merges heads, which MLA does not: choose auto or lowrank")
         return found, target, exact
