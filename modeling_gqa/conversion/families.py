@@ -52,14 +52,19 @@ IRRELEVANT = {
     "unsloth_version": "says who wrote the file",
     "unsloth_fixed": "says who wrote the file",
     "ignore_keys_at_rope_validation": "says which rotary parameters transformers does not warn of",
+    "base_model_tp_plan": "says how transformers spreads the model over devices",
+    "partial_rotary_factor": "stands in rope_parameters too, where it is looked at",
     "_attn_implementation_autoset": "left by earlier versions of transformers",
     "_attn_implementation_internal": "chooses the attention kernel",
     "_experts_implementation_internal": "chooses the kernel of experts",
     "_flash_attn_2_enabled": "left by earlier versions of transformers",
+    "_commit_hash": "says where the file came from",
     "_name_or_path": "says where the file came from",
     "_output_attentions": "says what is returned beside the logits",
     "_post_init_done": "transformers' own state",
 }
+# Rotary parameters that every supported transformers follows, and not every one lists.
+YARN_FIELDS = ("mscale", "mscale_all_dim", "truncate")
 EXPERT_FIELDS = dict.fromkeys(
     (
         "aux_loss_alpha",
@@ -254,7 +259,7 @@ def refuse_fields(config: PreTrainedConfig, family: Family):
 
 def _refuse_rope(config: PreTrainedConfig):
     rope = config.rope_parameters or {}
-    known = {*RopeParameters.__annotations__, "type"} - {"mrope_section"}
+    known = {*RopeParameters.__annotations__, *YARN_FIELDS, "type"} - {"mrope_section"}
     unknown = next((name for name, value in rope.items() if name not in known and value is not None), None)
     if unknown:
         raise ConversionError(f"rope_parameters[{unknown!r}]={rope[unknown]!r} is not supported")

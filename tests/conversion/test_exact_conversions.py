@@ -27,6 +27,8 @@ from modeling_gqa.conversion import convert, target_config
 from modeling_gqa.conversion.heads import permuted
 from modeling_gqa.conversion.matrices import read_heads, write_grouped
 
+pytestmark = pytest.mark.compat
+
 PLAIN = {"latent_norm": False}
 FULL = {"kv_lora_rank": 28, "qk_rope_head_dim": 28}
 # name -> (model, its fields, target's kind, target's sizes)

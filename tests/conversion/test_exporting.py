@@ -25,6 +25,8 @@ from modeling_gqa.conversion.exporting import export_checkpoint, export_config, 
 from modeling_gqa.conversion.files import open_tensors
 from modeling_gqa.conversion.importing import import_checkpoint, import_config
 
+pytestmark = pytest.mark.compat
+
 SIZES = {
     "vocab_size": 103,
     "hidden_size": 66,

@@ -150,6 +150,7 @@ def base_logits(family: str) -> torch.Tensor:
     return BASE_LOGITS[family]
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(("family", "name"), FAMILY_FIELDS, ids=["-".join(pair) for pair in FAMILY_FIELDS])
 def test_every_field_is_followed_refused_or_irrelevant(family, name):
     changes = {name: CHANGED[name]}  # a KeyError here is a field that a new transformers has: say what it is
@@ -220,6 +221,7 @@ ROPE_CHANGES = {
 }
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("rope_type", ROPES)
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2", "deepseek_v3"])
 def test_every_rotary_parameter_is_followed(family, rope_type):
@@ -238,6 +240,7 @@ def test_every_rotary_parameter_is_followed(family, rope_type):
         assert not close(base, expected, 1e-4), name
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("changes", "message"),

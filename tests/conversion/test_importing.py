@@ -26,6 +26,8 @@ from modeling_gqa.conversion.families import FAMILIES
 from modeling_gqa.conversion.files import LazyTensor, open_tensors
 from modeling_gqa.conversion.importing import import_checkpoint, import_config, load_source
 
+pytestmark = pytest.mark.compat
+
 SHARD = 40_000  # bytes, so that each model has several
 
 
