@@ -157,7 +157,8 @@ def under_budget(bench: Bench) -> None:
     """The same caches with sizes by layer."""
     calibration, _ = bench.text(0)
     whole = cache_bytes_per_token(bench.source.config, torch.float32)
-    for kind, share in (("gqa", 2), ("gqa", 4), ("mla", 4), ("mla", 8)):
+    shares = [("gqa", 2), ("gqa", 4), *([] if bench.source.config.qk_norm else [("mla", 4), ("mla", 8)])]
+    for kind, share in shares:
         config = allocate(bench.source, kind, whole // share, calibration, dtype=torch.float32)
         bench.convert(f"{kind}-1/{share}", config, "lowrank", range(1), regroup=kind == "gqa")
         bench.rows[-1]["method"] += ", sizes by layer"
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("--calibration_blocks", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", default="benchmarks/results")
+    parser.add_argument("--name", default="conversion", help="of the file of results")
     arguments = parser.parse_args()
     if not (arguments.run / "final").is_dir():
         sys.exit(f"no model in {arguments.run}/final: python -m training.pretrain configuration/recipes/tiny-mha.yaml")
@@ -222,10 +224,11 @@ def main() -> None:
     source = bench.measure(bench.source)
     print(f"source: perplexity {source['perplexity_before']:.2f} on {source['tokens']:,} tokens")
     models = fewer_heads(bench)
-    models |= to_mla(bench)
+    if not bench.source.config.qk_norm:  # which keeps a model from MLA
+        models |= to_mla(bench)
     under_budget(bench)
     with tempfile.TemporaryDirectory() as folder:
-        wanted = {name: models[name] for name in ("gqa-2", "mqa", "mla-1/8")}
+        wanted = {name: models[name] for name in ("gqa-2", "mqa", "mla-1/8") if name in models}
         healing = heal(bench, wanted, Path(folder))
     print_table("Conversions, before any training", bench.rows, COLUMNS)
     print_table("Healing", healing, HEALING)
@@ -233,8 +236,8 @@ def main() -> None:
     print(f"{minutes:.1f} minutes")
     save(
         arguments.output,
-        "conversion",
-        "python -m benchmarks.conversion",
+        arguments.name,
+        " ".join(["python -m benchmarks.conversion", *sys.argv[1:]]),
         machine,
         source=source,
         conversions=bench.rows,
