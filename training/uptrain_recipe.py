@@ -33,7 +33,7 @@ class UptrainRecipe(Recipe):
     )
     temperature: float = field(default=1.0, metadata={"help": "Stage 2: temperature of both softmaxes in the KL."})
     pretraining_fraction: float | None = field(
-        default=None, metadata={"help": "Budget, in place of max_steps: share of the teacher's pretraining tokens."}
+        default=None, metadata={"help": "Budget: share of the teacher's pretraining tokens; 0: max_steps tells."}
     )
     pretraining_tokens: int | None = field(
         default=None, metadata={"help": "Those tokens; read from the teacher's results.json if left out."}
@@ -72,12 +72,12 @@ class UptrainRecipe(Recipe):
 
     def training_budget(self) -> float | None:
         """Return the tokens to train on, where they are given as a share of pretraining's (2305.13245, section 2.1)."""
-        if self.pretraining_fraction is None:
+        if not self.pretraining_fraction:
             return None
         if not 0 < self.pretraining_fraction <= 1:
-            raise ValueError(f"pretraining_fraction is {self.pretraining_fraction}; it must lie in (0, 1]")
+            raise ValueError(f"pretraining_fraction is {self.pretraining_fraction}; it must lie in [0, 1]")
         if self.max_steps > 0:
-            raise ValueError("max_steps and pretraining_fraction are both given; name one budget")
+            raise ValueError("max_steps and pretraining_fraction are both given; name one budget: set the other to 0")
         self.max_steps = 1  # until the batch size is known
         return self.pretraining_fraction * (self.pretraining_tokens or self.tokens_of_teacher())
 

@@ -46,19 +46,23 @@ def allocate(
     calibration: Sequence[Batch],
     *,
     layers: Sequence[int] | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
     progress: Callable[[Iterable], Iterable] = iter,
 ) -> GQAConfig:
     """The target configuration whose cache takes at most `bytes_per_token` in all layers together.
 
+    A layer that loses most may keep its attention, so the result is often a mixed model.
+
     Args:
         attention_kind: "gqa" chooses the key/value heads of each layer, "mla" the size of each latent and rotary key.
         calibration: model inputs; without text no layer's loss would be known.
-        layers: indices of the layers that may change, all where it is `None`; `dtype`: of the cache.
+        layers: indices of the layers that may change, all where it is `None`; `dtype`: of the cache, the model's
+            where it is left out.
 
     Raises:
         ConversionError: the budget is too small, or the kind has no sizes to choose.
     """
+    dtype = dtype or model.dtype
     smallest_target(model.config, attention_kind, bytes_per_token, layers=layers, dtype=dtype)  # or it is refused
     fields, chosen = layer_fields(model.config), chosen_layers(model.config, layers)
     statistics = collect(model, calibration, progress)
@@ -75,11 +79,13 @@ def smallest_target(
     bytes_per_token: int,
     *,
     layers: Sequence[int] | None = None,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype,
 ) -> GQAConfig:
     """The least that `allocate` could choose; raises `ConversionError` where even that is beyond the budget."""
     if attention_kind not in ("gqa", "mla"):
         raise ConversionError(f"a budget chooses sizes of gqa or mla, and {attention_kind} has none to choose")
+    if config.rope_parameters["rope_type"] == "longrope":
+        raise ConversionError("a budget makes layers differ, which a model with rope_type 'longrope' cannot have")
     fields = layer_fields(config)
     for index in chosen_layers(config, layers):
         fields[index] |= next(iter(layer_sizes(config, index, attention_kind).values()), {})

@@ -66,7 +66,7 @@ class Sums:
     def add(self, x: torch.Tensor, kept: torch.Tensor) -> None:
         """Add inputs `x` (B, T, E) where `kept` (B, T)."""
         rows = x[kept].float()
-        # Products in the inputs' precision, sums in float64.
+        # Products in float32, sums in float64.
         self.second += (rows.mT @ rows).double()
         self.total += rows.sum(0, dtype=torch.float64)
         self.tokens += len(rows)
@@ -82,6 +82,12 @@ class Sums:
         self.lags.index_add_(1, lag, weights.flatten(1).double())
 
     def statistics(self) -> Statistics:
+        """The means; raises `ConversionError` where they are not finite."""
+        if not (torch.isfinite(self.second).all() and torch.isfinite(self.lags).all()):
+            raise ConversionError(
+                "the model's activations are not finite on the calibration text: its weights are damaged, or its dtype "
+                "is too narrow; choose float32 or bfloat16"
+            )
         lags = self.lags / self.lags.sum(-1, keepdim=True)
         tokens = self.tokens
         return Statistics(self.second / tokens, self.total / tokens, lags, self.residual / tokens, self.length)
@@ -124,20 +130,21 @@ def _see_input(sums: Sums, kept: list[torch.Tensor], attention, arguments, keywo
     x = arguments[0]
     sums.add(x, kept[0])
     row = kept[0].sum(-1).argmax()  # the row with the least padding
-    length = min(x.shape[1], LAGS_SEEN)
-    cosine_sine = tuple(part[row if len(part) > 1 else 0, :length][None] for part in keywords["position_embeddings"])
+    start = kept[0][row].int().argmax()
+    seen = slice(start, min(start + LAGS_SEEN, x.shape[1]))
+    cosine_sine = tuple(part[row if len(part) > 1 else 0, seen][None] for part in keywords["position_embeddings"])
     mask = keywords["attention_mask"]
     if isinstance(mask, torch.Tensor) and mask.ndim == 4:
-        mask = mask[row if len(mask) > 1 else 0, :, :length, :length][None]
+        mask = mask[row if len(mask) > 1 else 0, :, seen, seen][None]
     else:  # causal: flash attention's masks, and those of flex attention, say no more of a row without padding
         mask = None
     # Only the eager function gives weights; `forward` itself, so that this hook is not called again.
     backend, attention.config._attn_implementation = attention.config._attn_implementation, "eager"
     try:
-        _, weights = attention.forward(x[row, :length][None], position_embeddings=cosine_sine, attention_mask=mask)
+        _, weights = attention.forward(x[row, seen][None], position_embeddings=cosine_sine, attention_mask=mask)
     finally:
         attention.config._attn_implementation = backend
-    real = kept[0][row, :length]
+    real = kept[0][row, seen]
     sums.add_lags(weights[0] * real[:, None])
 
 

@@ -27,6 +27,8 @@ from .moments import compute_moments
 from .refit import refit_outputs
 from .targets import Fields, check_same_model, configuration, layer_fields, layer_head_dim, rotary_planes
 
+# What "auto" chooses by at most: settings differ by more than texts do.
+SELECTION_TOKENS = 16384
 METHODS = ("auto", "lowrank", "procrustes", "mean", "first", "random")
 State = dict[str, torch.Tensor]
 
@@ -60,14 +62,16 @@ def convert(
 ) -> tuple[GQAForCausalLM, dict[str, Any]]:
     """Give a trained model another attention.
 
-    More key/value heads, MQA to MLA, and MLA without a latent norm to MHA are exact.
+    A multiple of the key/value heads, MQA to MLA, and MLA without a latent norm to MHA are exact.
 
     Args:
         model: the source; it is not changed.
         target_config: the same model with other attention, best made by `targets.target_config`. An MLA layer's
             frequencies, softmax scale and biases are found here, and it has no latent norm.
-        calibration: model inputs (B, T) of typical text; without any, the weights alone decide.
-        selection: text by which "auto" chooses; the last quarter of `calibration` where it is left out.
+        calibration: batches of model inputs of typical text, `[{"input_ids": (B, T)}, ...]`, with "attention_mask" or
+            "position_ids" where they are needed; without any, the weights alone decide.
+        selection: text by which "auto" chooses, whose hidden states are kept meanwhile; where it is left out, the last
+            quarter of `calibration`, at most SELECTION_TOKENS.
         method: how heads become fewer, of METHODS; "auto" tries settings of `lowrank` and `procrustes`, and of MLA's
             gain and weight, and keeps the least KL(source || converted) on `selection`.
         regroup: whether heads may be merged with others than their neighbours; "auto" tries both.
@@ -80,13 +84,15 @@ def convert(
     Raises:
         ConversionError: this cannot be converted, and why.
     """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConversionError("the model's weights are not in memory (offloaded, or on the meta device): load them all")
     if method not in METHODS:
         raise ConversionError(f"method={method!r} is unknown: choose one of {', '.join(METHODS)}")
     check_same_model(model.config, target_config)
     changed = changed_layers(model.config, target_config)
     if not changed:
         raise ConversionError("the target's attention is the source's: there is nothing to convert")
-    lossy = [index for index in changed if not is_exact(model, target_config, index)]
+    lossy = lossy_layers(model, target_config)
     if lossy and method == "auto" and calibration and selection is None:
         calibration, selection = hold_out(calibration)
     if refit and not calibration:
@@ -135,8 +141,20 @@ def changed_layers(source: GQAConfig, target: GQAConfig) -> list[int]:
     return [index for index, (before, after) in enumerate(pairs) if shape(before) != shape(after)]
 
 
+def lossy_layers(model: GQAForCausalLM, target: GQAConfig) -> list[int]:
+    """The changed layers that cannot keep their function; raises `ConversionError` where they cannot be had either."""
+    lossy = [index for index in changed_layers(model.config, target) if not is_exact(model, target, index)]
+    to_mla = [index for index in lossy if target.per_layer_config[index].attention_kind == "mla"]
+    if to_mla and model.config.rope_parameters["rope_type"] == "longrope" and model.config.num_hidden_layers > 1:
+        raise ConversionError(
+            "rope_type 'longrope' lists a factor per rotary dimension, and in MLA each layer keeps other frequencies: "
+            "convert this model to fewer key/value heads instead"
+        )
+    return lossy
+
+
 def is_exact(model: GQAForCausalLM, target: GQAConfig, index: int) -> bool:
-    """Whether layer `index` keeps its function: as many or more key/value heads, or MLA of MQA with room for all."""
+    """Whether layer `index` keeps its function: a multiple of the key/value heads, or MLA with room for all of them."""
     before, after = model.config.per_layer_config[index], target.per_layer_config[index]
     key_heads = before.num_key_value_heads
     if after.attention_kind != "mla":
@@ -147,7 +165,8 @@ def is_exact(model: GQAForCausalLM, target: GQAConfig, index: int) -> bool:
 
 
 def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """The first three quarters and the last quarter of the batches, of single rows where there are few."""
+    """The first three quarters and the last quarter of the batches, of single rows where there are few; the second has
+    at most SELECTION_TOKENS, or one batch."""
     if len(batches) < 4:
         batches = [
             {name: tensor[row : row + 1] for name, tensor in batch.items()}
@@ -159,6 +178,8 @@ def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
             f"{len(batches)} rows of text are too few for auto to choose by: give 4, or name a method"
         )
     held_out = len(batches) // 4
+    while held_out > 1 and sum(batch["input_ids"].numel() for batch in batches[-held_out:]) > SELECTION_TOKENS:
+        held_out -= 1
     return list(batches[:-held_out]), list(batches[-held_out:])
 
 

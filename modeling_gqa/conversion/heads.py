@@ -190,7 +190,7 @@ def merge_heads(
         return permuted(heads, partition), 0.0
     merge_group = MERGES[method]
     if heads.q_norm is not None and method in ("lowrank", "procrustes"):
-        heads, merge_group = balanced_norms(heads), merge_with_norm(merge_group)
+        heads, merge_group = balanced_norms(heads, moments.key_scale), merge_with_norm(merge_group)
     merges = [merge_group(moments, group) for group in partition]
     loss: float | None = sum(
         merging_error(moments, group, merge) for group, merge in zip(partition, merges, strict=True)
@@ -279,15 +279,22 @@ def _merge_group(heads: Heads, moments: Moments, group: list[int], merge: Merge)
     }
 
 
-def balanced_norms(heads: Heads) -> Heads:
-    """Each plane's two norm weights set to their root mean square, so that the plane may be turned."""
+def balanced_norms(heads: Heads, key_scale: torch.Tensor) -> Heads:
+    """Each plane's two norm weights set to their root mean square, so that the plane may be turned, and keys (G, D, E)
+    scaled as their norm does, so that no head outweighs another by a size that the norm takes away again."""
     n = heads.planes
 
     def balanced(weight: torch.Tensor) -> torch.Tensor:
         pair = ((weight[:n].square() + weight[n : 2 * n].square()) / 2).sqrt()
         return torch.cat((pair, pair, weight[2 * n :]))
 
-    return replace(heads, q_norm=balanced(heads.q_norm), k_norm=balanced(heads.k_norm))
+    return replace(
+        heads,
+        k=heads.k * key_scale[:, None, None],
+        k_bias=heads.k_bias * key_scale[:, None],
+        q_norm=balanced(heads.q_norm),
+        k_norm=balanced(heads.k_norm),
+    )
 
 
 def merge_with_norm(merge_group: Callable[[Moments, list[int]], Merge]) -> Callable[[Moments, list[int]], Merge]:

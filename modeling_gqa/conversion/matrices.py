@@ -69,13 +69,19 @@ def weight_and_bias(linear: torch.nn.Linear, heads: int) -> tuple[torch.Tensor, 
 
 
 def read_heads(model, index: int) -> Heads:
-    """Layer `index` of `model` as grouped attention; raises `ConversionError` for MLA with a latent norm."""
+    """Layer `index` of `model` as grouped attention; raises `ConversionError` for MLA with a latent norm, and
+    for weights that are not finite."""
     attention, layer = model.model.layers[index].self_attn, model.config.per_layer_config[index]
     rotary = model.model.rotary_emb[model.model.rotary_sizes[index]]
     read = read_latent if layer.attention_kind == "mla" else read_grouped
     frequencies = attention.frequency_indices
     if frequencies is None:
         frequencies = torch.arange(len(rotary.original_inv_freq), device=rotary.inv_freq.device)
+    damaged = [
+        name for name, tensor in attention.named_parameters() if not tensor.is_meta and not tensor.isfinite().all()
+    ]
+    if damaged:
+        raise ConversionError(f"layer {index}: {damaged[0]} is not finite: the checkpoint's weights are damaged")
     device = attention.o_proj.weight.device
     common = {
         "frequencies": frequencies.to(device),

@@ -23,6 +23,7 @@ class Moments:
             that a query head reads, scale^2 T_h E[q q^T], and of a value, the sum of W_o^T W_o over its query heads.
         plane_weight: (G, n), the same for a complex plane of a key: scale^2 / 2 sum T_h E|q|^2.
         rotation: (H, n) mean of e^{j omega lag} over the lags that a head looks at.
+        key_scale: (G,) what brings keys to a mean square of one, as their RMSNorm does; ones without a norm.
         input_covariance: (E, E), under the metric; input_mean: (E,), over the text itself.
     """
 
@@ -34,6 +35,7 @@ class Moments:
     value_metric: torch.Tensor
     plane_weight: torch.Tensor
     rotation: torch.Tensor
+    key_scale: torch.Tensor
     input_covariance: torch.Tensor
     input_mean: torch.Tensor
 
@@ -75,7 +77,7 @@ def compute_moments(
         centered: an output bias takes up the values' mean; else it belongs to what must be kept of them.
     """
     covariance, mean = statistics.metric(metric)
-    (q, q_bias), (k, k_bias) = (
+    (q, q_bias, _), (k, k_bias, key_scale) = (
         _normed(heads.q, heads.q_bias, heads.q_norm, covariance, mean),
         _normed(heads.k, heads.k_bias, heads.k_norm, covariance, mean),
     )
@@ -92,7 +94,8 @@ def compute_moments(
         query_second = torch.eye(q.shape[1], dtype=q.dtype, device=q.device).expand_as(query_second)
     query_metric = heads.scaling**2 * importance[:, None, None] * query_second  # (H, D, D)
     n, power = heads.planes, query_metric.diagonal(dim1=1, dim2=2).unflatten(0, (-1, heads.groups)).sum(1)  # (G, D)
-    plane_weight = (power[:, :n] + power[:, n : 2 * n]) / 2  # (G, n)
+    # Of a plane, cosine and sine scale both query and key.
+    plane_weight = heads.rotary_scaling**4 * (power[:, :n] + power[:, n : 2 * n]) / 2  # (G, n)
     return Moments(
         key_covariance=_covariance(k, covariance),
         key_mean=k @ mean + k_bias,
@@ -102,6 +105,7 @@ def compute_moments(
         value_metric=value_metric.unflatten(0, (-1, heads.groups)).sum(1),
         plane_weight=plane_weight + 1e-6 * plane_weight.mean(),  # a plane that nothing reads must not divide by zero
         rotation=mean_rotation(statistics, heads.inv_freq),
+        key_scale=key_scale,
         input_covariance=covariance,
         input_mean=statistics.mean,
     )
@@ -114,9 +118,11 @@ def _covariance(weight: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
 
 
 def _normed(weight, bias, norm, covariance, mean):
-    """Rows (heads, D, E) and bias as the RMSNorm on a head scales them on average; as they are without a norm."""
+    """Rows (heads, D, E) and bias as the RMSNorm on a head scales them on average, and the scale (heads,) before the
+    norm's own weights; as they are without a norm."""
     if norm is None:
-        return weight, bias
+        return weight, bias, torch.ones_like(bias[:, 0])
     power = (weight @ covariance * weight).sum((1, 2)) + (weight @ mean + bias).pow(2).sum(1)
-    factor = norm * (weight.shape[1] / power).sqrt()[:, None]  # (heads, D)
-    return weight * factor[..., None], bias * factor
+    scale = (weight.shape[1] / power).sqrt()
+    factor = norm * scale[:, None]  # (heads, D)
+    return weight * factor[..., None], bias * factor, scale

@@ -146,6 +146,11 @@ def latent_fields(
         )
     if layer.rope_parameters["rope_type"] == "proportional":
         raise ConversionError("rope_type 'proportional' spreads its frequencies by the head's size, which MLA changes")
+    if layer.attention_kind == "mla" and (kv_lora_rank, qk_rope_head_dim) == (
+        layer.kv_lora_rank,
+        layer.qk_rope_head_dim,
+    ):
+        return {}
     planes, head_dim, key_heads = rotary_planes(layer), layer_head_dim(layer), layer.num_key_value_heads
     most = 2 * planes * key_heads
     if cache_size is not None:

@@ -7,7 +7,7 @@ import torch
 from attention_oracle import CALIBRATION, covariance, distance, grouped, layer_inputs, random_model
 from small_models import make_batch
 
-from modeling_gqa.conversion import ConversionError
+from modeling_gqa.conversion import ConversionError, calibration, convert, target_config
 from modeling_gqa.conversion.calibration import collect, mean_rotation, without_data
 
 
@@ -58,7 +58,32 @@ def test_padding_is_not_counted(padding):
     alone = collect(model, documents[1:2])
     for found, expected in zip(collect(model, [padded_rows]), alone, strict=True):
         size = expected.lags.shape[1]
-        assert distance(found.lags[:, :size], expected.lags) < 1e-5 and found.lags[:, size:].abs().max() < 1e-12
+        assert distance(found.lags[:, :size], expected.lags) < 1e-5 and found.lags[:, size:].abs().sum() < 1e-12
+
+
+def test_lags_of_rows_that_begin_with_much_padding(monkeypatch):
+    monkeypatch.setattr(calibration, "LAGS_SEEN", 8)
+    model = random_model("gqa")
+    batch = {name: x[:1] for name, x in make_batch(1, 24).items() if name == "input_ids"}
+    mask = (torch.arange(24) >= 14).long()[None]
+    ids = batch["input_ids"]
+    positions = (torch.arange(24) - 14).clamp(min=0)[None]
+    padded = collect(model, [{"input_ids": ids, "attention_mask": mask, "position_ids": positions}])
+    for found, expected in zip(padded, collect(model, [{"input_ids": ids[:, 14:]}]), strict=True):
+        assert distance(found.lags, expected.lags) < 1e-5
+
+
+@pytest.mark.parametrize("damage", ["weight", "overflow"])
+def test_what_is_not_finite_is_refused(damage):
+    model = random_model("gqa")
+    if damage == "weight":
+        model.model.layers[1].self_attn.k_proj.weight.data[3, 4] = torch.nan
+        with pytest.raises(ConversionError, match=r"layer 1: k_proj\.weight is not finite"):
+            convert(model, target_config(model.config, "mqa"))
+    else:
+        model.model.layers[0].mlp.down_proj.weight.data[:] = 3e38
+        with pytest.raises(ConversionError, match="activations are not finite on the calibration text"):
+            convert(model, target_config(model.config, "mqa"), CALIBRATION)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])

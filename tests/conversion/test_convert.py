@@ -18,8 +18,8 @@ from attention_oracle import (
 )
 from small_models import make_batch, make_config, make_model
 
-from modeling_gqa.conversion import METHODS, ConversionError, convert, measure, target_config
-from modeling_gqa.conversion.convert import Search, Setting, gather
+from modeling_gqa.conversion import METHODS, ConversionError, allocate, convert, measure, target_config
+from modeling_gqa.conversion.convert import Search, Setting, gather, hold_out
 from modeling_gqa.conversion.refit import RIDGE, refit_outputs
 
 MLA = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
@@ -284,3 +284,27 @@ def test_refitting_never_adds_to_the_error_on_its_text(seed):
                 for i, other in enumerate((plain, fitted)):
                     errors[i, index] += (layer_output(other, index, x[None].float()) - expected).square().sum()
     assert (errors[1] < 0.95 * errors[0]).all()
+
+
+def test_text_to_choose_by_is_bounded(monkeypatch):
+    monkeypatch.setitem(hold_out.__globals__, "SELECTION_TOKENS", 100)
+    batches = [{"input_ids": torch.full((2, 24), i)} for i in range(16)]
+    calibration, selection = hold_out(batches)
+    assert [*calibration, *selection] == batches and len(selection) == 2
+
+
+def test_longrope_is_refused_where_layers_would_rotate_differently():
+    rope = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 7, "long_factor": [1.0] * 7}
+    rope |= {"original_max_position_embeddings": 16, "rope_theta": 500.0}
+    model = random_model("gqa", rope_parameters=rope)
+    with pytest.raises(ConversionError, match="'longrope' lists a factor per rotary dimension"):
+        convert(model, target(model, "mla", **MLA))
+    with pytest.raises(ConversionError, match="a budget makes layers differ"):
+        allocate(model, "gqa", 9999, CALIBRATION)
+    convert(model, target(model, "mqa"))
+
+
+def test_offloaded_weights_are_refused():
+    model = random_model("gqa").to("meta")
+    with pytest.raises(ConversionError, match="not in memory"):
+        convert(model, target(model, "mqa"))

@@ -3,12 +3,15 @@
 Shapes: N tokens, E hidden size, H query heads, m heads of a group, D head size, n rotary planes.
 """
 
+import copy
+
 import pytest
 import torch
 from attention_oracle import (
     BIASES,
     CALIBRATION,
     PARTIAL,
+    YARN,
     change_gauge,
     covariance,
     distance,
@@ -384,3 +387,26 @@ def test_groups_are_never_worse_than_neighbours(seed, exact_sets, monkeypatch):
         for regroup in (True, False)
     ]
     assert all(a <= b * (1 + 1e-9) for a, b in zip(*losses, strict=True)) and losses[0] != losses[1]
+
+
+def test_the_size_of_a_head_that_its_norm_takes_away_is_no_matter():
+    model = random_model("mha", qk_norm=True).double()
+    other = copy.deepcopy(model)
+    for layer in other.model.layers:
+        layer.self_attn.k_proj.weight.data[14:28] *= 20  # the second of six heads
+    assert worst(model, other) < 1e-3  # by the epsilon of the norm
+    for method in ("lowrank", "procrustes"):
+        (ours, report), (theirs, their_report) = (fewer(m, 3, method) for m in (model, other))
+        assert worst(ours, theirs) < 1e-2
+        for row, their_row in zip(report["layers"], their_report["layers"], strict=True):
+            assert row["loss"] == pytest.approx(their_row["loss"], rel=1e-3)
+
+
+def test_losses_do_not_depend_on_where_scores_are_scaled():
+    """YaRN's factor on cosine and sine, or its square in softmax_scale: one function, and one loss."""
+    losses = []
+    for factor, scale in ((1.0, 0.3), (2.0, 0.3 / 4)):
+        rope = {**YARN, "attention_factor": factor}
+        model = random_model("mha", rope_parameters=rope, softmax_scale=scale).double()
+        losses.append([row["loss"] for row in fewer(model, 3, "lowrank")[1]["layers"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -86,6 +86,7 @@ def test_the_loss_is_the_error_measured(name):
             assert gain != 1.0
             turned = compute_moments(read_heads(model, index), collect(model, CALIBRATION)[index]).rotation.mean(0)
         projections, kept, loss = components(layer, x, turned, size // 2)
+        loss *= gain**2  # which YaRN scales a score by
         attention, sizes = other.model.layers[index].self_attn, other.config.per_layer_config[index]
         assert sorted(sizes.rope_frequency_indices) == kept and sizes.qk_nope_head_dim == 14
         query = attention.q_proj.weight.detach().view(6, 14 + size, 66)

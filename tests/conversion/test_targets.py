@@ -211,23 +211,24 @@ def test_layers_that_may_not_change_are_counted():
 def test_a_layer_without_smaller_sizes_stays_whatever_it_is():
     model = random_model("mixed-window")  # the last layer is MLA with a latent norm, smaller than one key/value head
     least = (2 * 2 * 14 + numbers_per_token(model.config.per_layer_config[2])) * 2
-    config = allocate(model, "gqa", least, CALIBRATION)
+    config = allocate(model, "gqa", least, CALIBRATION, dtype=torch.bfloat16)
     assert sizes(config)[:2] == [("mqa", 1, None, None)] * 2 and sizes(config)[2] == sizes(model.config)[2]
 
 
 def test_a_large_budget_changes_nothing():
     model = uneven_model()
     for kind in ("gqa", "mla"):
-        assert sizes(allocate(model, kind, 3 * 2 * 6 * 14 * 2, CALIBRATION)) == sizes(model.config)
+        assert sizes(allocate(model, kind, 3 * 2 * 6 * 14 * 4, CALIBRATION)) == sizes(model.config)
 
 
 @pytest.mark.parametrize(("kind", "layers", "least"), [("gqa", None, 3 * 56), ("gqa", [1], 2 * 336 + 56)])
 def test_a_small_budget_is_refused_and_the_least_is_enough(kind, layers, least):
     model = uneven_model()
     message = f"a budget of {least - 1} bytes per token is too small: the least with {kind} in these layers is {least}"
+    given = {"layers": layers, "dtype": torch.bfloat16}
     with pytest.raises(ConversionError, match=f"{message}, and the source takes 1008$"):
-        allocate(model, kind, least - 1, CALIBRATION, layers=layers)
-    assert cache_bytes_per_token(allocate(model, kind, least, CALIBRATION, layers=layers), torch.bfloat16) == least
+        allocate(model, kind, least - 1, CALIBRATION, **given)
+    assert cache_bytes_per_token(allocate(model, kind, least, CALIBRATION, **given), torch.bfloat16) == least
 
 
 @pytest.mark.parametrize(
@@ -271,3 +272,12 @@ def test_spending_is_best_for_losses_that_fall_ever_slower(curves, share):
 def test_a_conversion_of_an_old_checkpoint_has_the_present_format():
     config = make_config("gqa", format_version=1)
     assert target_config(config, "mha").format_version == 2
+
+
+def test_mla_of_the_same_sizes_is_the_same():
+    converted, _ = convert(
+        random_model("gqa"), target_config(make_config("gqa"), "mla", kv_lora_rank=20, qk_rope_head_dim=8)
+    )
+    same = target_config(converted.config, "mla", kv_lora_rank=20, qk_rope_head_dim=8)
+    with pytest.raises(ConversionError, match="nothing to convert"):
+        convert(converted, same)
