@@ -50,8 +50,8 @@ def main_options() -> None:
     own classes.
 
     A SOURCE is a folder with a checkpoint in safetensors, or the name of a model on the Hub. A TARGET is a folder that
-    is written whole or not at all. Exit codes: 0 done, 1 an error that the message explains, 2 wrong usage, 130
-    stopped.
+    is written whole or not at all. Exit codes: 0 done, 1 an error that the message explains, 2 wrong usage, 130 or 143
+    stopped by a signal.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -177,9 +177,9 @@ def convert(
 ) -> None:
     """Give a trained model another attention, say what that cost, and save it as a Hub repository.
 
-    Exact: more key/value heads (GQA to MHA), MQA to MLA, MLA without a latent norm to MHA. Everything else is lossy,
-    and a short training heals it. TARGET gets weights, configuration, code, tokenizer, a model card and the report
-    `conversion.json`.
+    Exact: a multiple of the key/value heads (GQA to MHA), MQA to MLA, MLA without a latent norm to MHA. Everything else
+    is lossy, and a short training heals it. TARGET gets weights, configuration, code, tokenizer, a model card and the
+    report `conversion.json`.
     """
     with user_errors():
         arguments = {name: value for name, value in context.params.items() if name not in ("force", "dry_run")}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from small_models import SIZES, make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -99,6 +100,8 @@ def test_help_names_commands_and_options():
     listed = set(re.findall(r"--[a-z-]+", plain("convert", "--help")))
     fields = {option.replace("_", "-") for option in job.Job.__dataclass_fields__} - {"source", "target", "seconds"}
     assert {f"--{name}" for name in fields} <= listed
+    assert "130 or 143" in " ".join(plain("--help").split())
+    assert "a multiple of the key/value heads" in " ".join(plain("convert", "--help").split())
     for name in ("import", "export", "inspect"):
         assert "SOURCE" in plain(name, "--help")
 
@@ -126,7 +129,7 @@ def test_convert_measures_reports_and_saves_a_repository(checkpoints, corpus, tm
     assert report["cache_bytes_per_token_after"] == 2 * per_head
     assert [report[f"parameters_{when}"] for when in ("before", "after")] == [m.num_parameters() for m in models]
     assert len(report["layers"]) == LAYERS and all(0 < row["error"] < 2 and row["loss"] > 0 for row in report["layers"])
-    assert report["command"]["num_key_value_heads"] == 2 and report["command"]["text"] == [str(corpus)]
+    assert report["command"]["num_key_value_heads"] == 2 and report["command"]["text"] == [corpus.name]
     assert {"converting", "measuring", "saving"} <= report["seconds"].keys() and "torch" in report["versions"]
 
     for text in (f"{report['perplexity_after']:.4f}", f"{report['kl']:.3g}", f"{2 * per_head:,}", "lowrank"):
@@ -137,6 +140,49 @@ def test_convert_measures_reports_and_saves_a_repository(checkpoints, corpus, tm
         assert (target / name).read_bytes() == (checkpoints / "mha" / name).read_bytes()
     assert (target / "modeling_gqa.py").exists()
     assert sorted(path.name for path in tmp_path.rglob("*") if path.name.startswith(".")) == []
+
+
+def test_what_is_saved_tells_no_path_of_this_machine(checkpoints, corpus, tmp_path, monkeypatch):
+    monkeypatch.chdir(checkpoints.parent)  # where the name of the source alone is no folder
+    files = [corpus / f"{i}.txt" for i in range(20)]
+    texts = [argument for file in files for argument in ("--text", file)]
+    run("convert", checkpoints / "mha", tmp_path / "out", *MQA, *texts, "--evaluation-text", corpus, "--method", "mean",
+        *TEXT_OPTIONS)  # fmt: skip
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    names = [file.name for file in files]
+    assert report["source"] == report["command"]["source"] == "mha" and report["command"]["target"] == "out"
+    assert report["command"]["text"] == report["text"]["files"] == names
+    assert report["command"]["evaluation_text"] == report["text"]["evaluation_files"] == [corpus.name]
+    assert "base_model" not in (tmp_path / "out" / "README.md").read_text()
+    for path in (tmp_path / "out").glob("*.[jm]*"):
+        assert not any(str(folder).encode() in path.read_bytes() for folder in (tmp_path, corpus, checkpoints)), path
+
+
+@pytest.fixture
+def cached(checkpoints, tmp_path, monkeypatch) -> Path:
+    """Folder of org/name in an offline Hub cache: a model in bfloat16, whose configuration does not say so."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository = tmp_path / "hub" / "models--org--name"
+    folder = repository / "snapshots" / ("1" * 40)
+    shutil.copytree(checkpoints / "mqa-bf16", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({name: config[name] for name in config if name != "dtype"}))
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("1" * 40)
+    return folder
+
+
+def test_a_name_on_the_hub_is_converted_as_its_folder(cached, tmp_path):
+    for name, source in (("by-name", "org/name"), ("by-path", cached)):
+        run("convert", source, tmp_path / name, "--attention-kind", "mha")
+        assert {x.dtype for x in load_file(tmp_path / name / "model.safetensors").values()} == {torch.bfloat16}
+    report = json.loads((tmp_path / "by-name" / "conversion.json").read_text())
+    assert report["dtype"] == "bfloat16" and report["source"] == report["command"]["source"] == "org/name"
+    assert "base_model: org/name" in (tmp_path / "by-name" / "README.md").read_text()
+    large_tokenizer(cached)
+    result = call("convert", "org/name", tmp_path / "out", "--attention-kind", "mha")
+    assert result.exit_code == 1 and "error: the tokenizer does not match" in result.stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_auto_tries_candidates_and_keeps_the_least_kl(checkpoints, corpus, tmp_path):
@@ -310,6 +356,8 @@ WRONG = {
     "budget without text": (None, "mha", (*MLA, "--budget", 99), "--budget needs --text"),
     "small budget": (None, "mha", (*MLA, "--budget", 9, *BLOCKS, 32), "a budget of 9 bytes per token is too small"),
     "dry run": (None, "mha", (*MLA, "--budget", 9, *BLOCKS, 32, "--dry-run"), "a budget of 9 bytes per token is too"),
+    "large budget": (None, "mha", (*MLA, "--budget", 1728, *BLOCKS, 32), "changes nothing: the source takes 1728"),
+    "large, dry run": (None, "mha", (*MLA, "--budget", 9999, *BLOCKS, 32, "--dry-run"), "of 9999 bytes per token cha"),
     "budget for mqa": (None, "mha", (*MQA, "--budget", 99), "--budget has nothing to choose for mqa"),
     "unknown layer": (None, "mha", (*MQA, "--layers", "1-3"), "layers has 3, but the model's 3 layers are 0 to 2"),
     "same attention": (None, "mha", ("--attention-kind", "mha"), "there is nothing to convert"),
@@ -340,7 +388,7 @@ def test_wrong_input_is_one_line_and_leaves_all_as_it_was(
     if damage:
         damage(source)
     target.mkdir()
-    (target / "precious.txt").write_text("precious")
+    (target / "config.json").write_text("precious")
     before = contents(tmp_path)
     options = [str(option).replace("CORPUS", str(corpus)) for option in options]
     result = call("convert", source, target, *options, "--force")
@@ -354,6 +402,8 @@ def test_targets_that_are_refused(checkpoints, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(checkpoints / "gqa", source)
     (tmp_path / "full").mkdir()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "diary.txt").write_text("dear diary")
     (tmp_path / "file").write_text("text")
     before = contents(tmp_path)
     to_mha = ("--attention-kind", "mha")
@@ -362,6 +412,8 @@ def test_targets_that_are_refused(checkpoints, tmp_path):
         (source / ".." / "source", ("--force",), "is the source, or holds it"),
         (tmp_path, ("--force",), "is the source, or holds it"),
         (tmp_path / "full", (), "exists already"),
+        (tmp_path / "texts", ("--force",), "holds other things than a checkpoint"),
+        (tmp_path / "texts", ("--force", "--text", str(tmp_path / "texts")), "is the text, or holds it"),
         (tmp_path / "file", ("--force",), "is a file"),
         (tmp_path / "file" / "out", (), "Not a directory"),
     ):
@@ -370,7 +422,7 @@ def test_targets_that_are_refused(checkpoints, tmp_path):
     assert call("import", checkpoints / "gqa", tmp_path / "out").exit_code == 1  # no import of what is imported
     assert call("export", checkpoints / "mixed-window", tmp_path / "out").exit_code == 1
     assert call("inspect", tmp_path).exit_code == 1
-    assert contents(tmp_path) == before and len(list(tmp_path.iterdir())) == 3
+    assert contents(tmp_path) == before and len(list(tmp_path.iterdir())) == 4
 
 
 @pytest.mark.parametrize("options", [
@@ -394,11 +446,11 @@ def test_interrupted_while_writing(error, code, checkpoints, tmp_path, monkeypat
 
     monkeypatch.setattr(job, "save", write_half)
     (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "precious.txt").write_text("precious")
+    (tmp_path / "old" / "config.json").write_text("precious")
     for target in ("old", "new", "deep/new"):
         result = call("convert", checkpoints / "gqa", tmp_path / target, "--attention-kind", "mha", "--force")
         assert result.exit_code == code
-    assert contents(tmp_path) == {"old/precious.txt": b"precious"} and len(list(tmp_path.iterdir())) == 1
+    assert contents(tmp_path) == {"old/config.json": b"precious"} and len(list(tmp_path.iterdir())) == 1
     if isinstance(error, OSError):
         assert "error: [Errno 28] No space left on device" in result.stderr
     if isinstance(error, RuntimeError):
@@ -408,6 +460,7 @@ def test_interrupted_while_writing(error, code, checkpoints, tmp_path, monkeypat
 def test_force_replaces_the_whole_target(checkpoints, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "stale.txt").write_text("stale")
+    (tmp_path / "out" / "config.json").write_text("{}")
     run("convert", checkpoints / "gqa", tmp_path / "out", "--attention-kind", "mha", "--force")
     assert not (tmp_path / "out" / "stale.txt").exists() and (tmp_path / "out" / "config.json").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

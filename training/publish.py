@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, SchedulerType
 
-from modeling_gqa.conversion.files import local_folder
+from modeling_gqa.conversion.files import LICENCES, copy_files, local_folder
 from modeling_gqa.conversion.report import NO_LATENT_NORM, REPORT_NAME, kept_metadata
 
 from .data import Source
@@ -201,7 +200,7 @@ def save_repository(
     recipe: Recipe,
     results: dict[str, Any],
 ) -> None:
-    """Save what `from_pretrained` needs: weights, configurations, code and tokenizer."""
+    """Save what `from_pretrained` needs: weights, configurations, code and tokenizer; and the student's licence."""
     # Trainer switches the cache off for training and would have that saved.
     model.config.use_cache = True
     model.generation_config.use_cache = True
@@ -211,9 +210,7 @@ def save_repository(
     (folder / "recipe.yaml").write_bytes((Path(recipe.output_dir) / "recipe.yaml").read_bytes())
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if isinstance(recipe, UptrainRecipe):
-        report = local_folder(recipe.student) / REPORT_NAME
-        if report.is_file():
-            shutil.copyfile(report, folder / REPORT_NAME)
+        copy_files(local_folder(recipe.student), folder, (*LICENCES, REPORT_NAME))
 
 
 def load_as_stranger(folder: Path, prompt: str) -> str:

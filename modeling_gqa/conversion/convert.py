@@ -25,7 +25,7 @@ from .matrices import Heads, read_heads, repeat_heads, write_grouped
 from .measuring import evaluating, measure, predicted_states
 from .moments import compute_moments
 from .refit import refit_outputs
-from .targets import Fields, check_same_model, configuration, layer_fields, layer_head_dim, rotary_planes
+from .targets import Fields, check_ours, check_same_model, configuration, layer_fields, layer_head_dim, rotary_planes
 
 # What "auto" chooses by at most: settings differ by more than texts do.
 SELECTION_TOKENS = 16384
@@ -84,6 +84,7 @@ def convert(
     Raises:
         ConversionError: this cannot be converted, and why.
     """
+    check_ours(model.config)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConversionError("the model's weights are not in memory (offloaded, or on the meta device): load them all")
     if method not in METHODS:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download, split_state_dict_into_shards_factory
@@ -21,6 +21,7 @@ from .errors import ConversionError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_SIZE = 4 * 2**30  # bytes; what is held in memory while writing
+LICENCES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 # What goes with the weights unchanged; a tokenizer with code of its own needs that code.
 COMPANIONS = (
     "generation_config.json",
@@ -33,10 +34,9 @@ COMPANIONS = (
     "*.model",
     "*.tiktoken",
     "chat_template.*",
+    "additional_chat_templates/*.jinja",
     "tokenization_*.py",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
+    *LICENCES,
 )
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -73,8 +73,9 @@ def local_folder(source: str | Path) -> Path:
         raise ConversionError(f"{source} does not exist: give the folder of a checkpoint, or a model's name on the Hub")
     patterns = ["model*.safetensors", "*.json", *COMPANIONS]
     try:
-        # Not the folders that some repositories have beside, with the weights in another format.
-        return Path(snapshot_download(str(source), allow_patterns=patterns, ignore_patterns=["*/*"]))
+        # Not the folders that some repositories have beside, with the weights in another format: of folders only
+        # what may end in .jinja.
+        return Path(snapshot_download(str(source), allow_patterns=patterns, ignore_patterns=["*/*[!a]"]))
     except (HfHubHTTPError, ValueError, OSError) as error:
         raise ConversionError(
             f"{source} is no folder here, and no model of this name could be had from the Hub or its cache: "
@@ -87,18 +88,17 @@ def written_aside(target: str | Path, force: bool = False) -> Iterator[Path]:
     """Give a new folder beside `target`, which takes its place at the end; on any failure all is as it was.
 
     Raises:
-        ConversionError: `target` exists, and not `force`; or it is a file.
+        ConversionError: `target` exists, at the start or at the end, and not `force`; or it is a file, or a folder of
+            other things than a checkpoint.
     """
     target = Path(target).resolve()
-    if target.is_file():
-        raise ConversionError(f"{target} is a file: give a folder to write to")
-    if target.exists() and not force:
-        raise ConversionError(f"{target} exists already: choose another target, or overwrite it with force (--force)")
+    _check_target(target, force)
     made = [folder for folder in target.parents if not folder.exists()]
     aside, old = (target.with_name(f".{target.name}.{role}-{uuid.uuid4().hex[:8]}") for role in ("new", "old"))
     try:
         aside.mkdir(parents=True)
         yield aside
+        _check_target(target, force)
         if target.exists():
             target.rename(old)
         aside.rename(target)
@@ -113,11 +113,20 @@ def written_aside(target: str | Path, force: bool = False) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def refuse_overlap(source: Path, target: str | Path):
-    """Refuse a target that is, or holds, the source: overwriting it would lose what is being read."""
+def _check_target(target: Path, force: bool):
+    if target.is_file():
+        raise ConversionError(f"{target} is a file: give a folder to write to")
+    if target.exists() and not force:
+        raise ConversionError(f"{target} exists already: choose another target, or overwrite it with force (--force)")
+    if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
+        raise ConversionError(f"{target} holds other things than a checkpoint, which force (--force) does not replace")
+
+
+def refuse_overlap(source: Path, target: str | Path, what: str = "source"):
+    """Refuse a target that is, or holds, what is read: overwriting it would lose that."""
     source, target = source.resolve(), Path(target).resolve()
     if source == target or target in source.parents:
-        raise ConversionError(f"the target {target} is the source, or holds it: choose another target")
+        raise ConversionError(f"the target {target} is the {what}, or holds it: choose another target")
 
 
 def read_json(path: Path) -> dict:
@@ -143,11 +152,11 @@ def open_tensors(folder: Path) -> dict[str, LazyTensor]:
     Raises:
         ConversionError: there are no safetensors, a shard is missing or truncated, or a tensor is quantized.
     """
-    weight_map: Mapping[str, str] = {}
+    weight_map: dict[str, str] = {}
     if (folder / WEIGHTS).is_file():
         shards = [WEIGHTS]
     elif (folder / INDEX).is_file():
-        weight_map = read_json(folder / INDEX).get("weight_map", {})
+        weight_map = _read_weight_map(folder / INDEX)
         shards = sorted(set(weight_map.values()))
     else:
         raise ConversionError(f"{folder} has no safetensors weights ({WEIGHTS} or {INDEX}){_other_weights(folder)}")
@@ -158,6 +167,13 @@ def open_tensors(folder: Path) -> dict[str, LazyTensor]:
     if missing:
         raise ConversionError(f"{folder / INDEX} says that {weight_map[missing]} holds {missing}, but it does not")
     return tensors
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise ConversionError(f"{index} is damaged, fetch it again: weight_map does not give each tensor its file")
+    return weight_map
 
 
 def _other_weights(folder: Path) -> str:
@@ -210,10 +226,7 @@ def write_checkpoint(
     """
     model.save_pretrained(folder, state_dict={})
     (folder / WEIGHTS).unlink(missing_ok=True)  # an empty one
-    for pattern in COMPANIONS:
-        for path in source.glob(pattern):
-            if path.is_file() and path.suffix != ".safetensors":
-                shutil.copyfile(path, folder / path.name)
+    copy_files(source, folder, COMPANIONS)
     plan = split_state_dict_into_shards_factory(
         dict(tensors),  # type: ignore[arg-type]
         get_storage_size=lambda tensor: tensor.nbytes,  # type: ignore[attr-defined]
@@ -232,6 +245,15 @@ def write_checkpoint(
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def copy_files(source: Path, target: Path, patterns: Iterable[str]):
+    """Copy the files in `source` that match one of `patterns`, other than weights, to the same places in `target`."""
+    for path in (path for pattern in patterns for path in source.glob(pattern)):
+        if path.is_file() and path.suffix != ".safetensors":
+            copied = target / path.relative_to(source)
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copied)
+
+
 def check_tokenizer(folder: Path, vocab_size: int):
     """Refuse a tokenizer that gives token ids beyond the model's embedding."""
     largest, where = -1, ""
@@ -239,16 +261,21 @@ def check_tokenizer(folder: Path, vocab_size: int):
         if not (folder / name).is_file():
             continue
         content = read_json(folder / name)
-        if name == "tokenizer.json":
-            model = content.get("model") or {}
-            vocabulary = model.get("vocab") or {}
-            ids = list(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))
-            ids += [token["id"] for token in content.get("added_tokens") or []]
-        else:
-            ids = [token for token in content.values() if isinstance(token, int)]
-        if max(ids, default=-1) > largest:
-            largest, where = max(ids), name
+        ids = _token_ids(content) if name == "tokenizer.json" else content.values()
+        highest = max((token for token in ids if isinstance(token, int)), default=-1)
+        if highest > largest:
+            largest, where = highest, name
     if largest >= vocab_size:
         raise ConversionError(
             f"the tokenizer does not match: {where} has the token id {largest}, but vocab_size={vocab_size}"
         )
+
+
+def _token_ids(content: dict[str, Any]) -> list[Any]:
+    """What a `tokenizer.json` gives its tokens as ids; what else it has in their place has none."""
+    model, added = content.get("model"), content.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    if isinstance(vocabulary, list):
+        ids = list(range(len(vocabulary)))
+    return ids + [token.get("id") for token in (added if isinstance(added, list) else []) if isinstance(token, dict)]

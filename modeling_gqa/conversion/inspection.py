@@ -11,11 +11,11 @@ from ..accounting import cache_bytes_per_token, count_parameters
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
 from .allocation import numbers_per_token
-from .convert import changed_layers, is_exact
+from .convert import changed_layers, lossy_layers
 from .errors import ConversionError
 from .exporting import export_config, inexactness
 from .files import check_tokenizer, local_folder, open_tensors
-from .importing import import_config, meta_model, own_tensors, read_config
+from .importing import _further_layers, import_config, meta_model, own_tensors, read_config
 from .matrices import read_heads
 from .report import describe_layer
 from .targets import target_config
@@ -56,15 +56,15 @@ def find_checkpoint(source: str | Path) -> Found:
             folder = Path(hf_hub_download(str(source), "config.json")).parent
         except (HfHubHTTPError, ValueError, OSError):
             folder = local_folder(source)  # which says what is wrong
-    config = read_config(folder)
-    family = config.model_type
-    if family != GQAConfig.model_type:
-        config = import_config(config)
+    source_config = read_config(folder)
+    family = source_config.model_type
+    config = source_config if family == GQAConfig.model_type else import_config(source_config)
     assert isinstance(config, GQAConfig)
     dtype = config.dtype
     if Path(source).is_dir():
         check_tokenizer(folder, config.vocab_size)
-        tensors = own_tensors(meta_model(GQAForCausalLM, config), open_tensors(folder))
+        model = meta_model(GQAForCausalLM, config)
+        tensors = own_tensors(model, open_tensors(folder), _further_layers(source_config))
         dtype = dtype or next(iter(tensors.values())).dtype
     return Found(config, dtype if isinstance(dtype, torch.dtype) else torch.float32, family)
 
@@ -77,7 +77,7 @@ def check_convertible(config: GQAConfig, target: GQAConfig) -> bool:
     model: Any = meta_model(GQAForCausalLM, config)
     for index in changed:
         read_heads(model, index)
-    return all(is_exact(model, target, index) for index in changed)
+    return not lossy_layers(model, target)
 
 
 def conversions(config: GQAConfig, dtype: torch.dtype) -> dict[str, dict[str, Any]]:

@@ -17,7 +17,7 @@ from ..accounting import cache_bytes_per_token, count_parameters
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
 from .allocation import allocate, smallest_target
-from .convert import METHODS, convert, describe
+from .convert import METHODS, SELECTION_TOKENS, convert, describe
 from .errors import ConversionError
 from .files import LazyTensor, local_folder, one_line, refuse_overlap, write_checkpoint, written_aside
 from .importing import load_source
@@ -28,8 +28,8 @@ from .targets import layer_fields, target_config
 from .text import list_files, read_batches
 
 SIZES = ("num_key_value_heads", "kv_lora_rank", "qk_rope_head_dim", "cache_size", "cache_bytes")
-# "auto" compares settings on a quarter of what calibrates them, and that is enough: settings differ by more than texts.
-SELECTION_SHARE, MOST_SELECTION = 4, 16384
+# "auto" compares settings on a quarter of what calibrates them.
+SELECTION_SHARE = 4
 LONGEST_BLOCK = 2048  # tokens, where --sequence-length is left out
 
 Stage = Callable[[str], Callable[[Iterable], Iterable]]
@@ -88,9 +88,11 @@ class Job:
             raise ConversionError(f"--method={self.method} is unknown: choose one of {', '.join(METHODS)}")
         if self.evaluation_text and not self.text:
             raise ConversionError("--evaluation-text needs --text to calibrate on")
-        if Path(self.source).exists():
+        if self.is_local:
             refuse_overlap(Path(self.source), self.target)
-        list_files([*(self.text or []), *(self.evaluation_text or [])])
+        for path in (texts := [*(self.text or []), *(self.evaluation_text or [])]):
+            refuse_overlap(path, self.target, "text")
+        list_files(texts)
         self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             torch.empty(0, device=self.device)
@@ -99,7 +101,7 @@ class Job:
 
     def plan(self) -> dict[str, Any]:
         """The report as far as it is known before anything is converted; reads the configuration and headers."""
-        found, target, exact = self.prepare()
+        found, target, exact = self.prepare(self.source)
         report = self.describe(found, target or found.config)
         after = [describe(layer) for layer in layer_fields(target)] if target else self.chosen_later(found.config)
         pairs = zip(layer_fields(found.config), after, strict=True)
@@ -127,11 +129,13 @@ class Job:
         Raises:
             ConversionError, OSError: what the user can put right.
         """
-        found, target, _ = self.prepare()
+        found, target, exact = self.prepare(self.source)
         with written_aside(self.target, force) as aside:
             folder = local_folder(self.source)
+            if not self.is_local:  # its weights and tokenizer are here only now
+                found, target, exact = self.prepare(folder)
             with self.timed("reading text"):
-                batches = self.read_text(folder, found.config)
+                batches = self.read_text(folder, found.config, exact)
             with self.timed("loading"):
                 model = load_source(folder, found.dtype, self.device).eval()
             with self.timed("converting"):
@@ -170,13 +174,18 @@ class Job:
                 save(aside, converted, folder, stage("saving"))
             report["seconds"] = self.seconds
             write_report(aside, report)
-            write_card(aside, self.target.resolve().name, report, converted.config, folder / "README.md")
+            card_report = report | {"source": self.source}  # by which a local source is told from one on the Hub
+            write_card(aside, self.target.resolve().name, card_report, converted.config, folder / "README.md")
         return report
 
-    def prepare(self) -> tuple[Found, GQAConfig | None, bool]:
+    @property
+    def is_local(self) -> bool:
+        return Path(self.source).exists()
+
+    def prepare(self, source: str | Path) -> tuple[Found, GQAConfig | None, bool]:
         """The source, in the dtype of the result; the result's configuration (`None`: a budget is to be shared out);
         and whether the conversion is exact."""
-        found = find_checkpoint(self.source)
+        found = find_checkpoint(source)
         if self.dtype != "auto":
             found = found._replace(dtype=getattr(torch, self.dtype))
         target, exact = None, False
@@ -185,6 +194,11 @@ class Job:
                 found.config, self.attention_kind, self.budget, layers=self.layers, dtype=found.dtype
             )
             check_convertible(found.config, least)
+            present = cache_bytes_per_token(found.config, found.dtype)
+            if self.budget >= present:
+                raise ConversionError(
+                    f"a budget of {self.budget} bytes per token changes nothing: the source takes {present}"
+                )
         else:
             sizes = {name: getattr(self, name) for name in SIZES if name != "cache_bytes"}
             if self.cache_bytes is not None:
@@ -195,7 +209,7 @@ class Job:
             raise ConversionError(f"--method={self.method} merges heads, which MLA does not: choose auto or lowrank")
         return found, target, exact
 
-    def read_text(self, folder: Path, config: GQAConfig) -> Batches:
+    def read_text(self, folder: Path, config: GQAConfig, exact: bool) -> Batches:
         if not self.text:
             return {}
         longest = config.max_position_embeddings
@@ -205,9 +219,11 @@ class Job:
         self.sequence_length = length
         tokens = {
             "calibration": self.calibration_tokens,
-            "selection": min(self.calibration_tokens // SELECTION_SHARE, MOST_SELECTION),
+            "selection": min(self.calibration_tokens // SELECTION_SHARE, SELECTION_TOKENS),
             "evaluation": self.evaluation_tokens,
         }
+        if exact:  # nothing to calibrate
+            tokens = {"evaluation": self.evaluation_tokens}
         return read_batches(
             self.text,
             load_tokenizer(folder),
@@ -222,14 +238,15 @@ class Job:
     def describe(self, found: Found, target: GQAConfig) -> dict[str, Any]:
         """What the report says of source and target, whatever is measured."""
         both = {"before": found.config, "after": target}
+        command = self.options()
         text = {
-            "files": [str(path) for path in self.text or []],
-            "evaluation_files": [str(path) for path in self.evaluation_text or []],
+            "files": command["text"],
+            "evaluation_files": command["evaluation_text"] or [],
             "sequence_length": self.sequence_length,
         }
         unmeasured = dict.fromkeys(("perplexity_before", "perplexity_after", "kl", "top1_agreement"))
         return {
-            "source": self.source,
+            "source": command["source"],
             "source_family": found.family,
             "dtype": str(found.dtype).removeprefix("torch."),
             "device": self.device,
@@ -238,7 +255,7 @@ class Job:
             **unmeasured,
             "tokens": 0,
             "text": text if self.text else None,
-            "command": self.options(),
+            "command": command,
             "versions": {
                 "modeling_gqa": __version__,
                 "transformers": transformers.__version__,
@@ -248,12 +265,13 @@ class Job:
         }
 
     def options(self) -> dict[str, Any]:
-        """The options in types that JSON has."""
+        """The options in types that JSON has; files and folders by their names, without this machine's paths."""
         options = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
-        for name, value in options.items():
-            if name in ("text", "evaluation_text") and value:
-                options[name] = [str(path) for path in value]
-        return options | {"target": str(self.target)}
+        for name in ("text", "evaluation_text"):
+            if options[name]:
+                options[name] = [Path(path).absolute().name for path in options[name]]
+        source = Path(self.source).resolve().name if self.is_local else self.source
+        return options | {"source": source, "target": self.target.resolve().name}
 
     @contextmanager
     def timed(self, name: str):

@@ -43,6 +43,9 @@ The model's code is in this repository, hence `trust_remote_code=True`; pin what
 
 {layers}
 
+A layer's loss is what its conversion minimises: the squared error that other keys and values bring into its output,
+estimated on its own. It compares ways to convert a layer; layers are compared by the error, which is measured.
+
 `{report}` holds all of this, the candidates that were tried, and the command.
 
 ## Where it runs
@@ -120,10 +123,12 @@ def describe_cost(report: dict[str, Any]) -> str:
     text = report["text"]
     if not text:
         return f"Converted {method}, from the weights alone. Nothing was measured: no text was given."
+    measured = f"Measured in {report['dtype']} on {report['tokens']:,} tokens in blocks of {text['sequence_length']}"
+    if report["exact"]:
+        return f"Converted {method}. {measured}."
     return (
-        f"Converted {method}, calibrated on {text['calibration_tokens']:,} tokens. Measured in {report['dtype']} on "
-        f"{report['tokens']:,} tokens in blocks of {text['sequence_length']} that neither calibration nor the choice "
-        "of settings saw."
+        f"Converted {method}, calibrated on {text['calibration_tokens']:,} tokens. {measured} that neither calibration "
+        "nor the choice of settings saw."
     )
 
 

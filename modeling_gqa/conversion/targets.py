@@ -72,6 +72,7 @@ def target_config(
     Raises:
         ConversionError: a size is missing, superfluous or impossible.
     """
+    check_ours(config)
     if attention_kind not in ATTENTION_KINDS:
         raise ConversionError(
             f"attention_kind={attention_kind!r} is unknown: choose one of {', '.join(ATTENTION_KINDS)}"
@@ -96,6 +97,13 @@ def target_config(
         else:
             fields[index] |= grouped_fields(config, index, attention_kind, num_key_value_heads)
     return configuration(config, fields)
+
+
+def check_ours(config) -> None:
+    if config.model_type != GQAConfig.model_type:
+        raise ConversionError(
+            f"this is a {config.model_type} model: import it first, with `load_source` or `modeling-gqa import`"
+        )
 
 
 def chosen_layers(config: GQAConfig, layers: Sequence[int] | None) -> list[int]:

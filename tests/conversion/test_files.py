@@ -5,8 +5,10 @@ import json
 import pytest
 import torch
 from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 
+from modeling_gqa.conversion import files
 from modeling_gqa.conversion.errors import ConversionError
 from modeling_gqa.conversion.files import (
     check_tokenizer,
@@ -39,6 +41,17 @@ def test_a_name_is_found_in_the_offline_cache(tmp_path, monkeypatch):
     assert "\n" not in str(raised.value)
 
 
+def test_what_is_fetched_from_the_hub(monkeypatch):
+    wanted = ["config.json", "model-1.safetensors", "LICENSE.txt", "additional_chat_templates/tool.v2.jinja"]
+    others = ["pytorch_model.bin", "onnx/config.json", "original/tokenizer.model", "model_fp16/model.safetensors"]
+
+    def fetch(source, **patterns):
+        return "+".join(filter_repo_objects(wanted + others, **patterns))
+
+    monkeypatch.setattr(files, "snapshot_download", fetch)
+    assert str(local_folder("org/name")) == "+".join(wanted)
+
+
 @pytest.mark.parametrize("source", ["no/such/folder", "/no/such/folder", "../name", "has space"])
 def test_what_is_neither_folder_nor_name_is_refused(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -68,7 +81,7 @@ def test_a_target_appears_when_it_is_complete(tmp_path):
 def test_an_existing_target_needs_force_and_is_replaced_at_the_end(tmp_path):
     target = tmp_path / "target"
     target.mkdir()
-    (target / "old").touch()
+    (target / "config.json").touch()
     with (
         pytest.raises(ConversionError, match=r"target exists already: .*\(--force\)"),
         written_aside(target, force=False),
@@ -76,7 +89,7 @@ def test_an_existing_target_needs_force_and_is_replaced_at_the_end(tmp_path):
         pytest.fail("entered")
     with written_aside(target, force=True) as aside:
         (aside / "new").touch()
-        assert [path.name for path in target.iterdir()] == ["old"]
+        assert [path.name for path in target.iterdir()] == ["config.json"]
     assert [path.name for path in target.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [target]
 
@@ -87,7 +100,7 @@ def test_a_failure_leaves_nothing_behind(existing, error, tmp_path):
     target = tmp_path / "made" / "target"
     if existing:
         target.mkdir(parents=True)
-        (target / "old").touch()
+        (target / "config.json").touch()
 
     def fail():
         with written_aside(target, force=True) as aside:
@@ -97,7 +110,7 @@ def test_a_failure_leaves_nothing_behind(existing, error, tmp_path):
     with pytest.raises(error):
         fail()
     if existing:
-        assert [path.name for path in target.iterdir()] == ["old"]
+        assert [path.name for path in target.iterdir()] == ["config.json"]
         assert list(target.parent.iterdir()) == [target]
     else:
         assert list(tmp_path.iterdir()) == []
@@ -106,10 +119,27 @@ def test_a_failure_leaves_nothing_behind(existing, error, tmp_path):
 def test_a_failing_rename_puts_the_old_target_back(tmp_path):
     target = tmp_path / "target"
     target.mkdir()
-    (target / "old").touch()
+    (target / "config.json").touch()
     with pytest.raises(FileNotFoundError), written_aside(target, force=True) as aside:
         aside.rmdir()  # so that it cannot take the target's place
-    assert [path.name for path in target.iterdir()] == ["old"]
+    assert [path.name for path in target.iterdir()] == ["config.json"]
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize(("kind", "force"), [("folder", False), ("file", True)])
+def test_a_target_that_appears_meanwhile_is_kept(kind, force, tmp_path):
+    target = tmp_path / "target"
+    kept = target / "precious" if kind == "folder" else target
+
+    def write():
+        with written_aside(target, force) as aside:
+            (aside / "new").touch()
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_text("kept")
+
+    with pytest.raises(ConversionError, match="target exists already" if kind == "folder" else "target is a file"):
+        write()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
     assert list(tmp_path.iterdir()) == [target]
 
 
@@ -162,6 +192,13 @@ def test_an_index_that_does_not_tell_the_truth_is_refused(tmp_path):
         open_tensors(tmp_path)
 
 
+@pytest.mark.parametrize("content", [{}, {"weight_map": None}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}])
+def test_an_index_without_a_map_is_refused(content, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(ConversionError, match=r"index\.json is damaged, .*: weight_map does not give each tensor"):
+        open_tensors(tmp_path)
+
+
 @pytest.mark.parametrize("kept", [0, 5, 60, -1])
 def test_a_truncated_file_is_refused(kept, tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
@@ -190,6 +227,22 @@ def test_a_tokenizer_must_fit_the_embedding(name, content, tmp_path):
     (tmp_path / name).write_text(json.dumps(content))
     check_tokenizer(tmp_path, vocab_size=10)
     with pytest.raises(ConversionError, match=f"does not match: {name} has the token id 9, but vocab_size=9"):
+        check_tokenizer(tmp_path, vocab_size=9)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"added_tokens": ["<pad>", {"content": "<s>"}, {"id": None}, {"id": 9}]},
+        {"model": "BPE", "added_tokens": [{"id": 9}]},
+        {"model": {"vocab": 7}, "added_tokens": [{"id": 9}]},
+        {"model": {"vocab": {"a": "0", "b": 9}}, "added_tokens": 7},
+    ],
+)
+def test_entries_without_an_id_are_passed_over(content, tmp_path):
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    check_tokenizer(tmp_path, vocab_size=10)
+    with pytest.raises(ConversionError, match="has the token id 9, but vocab_size=9"):
         check_tokenizer(tmp_path, vocab_size=9)
 
 

@@ -25,6 +25,7 @@ from modeling_gqa.conversion.errors import ConversionError
 from modeling_gqa.conversion.families import FAMILIES
 from modeling_gqa.conversion.files import LazyTensor, open_tensors
 from modeling_gqa.conversion.importing import import_checkpoint, import_config, load_source
+from modeling_gqa.conversion.inspection import find_checkpoint
 
 pytestmark = pytest.mark.compat
 
@@ -103,6 +104,17 @@ def test_tokenizer_generation_config_and_licence_come_along(saved, tmp_path):
     assert not (tmp_path / "target" / "README.md").exists()
     assert AutoTokenizer.from_pretrained(tmp_path / "target", trust_remote_code=True)("w102")["input_ids"] == [102]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "target").generation_config.eos_token_id == [2, 5]
+
+
+def test_several_chat_templates_come_along(saved, tmp_path):
+    source = saved()
+    write_tokenizer(source, largest_id=102)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": "one", "tool_use": "two"}
+    tokenizer.save_pretrained(source)
+    assert (source / "additional_chat_templates" / "tool_use.jinja").is_file()
+    import_checkpoint(source, tmp_path / "target")
+    assert AutoTokenizer.from_pretrained(tmp_path / "target").chat_template == tokenizer.chat_template
 
 
 def test_smollm2s_own_fields_are_understood():
@@ -259,7 +271,10 @@ def test_a_target_that_exists_is_replaced_only_by_force(saved, tmp_path):
     (target / "old").touch()
     with pytest.raises(ConversionError, match="exists already"):
         import_checkpoint(source, target)
+    with pytest.raises(ConversionError, match="holds other things than a checkpoint"):
+        import_checkpoint(source, target, force=True)
     assert [path.name for path in target.iterdir()] == ["old"]
+    (target / "config.json").touch()
     import_checkpoint(source, target, force=True)
     assert not (target / "old").exists()
     assert (target / "config.json").exists()
@@ -299,6 +314,7 @@ def test_what_is_computed_or_for_speculative_decoding_is_left_out(tmp_path):
     import_checkpoint(source, tmp_path / "target")
     assert open_tensors(tmp_path / "target").keys() == dict(model.named_parameters()).keys()
     assert close(logits(load_source(source)), logits(model))
+    assert find_checkpoint(source).family == "deepseek_v3"
     add("model.layers.4.eh_proj.weight", torch.ones(4, 4))(source)
     with pytest.raises(ConversionError, match=r"model\.layers\.4\.eh_proj"):
         import_checkpoint(source, tmp_path / "again")

@@ -8,6 +8,7 @@ from attention_oracle import CALIBRATION, PARTIAL, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import make_config
+from transformers import LlamaConfig
 
 from modeling_gqa.accounting import cache_bytes_per_token
 from modeling_gqa.conversion import ConversionError, allocate, convert, target_config
@@ -281,3 +282,8 @@ def test_mla_of_the_same_sizes_is_the_same():
     same = target_config(converted.config, "mla", kv_lora_rank=20, qk_rope_head_dim=8)
     with pytest.raises(ConversionError, match="nothing to convert"):
         convert(converted, same)
+
+
+def test_a_stock_model_is_to_be_imported_first():
+    with pytest.raises(ConversionError, match="this is a llama model: import it first"):
+        target_config(LlamaConfig(), "mqa")

@@ -37,6 +37,7 @@ LAYERS = {
         "latent_norm": False,
     },
 }
+LICENCES = ("LICENSE.txt", "USE_POLICY.md", "NOTICE")
 # Recipes and their steps for a teacher that has seen 1,638,400 tokens.
 STEPS = {"uptrain-tiny": 80, "uptrain-1b": 1500}
 
@@ -66,6 +67,8 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
     (folder / "teacher" / "results.json").write_text(json.dumps({"tokens_seen": 20_000}))
     (folder / "student" / "README.md").write_text("---\nlicense: llama3.2\n---\n")
     (folder / "student" / "conversion.json").write_text('{"method": "by hand"}')
+    for name in LICENCES:
+        (folder / "student" / name).write_text(f"{name} of the source")
     return folder / "teacher", folder / "student"
 
 
@@ -229,6 +232,9 @@ def test_budget(write, tmp_path):
     assert recipe.max_steps == round(2000 / 768)
     recipe, _ = load_recipe([write(), *options, "--pretraining_tokens", "1000000"], UptrainRecipe)
     assert recipe.max_steps == round(100_000 / 256)
+    options = ["--max_steps", "5", "--pretraining_fraction", "0"]  # in place of the recipe's
+    recipe, _ = load_recipe([write(pretraining_fraction=0.1, max_steps=None), *options], UptrainRecipe)
+    assert recipe.max_steps == 5
 
 
 def test_every_recipe_in_the_repository_has_its_steps_here():
@@ -269,6 +275,8 @@ def test_results(here, pair, tmp_path):
     assert yaml.safe_load(card.split("---")[1])["license"] == "llama3.2"
     assert "vLLM does not recognise this model's MLA" in card
     assert (tmp_path / "run" / "final" / "conversion.json").read_text() == '{"method": "by hand"}'
+    for name in LICENCES:
+        assert (tmp_path / "run" / "final" / name).read_text() == f"{name} of the source"
     # Only the attention was trained.
     ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "run" / "final", pair[1]))
     assert {name for name in ours if not torch.equal(ours[name], theirs[name])} == {
@@ -361,8 +369,8 @@ REFUSALS = [
     ({"preset": "tiny-mha"}, "preset has no effect here: the student is the model"),
     ({"model_overrides": {"hidden_size": 3}}, "model_overrides has no effect here: the student is the model"),
     ({"pretraining_fraction": 0.1}, "max_steps and pretraining_fraction are both given"),
-    ({"pretraining_fraction": 0, "max_steps": None}, "pretraining_fraction is 0.0; it must lie in (0, 1]"),
-    ({"pretraining_fraction": 1.1, "max_steps": None}, "pretraining_fraction is 1.1; it must lie in (0, 1]"),
+    ({"pretraining_fraction": -0.1, "max_steps": None}, "pretraining_fraction is -0.1; it must lie in [0, 1]"),
+    ({"pretraining_fraction": 1.1, "max_steps": None}, "pretraining_fraction is 1.1; it must lie in [0, 1]"),
     ({"pretraining_fraction": 1e-3, "max_steps": None}, "leaves 20 tokens, and a step takes 256"),
     (
         {"pretraining_fraction": 0.1, "max_steps": None, "teacher": None, "layerwise_fraction": 0},
