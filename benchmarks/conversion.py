@@ -24,8 +24,8 @@ from modeling_gqa import GQAForCausalLM
 from modeling_gqa.accounting import cache_bytes_per_token
 from modeling_gqa.conversion import allocate, convert, measure, target_config
 from modeling_gqa.conversion.calibration import collect
-from modeling_gqa.conversion.convert import assemble
 from modeling_gqa.conversion.measuring import predicted_states
+from modeling_gqa.conversion.search import assemble
 from modeling_gqa.conversion.targets import configuration, layer_fields
 
 from .conversion_baselines import convert_baseline, mean_key, real_rotation

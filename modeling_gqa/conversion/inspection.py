@@ -11,7 +11,7 @@ from ..accounting import cache_bytes_per_token, count_parameters
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
 from .allocation import numbers_per_token
-from .convert import changed_layers, lossy_layers
+from .changes import changed_layers, lossy_layers
 from .errors import ConversionError
 from .exporting import export_config, inexactness
 from .files import check_tokenizer, local_folder, open_tensors

@@ -19,8 +19,9 @@ from attention_oracle import (
 from small_models import make_batch, make_config, make_model
 
 from modeling_gqa.conversion import METHODS, ConversionError, allocate, convert, measure, target_config
-from modeling_gqa.conversion.convert import Search, Setting, gather, hold_out
+from modeling_gqa.conversion.convert import gather, hold_out
 from modeling_gqa.conversion.refit import RIDGE, refit_outputs
+from modeling_gqa.conversion.search import Search, Setting
 
 MLA = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
 
