@@ -25,9 +25,7 @@ CARD = """---
 {source} with its attention changed by `modeling_gqa`, without training: {change}.
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("{title}", trust_remote_code=True)
+from transformers import AutoModelForCausalLM{tokenizer}
 model = AutoModelForCausalLM.from_pretrained("{title}", trust_remote_code=True)
 ```
 
@@ -54,6 +52,9 @@ estimated on its own. It compares ways to convert a layer; layers are compared b
 
 The model's code is licensed under Apache-2.0; what the source's licence and card say of its weights holds for these.
 """
+TOKENIZER = """, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{title}", trust_remote_code=True)"""
 RUNS = "transformers 5.17 or newer, below 6, with or without `modeling_gqa` installed."
 NO_LATENT_NORM = """
 vLLM does not recognise this model's MLA: it tells MLA by an RMSNorm after `kv_a_proj_with_mqa`, which a converted model
@@ -153,7 +154,9 @@ def write_card(folder: Path, title: str, report: dict[str, Any], config: GQAConf
     layers = "\n".join(f"| {' | '.join(row)} |" for row in layer_rows(report))
     layers = f"| layer | attention | relative error of its output | loss |\n|---|---|---|---|\n{layers}"
     unnormed = any(layer.latent_norm is False for layer in config.per_layer_config)
+    tokenizer = TOKENIZER.format(title=title) if (folder / "tokenizer_config.json").is_file() else "\n"
     card = CARD.format(
+        tokenizer=tokenizer,
         metadata=yaml_dump(metadata, sort_keys=False),
         title=title,
         # A card is for others: no path of this machine.

@@ -176,13 +176,17 @@ def test_the_oracle_is_the_models_attention(name):
 @pytest.mark.parametrize("name", GAUGED)
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**16))
-def test_changes_of_gauge_leave_the_attention_alone(name, seed):
+def test_changes_of_gauge_leave_attention_and_logits_alone(name, seed):
     model_name, fields = GAUGED[name]
     model = random_model(model_name, **fields).double()
     x, layer = inputs(rows=1, seed=seed), grouped(model, 0)
-    expected = layer_output(model, 0, x)
+    expected, whole = layer_output(model, 0, x), logits(model)
     write(change_gauge(layer, *random_gauge(layer, seed)), model, 0)
     assert distance(layer_output(model, 0, x), expected) < 1e-10
+    for index in (1, 2):
+        other = grouped(model, index)
+        write(change_gauge(other, *random_gauge(other, seed + index)), model, index)
+    assert distance(logits(model), whole) < 1e-5  # norms and softmax compute in float32
     # The phases are one gauge: keys alone must not be free.
     turned = change_gauge(layer, *random_gauge(layer, seed))
     write(replace(layer, k=turned.k, k_bias=turned.k_bias), model, 0)

@@ -160,12 +160,14 @@ REPORT = {
 def test_card_has_every_number_and_the_licence(tmp_path):
     model = make_model("mla", latent_norm=False)
     source_card = tmp_path / "source.md"
+    (tmp_path / "tokenizer_config.json").write_text("{}")
     source_card.write_text("---\nlicense: apache-2.0\nlanguage: [de]\npipeline_tag: x\n---\ntext")
     write_card(tmp_path, "small", REPORT, model.config, source_card)
     card = (tmp_path / "README.md").read_text()
     metadata = report.metadata_load(tmp_path / "README.md")
     assert metadata["license"] == "apache-2.0" and metadata["language"] == ["de"]
     assert metadata["base_model"] == "org/some-llama" and metadata["tags"] == ["gqa", "mla"]
+    assert 'tokenizer = AutoTokenizer.from_pretrained("small"' in card
     for text in ("1,008", "168", "123,456", "3.5000", "4.2500", "0.188", "75.00%", "4,321", "999", "0.0625", "lowrank"):
         assert text in card, text
     assert "vLLM does not recognise" in card and "transformers 5.17" in card
@@ -178,6 +180,7 @@ def test_card_without_measurement_says_so(tmp_path):
     written = {**REPORT, "source": str(tmp_path), "text": None, "tokens": 0, "method": "mean"}
     write_card(tmp_path, "small", written, make_model("mixed").config, broken_card)
     card = (tmp_path / "README.md").read_text()
+    assert "AutoTokenizer" not in card
     assert "Nothing was measured" in card and "perplexity" not in card
     assert "vLLM" not in card and str(tmp_path) not in card and tmp_path.name in card
 
