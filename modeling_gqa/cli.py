@@ -296,9 +296,9 @@ def show_inspection(found: dict[str, Any]) -> None:
     for reason, names in reasons.items():
         out.print(f"Not: {', '.join(names)}: {reason}.", soft_wrap=True, markup=False)
     export = found["export"]
-    how = f"as {export['family']}" if export["family"] else "not possible"
-    reason = f": {export['reason']}" if export["reason"] else ""
-    out.print(f"Export to a class of transformers' own: {how}{reason}.", soft_wrap=True, markup=False)
+    how = f"to transformers' own class, as {export['family']}" if export["family"] else ""
+    text = ": ".join(filter(None, (how, export["reason"])))
+    out.print(f"Export: {text.rstrip('.')}.", soft_wrap=True, markup=False)
 
 
 def main() -> None:

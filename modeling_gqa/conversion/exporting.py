@@ -31,6 +31,7 @@ from .files import (
 )
 from .importing import meta_model, own_tensors, read_config
 from .padding import padded_latent, zero_where_missing
+from .targets import layer_fields
 
 GROUPED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 LATENT_FAMILIES = ("deepseek_v3",)
@@ -49,9 +50,8 @@ def export_config(config: GQAConfig, family: str | None = None) -> PreTrainedCon
     Raises:
         ConversionError: no stock class, or not the one of `family`, can express the model; the reason is named.
     """
-    choice: tuple[str, ...] = LATENT_FAMILIES
-    if config.is_heterogeneous or config.attention_kind != "mla":
-        choice = GROUPED_FAMILIES
+    kinds = {layer.attention_kind for layer in config.per_layer_config}
+    choice: tuple[str, ...] = LATENT_FAMILIES if kinds == {"mla"} else GROUPED_FAMILIES
     if family is not None:
         if family not in GROUPED_FAMILIES + LATENT_FAMILIES:
             raise ConversionError(
@@ -124,7 +124,9 @@ def export_checkpoint(
 def _obstacles(config: GQAConfig, family: str) -> Iterator[str]:
     """Why a family cannot express the model, one sentence at a time."""
     if config.is_heterogeneous:
-        yield "its layers differ (per_layer_config), and these classes have equal layers"
+        layers = layer_fields(config)
+        differing = [name for name in layers[0] if any(layer[name] != layers[0][name] for layer in layers)]
+        yield f"its layers differ in {', '.join(differing)} (per_layer_config), and these classes have equal layers"
         return  # what differs by layer cannot be read below
     latent = config.attention_kind == "mla"
     if latent != (family in LATENT_FAMILIES):
