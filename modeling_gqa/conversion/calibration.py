@@ -20,13 +20,15 @@ LAGS_SEEN = 512
 @dataclass
 class Statistics:
     """Of one layer: `second` (E, E) and `mean` (E,) of its input, float64; `lags` (H, S) attention's mass by lag, each
-    head's summing to 1; `residual` mean square norm of the stream, the output added; `length` tokens a row."""
+    head's summing to 1; `residual` mean square norm of the stream, the output added; `length` tokens a row; `window`
+    tokens that a token sees, `None`: all before it."""
 
     second: torch.Tensor
     mean: torch.Tensor
     lags: torch.Tensor
     residual: float
     length: int
+    window: int | None = None
 
     def metric(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Covariance (E, E) and mean (E,) of the input: as seen ("full"), their square root ("root"), or of inputs of
@@ -57,7 +59,8 @@ def square_root(matrix: torch.Tensor, damping: float = 0.0) -> torch.Tensor:
 class Sums:
     """Running sums of one layer's `Statistics`, filled by hooks."""
 
-    def __init__(self, heads: int, hidden: int, device: torch.device) -> None:
+    def __init__(self, heads: int, hidden: int, window: int | None, device: torch.device) -> None:
+        self.window = window
         self.second = torch.zeros(hidden, hidden, dtype=torch.float64, device=device)
         self.total = torch.zeros(hidden, dtype=torch.float64, device=device)
         self.lags = torch.zeros(heads, 0, dtype=torch.float64, device=device)
@@ -90,7 +93,9 @@ class Sums:
             )
         lags = self.lags / self.lags.sum(-1, keepdim=True)
         tokens = self.tokens
-        return Statistics(self.second / tokens, self.total / tokens, lags, self.residual / tokens, self.length)
+        return Statistics(
+            self.second / tokens, self.total / tokens, lags, self.residual / tokens, self.length, self.window
+        )
 
 
 @torch.no_grad()
@@ -101,7 +106,10 @@ def collect(model, batches: Sequence[Batch], progress: Callable[[Iterable], Iter
         batches: model inputs: "input_ids" (B, T), and "attention_mask" or "position_ids" where they are needed.
     """
     config, device = model.config, model.device
-    sums = [Sums(layer.num_attention_heads, config.hidden_size, device) for layer in config.per_layer_config]
+    sums = [
+        Sums(layer.num_attention_heads, config.hidden_size, window, device)
+        for layer, window in zip(config.per_layer_config, windows(config), strict=True)
+    ]
     kept: list[torch.Tensor] = []
     hooks = []
     for layer, layer_sums in zip(model.model.layers, sums, strict=True):
@@ -148,23 +156,28 @@ def _see_input(sums: Sums, kept: list[torch.Tensor], attention, arguments, keywo
     sums.add_lags(weights[0] * real[:, None])
 
 
-def without_data(hidden: int, heads: int, length: int, device: torch.device) -> Statistics:
+def windows(config) -> list[int | None]:
+    """How many tokens each layer's attention sees, `None`: all before it."""
+    return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+
+
+def without_data(hidden: int, heads: int, length: int, device: torch.device, window: int | None = None) -> Statistics:
     """The statistics of inputs of which nothing is known: uncorrelated, of mean zero, all lags alike."""
     second = torch.eye(hidden, dtype=torch.float64, device=device)
-    lags = causal_lags(length).to(device).expand(heads, -1)
-    return Statistics(second, second.new_zeros(hidden), lags, 1.0, length)
+    lags = causal_lags(length, window).to(device).expand(heads, -1)
+    return Statistics(second, second.new_zeros(hidden), lags, 1.0, length, window)
 
 
-def causal_lags(length: int) -> torch.Tensor:
-    """The share of each lag (length,) among all pairs of a token and one before it or itself."""
-    counts = torch.arange(length, 0, -1, dtype=torch.float64)
+def causal_lags(length: int, window: int | None) -> torch.Tensor:
+    """The share of each lag (S,) among all pairs of a token and one that it sees."""
+    counts = torch.arange(length, 0, -1, dtype=torch.float64)[:window]
     return counts / counts.sum()
 
 
 def mean_rotation(statistics: Statistics, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Each head's mean of e^{j omega lag} (H, n), lags half as all causal pairs have them, half as attention looks."""
+    """Each head's mean of e^{j omega lag} (H, n), half over all pairs it sees, half as it looks."""
     lags = statistics.lags
-    uniform = causal_lags(statistics.length).to(lags.device)
+    uniform = causal_lags(statistics.length, statistics.window).to(lags.device)
     size = max(len(uniform), lags.shape[1])
     pad = torch.nn.functional.pad
     share = (pad(uniform, (0, size - len(uniform))) + pad(lags, (0, size - lags.shape[1]))) / 2  # (H, S)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
-from .calibration import Batch, Statistics, collect, without_data
+from .calibration import Batch, Statistics, collect, windows, without_data
 from .changes import changed_layers, lossy_layers
 from .errors import ConversionError
 from .search import Search, Setting, describe_setting
@@ -125,8 +125,10 @@ def gather(model: GQAForCausalLM, calibration: Sequence[Batch] | None, progress=
         return collect(model, calibration, progress)
     length = min(model.config.max_position_embeddings, 2048)
     heads = [layer.num_attention_heads for layer in model.config.per_layer_config]
-    blank = {number: without_data(model.config.hidden_size, number, length, model.device) for number in set(heads)}
-    return [blank[number] for number in heads]
+    layers = list(zip(heads, windows(model.config), strict=True))
+    hidden, device = model.config.hidden_size, model.device
+    blank = {(number, window): without_data(hidden, number, length, device, window) for number, window in set(layers)}
+    return [blank[layer] for layer in layers]
 
 
 def describe(layer: Fields) -> str:

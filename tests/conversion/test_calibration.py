@@ -155,11 +155,13 @@ def test_metrics():
     assert torch.equal(identity, torch.eye(66, dtype=torch.float64)) and not zero.any()
 
 
-def test_mean_rotation_is_half_that_of_all_pairs_and_half_that_of_attention():
-    model = random_model("gqa")
-    statistics = collect(model, CALIBRATION)[0]
+@pytest.mark.parametrize(("index", "window"), [(0, 24), (1, 5)])
+def test_mean_rotation_is_half_that_of_all_pairs_and_half_that_of_attention(index, window):
+    model = random_model("mixed-window")
+    statistics = collect(model, CALIBRATION)[index]
     omega = grouped(model, 0).omega
-    pairs = [t - s for t in range(24) for s in range(t + 1)]
+    pairs = [t - s for t in range(24) for s in range(t + 1) if t - s < window]
+    assert not statistics.lags[:, window:].any()
     everywhere = sum(torch.exp(1j * omega * lag) for lag in pairs) / len(pairs)
     looked = sum(share[:, None] * torch.exp(1j * omega * lag) for lag, share in enumerate(statistics.lags.T))
     assert distance(mean_rotation(statistics, omega), (everywhere + looked) / 2) < 1e-12
