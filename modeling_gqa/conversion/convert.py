@@ -68,7 +68,7 @@ def convert(
     lossy = lossy_layers(model, target_config)
     if lossy and method == "auto" and calibration and selection is None:
         calibration, selection = hold_out(calibration)
-    if refit and not calibration:
+    if refit and lossy and not calibration:
         raise ConversionError("refit needs calibration text")
     kinds = {target_config.per_layer_config[index].attention_kind == "mla" for index in lossy}
     if kinds == {True} and method not in ("auto", "lowrank"):
