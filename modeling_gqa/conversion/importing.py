@@ -87,7 +87,7 @@ def import_checkpoint(
     if config.dtype is None:
         config.dtype = next((tensor.dtype for tensor in tensors.values()), None)
     model = meta_model(GQAForCausalLM, config)
-    tensors = own_tensors(model, tensors, _further_layers(source_config))
+    tensors = own_tensors(model, tensors, further_layers(source_config))
     with written_aside(target, force) as aside:
         write_checkpoint(aside, model, tensors, folder, progress, max_shard_size)
     return config
@@ -108,7 +108,7 @@ def load_source(source: str | Path, dtype=None, device=None) -> GQAForCausalLM:
     source_config = read_config(folder)
     ours = source_config.model_type == GQAConfig.model_type
     config = source_config if ours else import_config(source_config)
-    own_tensors(meta_model(GQAForCausalLM, config), open_tensors(folder), _further_layers(source_config))
+    own_tensors(meta_model(GQAForCausalLM, config), open_tensors(folder), further_layers(source_config))
     # The names are the same in all families, so transformers' own loader reads any of them.
     model = GQAForCausalLM.from_pretrained(folder, config=config, dtype=dtype or "auto", local_files_only=True)
     return model.to(device) if device is not None else model
@@ -162,7 +162,7 @@ def own_tensors(
     return {name: tensors[name] for name in shapes if name in tensors}
 
 
-def _further_layers(config: PreTrainedConfig) -> range:
+def further_layers(config: PreTrainedConfig) -> range:
     """Indices of DeepSeek-V3's layers for speculative decoding, which transformers' model leaves out as well."""
     count = getattr(config, "num_nextn_predict_layers", None) or 0
     return range(config.num_hidden_layers, config.num_hidden_layers + count)

@@ -15,7 +15,7 @@ from .changes import changed_layers, lossy_layers
 from .errors import ConversionError
 from .exporting import export_config, inexactness
 from .files import check_tokenizer, local_folder, open_tensors
-from .importing import _further_layers, import_config, meta_model, own_tensors, read_config
+from .importing import further_layers, import_config, meta_model, own_tensors, read_config
 from .matrices import read_heads
 from .report import describe_layer
 from .targets import target_config
@@ -64,7 +64,7 @@ def find_checkpoint(source: str | Path) -> Found:
     if Path(source).is_dir():
         check_tokenizer(folder, config.vocab_size)
         model = meta_model(GQAForCausalLM, config)
-        tensors = own_tensors(model, open_tensors(folder), _further_layers(source_config))
+        tensors = own_tensors(model, open_tensors(folder), further_layers(source_config))
         dtype = dtype or next(iter(tensors.values())).dtype
     return Found(config, dtype if isinstance(dtype, torch.dtype) else torch.float32, family)
 

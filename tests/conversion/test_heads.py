@@ -402,11 +402,15 @@ def test_the_size_of_a_head_that_its_norm_takes_away_is_no_matter():
             assert row["loss"] == pytest.approx(their_row["loss"], rel=1e-3)
 
 
-def test_losses_do_not_depend_on_where_scores_are_scaled():
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("gqa", {"num_key_value_heads": 3}), ("mla", {"kv_lora_rank": 20, "qk_rope_head_dim": 8})]
+)
+def test_losses_do_not_depend_on_where_scores_are_scaled(kind, sizes):
     """YaRN's factor on cosine and sine, or its square in softmax_scale: one function, and one loss."""
     losses = []
     for factor, scale in ((1.0, 0.3), (2.0, 0.3 / 4)):
         rope = {**YARN, "attention_factor": factor}
         model = random_model("mha", rope_parameters=rope, softmax_scale=scale).double()
-        losses.append([row["loss"] for row in fewer(model, 3, "lowrank")[1]["layers"]])
+        _, report = convert(model, target_config(model.config, kind, **sizes), CALIBRATION, method="lowrank")
+        losses.append([row["loss"] for row in report["layers"]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
