@@ -193,6 +193,14 @@ def test_auto_tries_candidates_and_keeps_the_least_kl(checkpoints, corpus, tmp_p
     assert report["text"]["selection_tokens"] == 160
 
 
+def test_exact_conversion_calibrates_on_nothing_and_is_measured(checkpoints, corpus, tmp_path):
+    arguments = ("convert", checkpoints / "mqa", tmp_path / "out", "--attention-kind", "mha", "--text", corpus)
+    assert "calibrated" not in run(*arguments, *TEXT_OPTIONS)
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert report["exact"] and report["kl"] < 1e-6 and report["tokens"] > 0
+    assert "evaluation_tokens" in report["text"] and "calibration_tokens" not in report["text"]
+
+
 def test_exact_conversion_without_text_says_what_was_not_measured(checkpoints, tmp_path):
     printed = run("convert", checkpoints / "gqa", tmp_path / "out", "--attention-kind", "mha")
     assert "exactly" in printed and "Nothing was measured" in printed
