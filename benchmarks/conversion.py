@@ -130,7 +130,7 @@ def to_mla(bench: Bench) -> dict[str, GQAForCausalLM]:
     layer, kept = bench.source.config.per_layer_config[0], {}
     present = 2 * layer.num_key_value_heads * layer.head_dim
     calibration, _ = bench.text(0)
-    seen = collect(bench.source, calibration)
+    seen = dict(collect(bench.source, calibration))
     for share in (4, 8):
         size, target = present // share, f"mla-1/{share}"
         for find, rope in ((mean_key, layer.head_dim), (real_rotation, size // 2)):

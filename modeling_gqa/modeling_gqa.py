@@ -171,30 +171,36 @@ class GQAModel(GQAPreTrainedModel):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
+        # Before a cache is made: transformers looks for packed documents only where there is none.
+        arguments = self.layer_arguments(inputs_embeds, attention_mask, position_ids, past_key_values)
+        if use_cache and past_key_values is None:
+            past_key_values = grow_in_place(DynamicCache(config=self.config))
+        hidden_states = inputs_embeds
+        for layer, own in zip(self.layers, arguments, strict=False):  # early exit runs fewer than all layers
+            hidden_states = layer(hidden_states, past_key_values=past_key_values, use_cache=use_cache, **own, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def layer_arguments(
+        self,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> list[dict[str, Any]]:
+        """What each layer is called with beside the hidden states: its mask, and the positions and their rotation.
+        Arguments as in `forward`; `inputs_embeds` gives shape, dtype and device alone."""
         restarts = position_ids
         if position_ids is None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past
             position_ids = position_ids.unsqueeze(0)  # (1, T)
-        # Before a cache is made: transformers looks for packed documents only where there is none.
         masks = self._attention_masks(inputs_embeds, attention_mask, past_key_values, position_ids, restarts)
-        if use_cache and past_key_values is None:
-            past_key_values = grow_in_place(DynamicCache(config=self.config))
-
-        hidden_states = inputs_embeds
-        rotations = {size: rotary(hidden_states, position_ids) for size, rotary in self.rotary_emb.items()}
-        layer_types = self.config.layer_types
-        for index, layer in enumerate(islice(self.layers, self.config.num_hidden_layers)):
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=masks[layer_types[index]],
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                position_embeddings=rotations[self.rotary_sizes[index]],
-                **kwargs,
-            )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        rotations = {size: rotary(inputs_embeds, position_ids) for size, rotary in self.rotary_emb.items()}
+        kinds = zip(self.config.layer_types, self.rotary_sizes, strict=True)
+        return [
+            {"attention_mask": masks[kind], "position_ids": position_ids, "position_embeddings": rotations[size]}
+            for kind, size in islice(kinds, self.config.num_hidden_layers)
+        ]
 
     def _attention_masks(self, inputs_embeds, attention_mask, past_key_values, position_ids, restarts) -> dict:
         """The mask of each layer type in the form that the attention implementation wants."""

@@ -4,8 +4,6 @@ Shapes: B batch, T tokens, E hidden size, V vocabulary.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,6 +13,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, pad
 from torch.utils.checkpoint import checkpoint
 from transformers import EvalPrediction, PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
+
+from modeling_gqa.conversion.contexts import hooks
 
 from .trainer import PretrainTrainer
 from .uptrain_recipe import UptrainRecipe
@@ -27,15 +27,6 @@ def choose_parameters(model: PreTrainedModel, trainable: str) -> None:
     """Leave gradients to the attention's parameters, or to all."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable == "all" or ".self_attn." in name)
-
-
-@contextmanager
-def hooks(*handles: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @torch.no_grad()

@@ -11,10 +11,11 @@ import torch
 from ..accounting import cache_bytes_per_token
 from ..attention import ATTENTION_CLASSES
 from ..configuration_gqa import GQAConfig
-from .calibration import Batch, Statistics, collect
+from .calibration import Statistics, collect
 from .errors import ConversionError
 from .grouping import merging_loss, regrouped
 from .latent import to_latent
+from .layerwise import Batch
 from .matrices import read_heads
 from .moments import compute_moments
 from .targets import (
@@ -65,8 +66,8 @@ def allocate(
     dtype = dtype or model.dtype
     smallest_target(model.config, attention_kind, bytes_per_token, layers=layers, dtype=dtype)  # or it is refused
     fields, chosen = layer_fields(model.config), chosen_layers(model.config, layers)
-    statistics = collect(model, calibration, progress)
-    options = {index: layer_options(model, index, attention_kind, statistics[index]) for index in progress(chosen)}
+    seen = collect(model, calibration, chosen, progress=progress)
+    options = {index: layer_options(model, index, attention_kind, statistics) for index, statistics in seen}
     fixed = sum(numbers_per_token(layer) for i, layer in enumerate(model.config.per_layer_config) if i not in options)
     for index, option in spend(options, bytes_per_token // dtype.itemsize - fixed).items():
         fields[index] |= option.fields

@@ -1,18 +1,19 @@
 """What conversions need to know of the text: second moments of each layer's input, and how far its heads look back.
 
-Sums only, so memory does not grow with the text. Shapes: B rows, T tokens, E hidden size, H query heads, S lags.
+Sums only, of one layer at a time, so memory does not grow with the text. Shapes: B rows, T tokens, E hidden size,
+H query heads, S lags.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from .contexts import hooks
 from .errors import ConversionError
-from .measuring import evaluating
+from .layerwise import Batch, LayerwiseText, layerwise
 
-Batch = dict[str, torch.Tensor]
 # Attention weights are looked at in one row of a batch, up to so many tokens.
 LAGS_SEEN = 512
 
@@ -21,7 +22,8 @@ LAGS_SEEN = 512
 class Statistics:
     """Of one layer: `second` (E, E) and `mean` (E,) of its input, float64; `lags` (H, S) attention's mass by lag, each
     head's summing to 1; `residual` mean square norm of the stream, the output added; `length` tokens a row; `window`
-    tokens that a token sees, `None`: all before it."""
+    tokens that a token sees, `None`: all before it; `root` (E, E) the covariance's square root, where it was asked
+    for, since it takes the longest."""
 
     second: torch.Tensor
     mean: torch.Tensor
@@ -29,6 +31,7 @@ class Statistics:
     residual: float
     length: int
     window: int | None = None
+    root: torch.Tensor | None = None
 
     def metric(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Covariance (E, E) and mean (E,) of the input: as seen ("full"), their square root ("root"), or of inputs of
@@ -37,16 +40,13 @@ class Statistics:
             return torch.eye(len(self.mean), dtype=torch.float64, device=self.mean.device), torch.zeros_like(self.mean)
         if name == "full":
             return self.covariance, self.mean
+        if self.root is None:
+            raise ValueError("these statistics were collected without the root")
         return self.root, self.mean / self.mean.norm().sqrt().clamp(min=1e-12)
 
     @property
     def covariance(self) -> torch.Tensor:
         return self.second - torch.outer(self.mean, self.mean)
-
-    @cached_property
-    def root(self) -> torch.Tensor:
-        """Square root of the covariance, kept because candidates ask for it again and it takes the longest."""
-        return square_root(self.covariance)
 
 
 def square_root(matrix: torch.Tensor, damping: float = 0.0) -> torch.Tensor:
@@ -84,61 +84,68 @@ class Sums:
         lag = (positions[:, None] - positions).clamp(min=0).flatten()  # (T T,), what lies ahead has no weight
         self.lags.index_add_(1, lag, weights.flatten(1).double())
 
-    def statistics(self) -> Statistics:
-        """The means; raises `ConversionError` where they are not finite."""
+    def statistics(self, root: bool) -> Statistics:
+        """The means; raises `ConversionError` where there are none, or they are not finite."""
+        if not self.tokens:
+            raise ConversionError("the calibration text is empty")
         if not (torch.isfinite(self.second).all() and torch.isfinite(self.lags).all()):
             raise ConversionError(
                 "the model's activations are not finite on the calibration text: its weights are damaged, or its dtype "
                 "is too narrow; choose float32 or bfloat16"
             )
-        lags = self.lags / self.lags.sum(-1, keepdim=True)
-        tokens = self.tokens
-        return Statistics(
+        lags, tokens = self.lags / self.lags.sum(-1, keepdim=True), self.tokens
+        seen = Statistics(
             self.second / tokens, self.total / tokens, lags, self.residual / tokens, self.length, self.window
         )
+        return replace(seen, root=square_root(seen.covariance)) if root else seen
 
 
 @torch.no_grad()
-def collect(model, batches: Sequence[Batch], progress: Callable[[Iterable], Iterable] = iter) -> list[Statistics]:
-    """Run `batches` through `model` and return each layer's statistics; raises `ConversionError` without any text.
+def collect(
+    model,
+    batches: Sequence[Batch],
+    layers: Iterable[int] | None = None,
+    *,
+    root: bool = False,
+    progress: Callable[[Iterable], Iterable] = iter,
+) -> Iterator[tuple[int, Statistics]]:
+    """Send `batches` through `model` a layer at a time and give each layer's index and statistics.
 
     Args:
         batches: model inputs: "input_ids" (B, T), and "attention_mask" or "position_ids" where they are needed.
+        layers: indices of those looked at, all where it is `None`.
+        root: whether the metric "root" will be asked for.
+
+    Raises:
+        ConversionError: no text, or activations that are not finite.
     """
-    config, device = model.config, model.device
-    sums = [
-        Sums(layer.num_attention_heads, config.hidden_size, window, device)
-        for layer, window in zip(config.per_layer_config, windows(config), strict=True)
-    ]
-    kept: list[torch.Tensor] = []
-    hooks = []
-    for layer, layer_sums in zip(model.model.layers, sums, strict=True):
-        hooks.append(layer.self_attn.register_forward_pre_hook(partial(_see_input, layer_sums, kept), with_kwargs=True))
-        hooks.append(layer.post_attention_layernorm.register_forward_pre_hook(partial(_see_residual, layer_sums, kept)))
-    try:
-        with evaluating(model):
-            for batch in progress(batches):
-                inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
-                mask = inputs.get("attention_mask")
-                kept[:] = [torch.ones_like(inputs["input_ids"]).bool() if mask is None else mask.bool()]
-                model.model(**inputs, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not sums[0].tokens:
-        raise ConversionError("the calibration text is empty")
-    return [layer_sums.statistics() for layer_sums in sums]
+    if layers is None:
+        layers = range(model.config.num_hidden_layers)
+    seen_by_layer = windows(model.config)
+    with layerwise(model, batches) as text:
+        for index in progress(sorted(layers)):
+            layer = model.model.layers[index]
+            attention, norm = layer.self_attn, layer.post_attention_layernorm
+            sums = Sums(
+                attention.config.num_attention_heads, model.config.hidden_size, seen_by_layer[index], model.device
+            )
+            with hooks(
+                attention.register_forward_pre_hook(partial(_see_input, sums, text), with_kwargs=True),
+                norm.register_forward_pre_hook(partial(_see_residual, sums, text)),
+            ):
+                text.advance(index)
+            yield index, sums.statistics(root)
 
 
-def _see_residual(sums: Sums, kept: list[torch.Tensor], norm, arguments) -> None:
-    sums.residual += arguments[0][kept[0]].double().pow(2).sum().item()
+def _see_residual(sums: Sums, text: LayerwiseText, norm, arguments) -> None:
+    sums.residual += arguments[0][text.kept].double().pow(2).sum().item()
 
 
-def _see_input(sums: Sums, kept: list[torch.Tensor], attention, arguments, keywords) -> None:
-    x = arguments[0]
-    sums.add(x, kept[0])
-    row = kept[0].sum(-1).argmax()  # the row with the least padding
-    start = kept[0][row].int().argmax()
+def _see_input(sums: Sums, text: LayerwiseText, attention, arguments, keywords) -> None:
+    x, kept = arguments[0], text.kept
+    sums.add(x, kept)
+    row = kept.sum(-1).argmax()  # the row with the least padding
+    start = kept[row].int().argmax()
     seen = slice(start, min(start + LAGS_SEEN, x.shape[1]))
     cosine_sine = tuple(part[row if len(part) > 1 else 0, seen][None] for part in keywords["position_embeddings"])
     mask = keywords["attention_mask"]
@@ -152,7 +159,7 @@ def _see_input(sums: Sums, kept: list[torch.Tensor], attention, arguments, keywo
         _, weights = attention.forward(x[row, seen][None], position_embeddings=cosine_sine, attention_mask=mask)
     finally:
         attention.config._attn_implementation = backend
-    real = kept[0][row, seen]
+    real = kept[row, seen]
     sums.add_lags(weights[0] * real[:, None])
 
 
@@ -165,7 +172,7 @@ def without_data(hidden: int, heads: int, length: int, device: torch.device, win
     """The statistics of inputs of which nothing is known: uncorrelated, of mean zero, all lags alike."""
     second = torch.eye(hidden, dtype=torch.float64, device=device)
     lags = causal_lags(length, window).to(device).expand(heads, -1)
-    return Statistics(second, second.new_zeros(hidden), lags, 1.0, length, window)
+    return Statistics(second, second.new_zeros(hidden), lags, 1.0, length, window, root=second)
 
 
 def causal_lags(length: int, window: int | None) -> torch.Tensor:

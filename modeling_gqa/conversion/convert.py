@@ -9,9 +9,10 @@ from typing import Any
 
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
-from .calibration import Batch, Statistics, collect, windows, without_data
+from .calibration import Statistics, collect, windows, without_data
 from .changes import changed_layers, lossy_layers
 from .errors import ConversionError
+from .layerwise import Batch, scratch
 from .search import Search, Setting, describe_setting
 from .targets import Fields, check_ours, check_same_model, layer_fields
 
@@ -56,15 +57,7 @@ def convert(
     Raises:
         ConversionError: this cannot be converted, and why.
     """
-    check_ours(model.config)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ConversionError("the model's weights are not in memory (offloaded, or on the meta device): load them all")
-    if method not in METHODS:
-        raise ConversionError(f"method={method!r} is unknown: choose one of {', '.join(METHODS)}")
-    check_same_model(model.config, target_config)
-    changed = changed_layers(model.config, target_config)
-    if not changed:
-        raise ConversionError("the target's attention is the source's: there is nothing to convert")
+    check_source(model, target_config, method)
     lossy = lossy_layers(model, target_config)
     if lossy and method == "auto" and calibration and selection is None:
         calibration, selection = hold_out(calibration)
@@ -75,23 +68,27 @@ def convert(
         raise ConversionError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
     if all(target_config.per_layer_config[index].num_key_value_heads == 1 for index in lossy):
         regroup = regroup or False  # one group holds all heads, however they are ordered
-    statistics = gather(model, calibration if lossy else None, progress)
-    fixed = Setting(
+    searching = bool(method == "auto" and lossy and selection)
+    setting = Setting(
         method="lowrank" if method == "auto" else method,
         metric="full" if calibration else "identity",
         regroup=regroup is True or (regroup is None and method == "auto"),
         refit=bool(refit and calibration),
         seed=seed,
     )
-    search = Search(model, target_config, statistics, calibration, selection, progress)
-    chosen = fixed
-    if method == "auto" and lossy and selection:
-        chosen = search.run(fixed, kinds, regroup, refit)
-    converted, fields, losses = search.converted(chosen, share=False)
+    changed = changed_layers(model.config, target_config)
+    with scratch(model.device) as seen, scratch(model.device) as known:
+        if lossy and calibration:
+            seen.update(collect(model, calibration, changed, root=searching, progress=progress))
+        statistics = seen or blank_statistics(model, changed)
+        search = Search(model, target_config, statistics, calibration, selection, known, progress)
+        if searching:
+            setting = search.run(setting, kinds, regroup, refit)
+        converted, fields, losses = search.converted(setting, share=False)
     report = {
         "exact": not lossy,
-        "method": chosen.method if lossy else "exact",
-        "setting": asdict(chosen) if lossy else None,
+        "method": setting.method if lossy else "exact",
+        "setting": asdict(setting) if lossy else None,
         "layers": [
             {"layer": index, "from": describe(before), "to": describe(after), "loss": losses.get(index)}
             for index, (before, after) in enumerate(zip(layer_fields(model.config), fields, strict=True))
@@ -99,6 +96,18 @@ def convert(
         "candidates": [{"name": describe_setting(setting), "kl": kl} for kl, setting in search.tried],
     }
     return converted, report
+
+
+def check_source(model: GQAForCausalLM, target: GQAConfig, method: str) -> None:
+    """Raise `ConversionError` where there is nothing that could be converted, or no such method."""
+    check_ours(model.config)
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ConversionError("the model's weights are not in memory (offloaded, or on the meta device): load them all")
+    if method not in METHODS:
+        raise ConversionError(f"method={method!r} is unknown: choose one of {', '.join(METHODS)}")
+    check_same_model(model.config, target)
+    if not changed_layers(model.config, target):
+        raise ConversionError("the target's attention is the source's: there is nothing to convert")
 
 
 def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
@@ -120,15 +129,14 @@ def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     return list(batches[:-held_out]), list(batches[-held_out:])
 
 
-def gather(model: GQAForCausalLM, calibration: Sequence[Batch] | None, progress=iter) -> list[Statistics]:
-    if calibration:
-        return collect(model, calibration, progress)
+def blank_statistics(model: GQAForCausalLM, layers: Iterable[int]) -> dict[int, Statistics]:
+    """The statistics of `layers` without text; layers that are alike share one."""
     length = min(model.config.max_position_embeddings, 2048)
     heads = [layer.num_attention_heads for layer in model.config.per_layer_config]
-    layers = list(zip(heads, windows(model.config), strict=True))
+    kinds = list(zip(heads, windows(model.config), strict=True))
     hidden, device = model.config.hidden_size, model.device
-    blank = {(number, window): without_data(hidden, number, length, device, window) for number, window in set(layers)}
-    return [blank[layer] for layer in layers]
+    blank = {(number, window): without_data(hidden, number, length, device, window) for number, window in set(kinds)}
+    return {index: blank[kinds[index]] for index in layers}
 
 
 def describe(layer: Fields) -> str:

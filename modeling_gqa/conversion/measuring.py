@@ -3,16 +3,16 @@
 Shapes: B batch, T tokens, n predicted tokens of a batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from .contexts import evaluating, hooks
 from .errors import ConversionError
+from .layerwise import MODEL_INPUTS
 
-MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 TOKENS_AT_ONCE = 256  # whose logits exist; more of them leave the processor's caches and take twice as long
 
 
@@ -22,7 +22,7 @@ def measure(
     converted: PreTrainedModel,
     batches: Iterable[dict[str, torch.Tensor]],
     progress: Callable[[Iterable], Iterable] = iter,
-    known: Sequence[torch.Tensor] | None = None,
+    known: Mapping[int, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     """Compare the two models' predictions of the next token of the same document.
 
@@ -31,7 +31,7 @@ def measure(
         batches: `input_ids` (B, T), optionally `attention_mask` (B, T), 0 for padding, and `position_ids` (B, T), 0 at
             the first token of a document, which is not predicted.
         progress: wraps the batches.
-        known: the source's `predicted_states` for each batch, where it is compared more than once.
+        known: the source's `predicted_states` by number of the batch, where it is compared more than once.
 
     Returns:
         `perplexity_before` and `perplexity_after`; `kl`, the mean over tokens of KL(source || converted) in nats;
@@ -130,14 +130,10 @@ def layer_errors(
 
     pairs = enumerate(zip(source.model.layers, converted.model.layers, strict=True))
     handles = [layer.register_forward_pre_hook(hook(i, other), with_kwargs=True) for i, (layer, other) in pairs]
-    try:
-        with evaluating(source, converted):
-            for batch in progress(batches):
-                real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()  # (B, T)
-                last_hidden_state(source, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with hooks(*handles), evaluating(source, converted):
+        for batch in progress(batches):
+            real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()  # (B, T)
+            last_hidden_state(source, batch)
     # An output of zeros that stays zeros has no error.
     return (sums[:, 0] / sums[:, 1].clamp(min=torch.finfo(torch.float64).tiny)).sqrt().tolist()
 
@@ -151,16 +147,3 @@ def attend(model, index: int, layer, hidden: torch.Tensor, kwargs: dict[str, Any
     rotary = model.rotary_emb[model.rotary_sizes[index]]
     kwargs["position_embeddings"] = rotary(hidden, kwargs["position_ids"])
     return layer.self_attn(layer.input_layernorm(hidden), **kwargs)[0]
-
-
-@contextmanager
-def evaluating(*models: PreTrainedModel) -> Iterator[None]:
-    """Models in evaluation mode, and afterwards in the mode that they were in."""
-    modes = [model.training for model in models]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model, mode in zip(models, modes, strict=True):
-            model.train(mode)

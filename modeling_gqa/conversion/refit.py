@@ -5,11 +5,12 @@ Compression, 2208.11580, section 3). Shapes: B rows, T tokens, E hidden size, M 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
-from .calibration import Batch
-from .measuring import evaluating
+from .contexts import evaluating, hooks
+from .layerwise import Batch, LayerwiseText, layerwise
 
 # Share of the mean power of what is projected that is added to all of it.
 RIDGE = 1e-3
@@ -45,35 +46,25 @@ def refit_outputs(
 ) -> None:
     """Fit the output projections of `layers` of `converted`, in place, to the attention outputs of `source`; both see
     the source's layer inputs."""
-    regressions = {index: Regression(converted.model.layers[index].self_attn.o_proj) for index in layers}
-    kept: list[torch.Tensor] = []
     projected: list[torch.Tensor] = []
 
-    def compare(index: int) -> Callable:
+    def see(module, arguments) -> None:
+        projected.append(arguments[0])
+
+    def compare(regression: Regression, text: LayerwiseText, index: int, module, arguments, keywords, output) -> None:
+        size = converted.model.rotary_sizes[index]
+        rotation = converted.model.rotary_emb[size](arguments[0], keywords["position_ids"])
         attention = converted.model.layers[index].self_attn
+        found, _ = attention(arguments[0], **{**keywords, "position_embeddings": rotation})
+        regression.add(projected.pop()[text.kept], (output[0] - found)[text.kept])
 
-        def hook(module, arguments, keywords, output):
-            size = converted.model.rotary_sizes[index]
-            rotation = converted.model.rotary_emb[size](arguments[0], keywords["position_ids"])
-            found, _ = attention(arguments[0], **{**keywords, "position_embeddings": rotation})
-            regressions[index].add(projected.pop()[kept[0]], (output[0] - found)[kept[0]])
-
-        return hook
-
-    hooks = []
-    for index in layers:
-        layer, ours = source.model.layers[index].self_attn, converted.model.layers[index].self_attn
-        hooks.append(layer.register_forward_hook(compare(index), with_kwargs=True))
-        hooks.append(ours.o_proj.register_forward_pre_hook(lambda _, arguments: projected.append(arguments[0])))
-    try:
-        with evaluating(source, converted):
-            for batch in progress(batches):
-                inputs = {name: tensor.to(source.device) for name, tensor in batch.items() if name != "labels"}
-                mask = inputs.get("attention_mask")
-                kept[:] = [torch.ones_like(inputs["input_ids"]).bool() if mask is None else mask.bool()]
-                source.model(**inputs, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for regression in regressions.values():
-        regression.solve()
+    with evaluating(converted), layerwise(source, batches) as text:
+        for index in progress(sorted(layers)):
+            layer, projection = source.model.layers[index].self_attn, converted.model.layers[index].self_attn.o_proj
+            regression = Regression(projection)
+            with hooks(
+                layer.register_forward_hook(partial(compare, regression, text, index), with_kwargs=True),
+                projection.register_forward_pre_hook(see),
+            ):
+                text.advance(index)
+            regression.solve()

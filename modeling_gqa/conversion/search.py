@@ -2,9 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -13,14 +12,16 @@ from transformers.initialization import no_init_weights
 
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
-from .calibration import Batch, Statistics
+from .calibration import Statistics
 from .changes import changed_layers
+from .contexts import evaluating
 from .errors import ConversionError
 from .grouping import contiguous, regrouped
 from .heads import merge_heads
 from .latent import ALPHAS, GAINS, to_latent
+from .layerwise import Batch
 from .matrices import Heads, read_heads, repeat_heads, write_grouped
-from .measuring import evaluating, measure, predicted_states
+from .measuring import measure, predicted_states
 from .moments import compute_moments
 from .refit import refit_outputs
 from .targets import Fields, configuration, layer_fields
@@ -49,21 +50,17 @@ def describe_setting(setting: Setting) -> str:
 
 @dataclass
 class Search:
-    """Settings tried on one model, and the KL(source || converted) of each on `selection`."""
+    """Settings tried on one model, and the KL(source || converted) of each on `selection`; `known` is to hold the
+    source's hidden states there, which every candidate is compared with."""
 
     model: GQAForCausalLM
     target: GQAConfig
-    statistics: list[Statistics]
+    statistics: Mapping[int, Statistics]
     calibration: Sequence[Batch] | None
     selection: Sequence[Batch] | None
-    progress: Callable[[Iterable], Iterable]
+    known: MutableMapping[int, torch.Tensor]
+    progress: Callable[[Iterable], Iterable] = iter
     tried: list[tuple[float, Setting]] = field(default_factory=list)
-
-    @cached_property
-    def source_states(self) -> list[torch.Tensor]:
-        """The source's last hidden states on `selection`, which every candidate is compared with."""
-        with evaluating(self.model):
-            return [predicted_states(self.model, batch) for batch in self.selection]
 
     def converted(self, setting: Setting, share: bool) -> tuple[GQAForCausalLM, list[Fields], dict[int, float | None]]:
         """The model converted by `setting`; `share`: its other tensors are the source's own."""
@@ -74,9 +71,14 @@ class Search:
         return model, fields, losses
 
     def best_of(self, settings: Iterable[Setting]) -> Setting:
+        if not self.known:
+            with evaluating(self.model):
+                self.known.update(
+                    (number, predicted_states(self.model, batch)) for number, batch in enumerate(self.selection)
+                )
         for setting in self.progress(list(settings)):
             candidate, _, _ = self.converted(setting, share=True)
-            measured = measure(self.model, candidate, self.selection, known=self.source_states)
+            measured = measure(self.model, candidate, self.selection, known=self.known)
             self.tried.append((measured["kl"], setting))
         return min(self.tried, key=lambda pair: pair[0])[1]
 
@@ -97,7 +99,7 @@ class Search:
 def convert_layers(
     model: GQAForCausalLM,
     target: GQAConfig,
-    statistics: list[Statistics],
+    statistics: Mapping[int, Statistics],
     setting: Setting,
 ) -> tuple[dict[int, State], list[Fields], dict[int, float | None]]:
     """A layer at a time: the new parameters of the layers that change, all layers' fields, and what is lost."""

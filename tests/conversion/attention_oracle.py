@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from small_models import make_batch, make_model
 
+from modeling_gqa.conversion.calibration import Statistics, collect
+
 BIASES = {"query_bias": True, "key_value_bias": True, "output_bias": False}  # Qwen2's
 PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.6}  # 4 planes and 6 more dimensions
 YARN = {
@@ -64,6 +66,11 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @torch.no_grad()
+def collected(model, batches, **options) -> list[Statistics]:
+    """The statistics of all layers."""
+    return [statistics for _, statistics in collect(model, batches, **options)]
+
+
 def layer_inputs(model, batches) -> list[torch.Tensor]:
     """What each layer's attention reads (tokens, E) of all tokens that are not padding, in float64."""
     found = [[] for _ in model.model.layers]

@@ -4,11 +4,12 @@ import gc
 
 import pytest
 import torch
-from attention_oracle import CALIBRATION, covariance, distance, grouped, layer_inputs, random_model
+from attention_oracle import CALIBRATION, collected, covariance, distance, grouped, layer_inputs, random_model
 from small_models import make_batch
 
 from modeling_gqa.conversion import ConversionError, calibration, convert, target_config
 from modeling_gqa.conversion.calibration import collect, mean_rotation, without_data
+from modeling_gqa.conversion.layerwise import Scratch
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -34,12 +35,12 @@ def test_sums_are_those_of_all_tokens_whatever_the_batches(name):
     inputs = layer_inputs(model, CALIBRATION[:2])
     hook.remove()
     for split in splits:
-        for x, found in zip(inputs, collect(model, split), strict=True):
+        for x, found in zip(inputs, collected(model, split), strict=True):
             assert found.second.dtype == found.mean.dtype == found.lags.dtype == torch.float64
             assert distance(found.second, covariance(x, centered=False)) < 1e-6
             assert distance(found.mean, x.mean(0)) < 1e-6
             assert found.length == 24
-        assert collect(model, split)[1].residual == pytest.approx(sum(residuals).item() / 2, rel=1e-6)
+        assert collected(model, split)[1].residual == pytest.approx(sum(residuals).item() / 2, rel=1e-6)
 
 
 @pytest.mark.parametrize("padding", ["left", "right"])
@@ -50,13 +51,13 @@ def test_padding_is_not_counted(padding):
         {"input_ids": ids[mask.bool()][None]}
         for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
     ]
-    for padded, alone in zip(collect(model, [batch]), collect(model, documents), strict=True):
+    for padded, alone in zip(collected(model, [batch]), collected(model, documents), strict=True):
         assert distance(padded.second, alone.second) < 1e-5 and distance(padded.mean, alone.mean) < 1e-5
         assert padded.residual == pytest.approx(alone.residual, rel=1e-5)
     # Attention is looked at in the row with the least padding; here that has some.
     padded_rows = {name: x[1:] for name, x in batch.items()}
-    alone = collect(model, documents[1:2])
-    for found, expected in zip(collect(model, [padded_rows]), alone, strict=True):
+    alone = collected(model, documents[1:2])
+    for found, expected in zip(collected(model, [padded_rows]), alone, strict=True):
         size = expected.lags.shape[1]
         assert distance(found.lags[:, :size], expected.lags) < 1e-5 and found.lags[:, size:].abs().sum() < 1e-12
 
@@ -68,8 +69,8 @@ def test_lags_of_rows_that_begin_with_much_padding(monkeypatch):
     mask = (torch.arange(24) >= 14).long()[None]
     ids = batch["input_ids"]
     positions = (torch.arange(24) - 14).clamp(min=0)[None]
-    padded = collect(model, [{"input_ids": ids, "attention_mask": mask, "position_ids": positions}])
-    for found, expected in zip(padded, collect(model, [{"input_ids": ids[:, 14:]}]), strict=True):
+    padded = collected(model, [{"input_ids": ids, "attention_mask": mask, "position_ids": positions}])
+    for found, expected in zip(padded, collected(model, [{"input_ids": ids[:, 14:]}]), strict=True):
         assert distance(found.lags, expected.lags) < 1e-5
 
 
@@ -91,7 +92,7 @@ def test_lags_are_the_attentions(backend):
     model = random_model("gqa", attention_bias=True).double()
     model.set_attn_implementation(backend)
     inputs = layer_inputs(model, CALIBRATION)
-    for index, found in enumerate(collect(model, CALIBRATION)):
+    for index, found in enumerate(collected(model, CALIBRATION)):
         x = inputs[index].view(4, 6, 24, -1)[:, 0]  # a row of each batch
         weights = sum(grouped(model, index).weights(row) for row in x)
         assert distance(found.lags, lags(weights)) < 1e-10
@@ -105,45 +106,76 @@ def test_packed_documents_do_not_see_each_other(backend):
     ids = make_batch(1, 12)["input_ids"]
     packed = {"input_ids": ids, "position_ids": torch.cat((torch.arange(5), torch.arange(7)))[None]}
     documents = [{"input_ids": ids[:, :5]}, {"input_ids": ids[:, 5:]}]
-    for found, expected in zip(collect(model, [packed]), collect(model, documents), strict=True):
+    for found, expected in zip(collected(model, [packed]), collected(model, documents), strict=True):
         assert found.lags[:, 7:].abs().max() < 1e-12 and found.lags[:, 6].mean() > 1e-4
         assert distance(found.lags[:, :7], expected.lags) < 1e-5
         assert distance(found.second, expected.second) < 1e-5
 
 
-def test_memory_does_not_grow_with_the_text():
-    model, held = random_model("gqa"), []
+def held(model, batches) -> list[int]:
+    """Numbers in all tensors that exist after each layer."""
+    found = []
+    for _ in collect(model, batches):
+        gc.collect()
+        found.append(sum(x.numel() for x in gc.get_objects() if type(x) is torch.Tensor))
+    return found
+
+
+def test_memory_grows_neither_with_the_text_nor_with_the_layers():
+    model = random_model("gqa", num_hidden_layers=6)
     batches = [make_batch(6, 24, seed=seed) for seed in range(9)]
     for batch in batches:
         batch["labels"] = batch["input_ids"]  # as a data set for training has them
-
-    def watch(items):
-        for number, item in enumerate(items):
-            if number in (2, 8):
-                gc.collect()
-                held.append(sum(x.numel() for x in gc.get_objects() if type(x) is torch.Tensor))
-            yield item
-
-    collect(model, batches, watch)
-    assert held[1] - held[0] < 24 * 66  # a single row's inputs
+    short, long = held(model, batches[:3]), held(model, batches)
+    row = 24 * model.config.hidden_size
+    assert abs(long[-1] - short[-1]) < row and long[-1] - long[1] < row
     assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
+
+
+def test_only_the_layers_that_are_asked_for_are_seen():
+    model, reached = random_model("gqa"), []
+    expected = collected(model, CALIBRATION)[1]
+    handles = [
+        layer.register_forward_hook(lambda *_, index=index: reached.append(index))
+        for index, layer in enumerate(model.model.layers)
+    ]
+    ((index, found),) = collect(model, CALIBRATION, [1])
+    assert index == 1 and torch.equal(found.second, expected.second) and torch.equal(found.lags, expected.lags)
+    assert set(reached) == {0, 1} and len(handles) > 2
+
+
+def test_the_text_between_layers_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    seen = collect(random_model("gqa"), CALIBRATION)
+    next(seen)
+    assert len(list(tmp_path.glob("*/*"))) == len(CALIBRATION)
+    seen.close()
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_said(tmp_path):
+    files = Scratch(str(tmp_path), torch.device("cpu"))
+    (tmp_path / "3").symlink_to("/dev/full")
+    with pytest.raises(ConversionError, match=f"cannot be written to {tmp_path}: set TMPDIR"):
+        files[3] = torch.zeros(4)
+    assert 3 not in files
 
 
 def test_the_models_mode_is_kept():
     model = random_model("gqa", attention_dropout=0.5)
-    expected = collect(model, CALIBRATION[:1])
+    expected = collected(model, CALIBRATION[:1])
     model.train()
-    assert torch.equal(collect(model, CALIBRATION[:1])[2].second, expected[2].second) and model.training
+    assert torch.equal(collected(model, CALIBRATION[:1])[2].second, expected[2].second) and model.training
 
 
 @pytest.mark.parametrize("batches", [[], [{**make_batch(), "attention_mask": torch.zeros(3, 11, dtype=torch.long)}]])
 def test_no_text_is_refused(batches):
     with pytest.raises(ConversionError, match="the calibration text is empty"):
-        collect(random_model("gqa"), batches)
+        collected(random_model("gqa"), batches)
 
 
 def test_metrics():
-    statistics = collect(random_model("gqa"), CALIBRATION)[1]
+    statistics = collected(random_model("gqa"), CALIBRATION, root=True)[1]
     full, mean = statistics.metric("full")
     assert torch.equal(mean, statistics.mean)
     assert torch.allclose(full, statistics.second - torch.outer(mean, mean))
@@ -158,7 +190,7 @@ def test_metrics():
 @pytest.mark.parametrize(("index", "window"), [(0, 24), (1, 5)])
 def test_mean_rotation_is_half_that_of_all_pairs_and_half_that_of_attention(index, window):
     model = random_model("mixed-window")
-    statistics = collect(model, CALIBRATION)[index]
+    statistics = collected(model, CALIBRATION)[index]
     omega = grouped(model, 0).omega
     pairs = [t - s for t in range(24) for s in range(t + 1) if t - s < window]
     assert not statistics.lags[:, window:].any()

@@ -19,7 +19,8 @@ from attention_oracle import (
 from small_models import make_batch, make_config, make_model
 
 from modeling_gqa.conversion import METHODS, ConversionError, allocate, convert, measure, target_config
-from modeling_gqa.conversion.convert import gather, hold_out
+from modeling_gqa.conversion.calibration import collect
+from modeling_gqa.conversion.convert import hold_out
 from modeling_gqa.conversion.refit import RIDGE, refit_outputs
 from modeling_gqa.conversion.search import Search, Setting
 
@@ -56,7 +57,7 @@ def test_the_source_is_untouched_and_nothing_is_shared(kind, sizes, dtype):
 def test_candidates_do_not_write_to_the_source(monkeypatch):
     model = random_model("gqa", output_bias=True).double()
     before = state_copy(model)
-    search = Search(model, target(model, "mqa"), gather(model, CALIBRATION), CALIBRATION, CALIBRATION, iter)
+    search = Search(model, target(model, "mqa"), dict(collect(model, CALIBRATION)), CALIBRATION, CALIBRATION, {})
     shared, _, _ = search.converted(Setting(refit=True), share=True)
     assert same_state(before, model.state_dict())
     assert shared.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()

@@ -12,6 +12,7 @@ from attention_oracle import (
     CALIBRATION,
     PARTIAL,
     YARN,
+    collected,
     covariance,
     distance,
     grouped,
@@ -29,7 +30,6 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.conversion import ConversionError, convert, target_config
-from modeling_gqa.conversion.calibration import collect
 from modeling_gqa.conversion.latent import GAINS, to_latent
 from modeling_gqa.conversion.matrices import read_heads
 from modeling_gqa.conversion.moments import compute_moments
@@ -84,7 +84,7 @@ def test_the_loss_is_the_error_measured(name):
         turned = mean_rotation(layer, [rows[0] for rows in x.view(4, 6, 24, -1)])
         if name == "gqa-qwen2-biases-yarn":  # the oracle's attention knows no YaRN
             assert gain != 1.0
-            turned = compute_moments(read_heads(model, index), collect(model, CALIBRATION)[index]).rotation.mean(0)
+            turned = compute_moments(read_heads(model, index), collected(model, CALIBRATION)[index]).rotation.mean(0)
         projections, kept, loss = components(layer, x, turned, size // 2)
         loss *= gain**2  # which YaRN scales a score by
         attention, sizes = other.model.layers[index].self_attn, other.config.per_layer_config[index]
@@ -129,7 +129,7 @@ def test_the_loss_is_the_error_measured(name):
 
 def test_gains_turn_queries():
     model = random_model("gqa", rope_parameters=PARTIAL).double()
-    heads, statistics = read_heads(model, 0), collect(model, CALIBRATION)[0]
+    heads, statistics = read_heads(model, 0), collected(model, CALIBRATION)[0]
     moments = compute_moments(heads, statistics)
     own = moments.rotation
     for gain, expected in {"one": torch.ones_like(own), "mean": own.mean(0).expand_as(own), "head": own}.items():

@@ -1,0 +1,97 @@
+"""Text through a model one layer at a time: memory holds a batch, and what lies between two layers is on disk.
+
+Layer by layer as in GPTQ (2210.17323, section 3.3), whose activations of all the text stay in memory.
+Shapes: B rows, T tokens, E hidden size.
+"""
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from .contexts import evaluating
+from .errors import ConversionError
+
+# What of a batch the model's layers look at; labels, for instance, are none of it.
+MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
+Batch = dict[str, torch.Tensor]
+
+
+class Scratch(MutableMapping[int, Any]):
+    """What memory should not hold all at once, by number, in files of a temporary folder.
+
+    Args:
+        folder: that of the files, which `scratch` makes and removes.
+        device: where tensors are read to.
+    """
+
+    def __init__(self, folder: str, device: torch.device) -> None:
+        self.folder, self.device, self.numbers = Path(folder), device, set[int]()
+
+    def __setitem__(self, number: int, value: Any) -> None:
+        try:
+            torch.save(value, self.folder / str(number))
+        except (OSError, RuntimeError) as error:
+            raise ConversionError(
+                f"temporary files cannot be written to {self.folder}: set TMPDIR to a folder with more room"
+            ) from error
+        self.numbers.add(number)
+
+    def __getitem__(self, number: int) -> Any:
+        if number not in self.numbers:
+            raise KeyError(number)
+        return torch.load(self.folder / str(number), map_location=self.device, weights_only=False)  # its own files
+
+    def __delitem__(self, number: int) -> None:
+        self.numbers.remove(number)
+        (self.folder / str(number)).unlink()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+@contextmanager
+def scratch(device: torch.device) -> Iterator[Scratch]:
+    """A `Scratch` whose folder is made where the environment variable TMPDIR says."""
+    with TemporaryDirectory(prefix="modeling-gqa-") as folder:
+        yield Scratch(folder, device)
+
+
+class LayerwiseText:
+    """Batches of text on their way through the layers of a model in evaluation mode.
+
+    Attributes:
+        kept: (B, T) which tokens of the batch in a layer are not padding, for the hooks that look on.
+    """
+
+    def __init__(self, model, batches: Sequence[Batch], states: Scratch) -> None:
+        self.model, self.batches, self.states = model, batches, states
+        self.layer = 0
+        self.kept: torch.Tensor
+
+    @torch.no_grad()
+    def advance(self, last: int) -> None:
+        """Send all batches through the layers up to and including `last`."""
+        for number, batch in enumerate(self.batches):
+            inputs = {name: x.to(self.model.device) for name, x in batch.items() if name in MODEL_INPUTS}
+            ids = inputs.pop("input_ids")
+            hidden = self.states[number] if self.layer else self.model.model.embed_tokens(ids)  # (B, T, E)
+            mask = inputs.get("attention_mask")
+            self.kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+            arguments = self.model.model.layer_arguments(hidden, **inputs)
+            for index in range(self.layer, last + 1):
+                hidden = self.model.model.layers[index](hidden, **arguments[index])
+            self.states[number] = hidden
+        self.layer = last + 1
+
+
+@contextmanager
+def layerwise(model, batches: Sequence[Batch]) -> Iterator[LayerwiseText]:
+    with evaluating(model), scratch(model.device) as states:
+        yield LayerwiseText(model, batches, states)
