@@ -12,7 +12,7 @@ from transformers import set_seed
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.conversion import convert, target_config
 
-from .measure import describe_machine, resident_bytes
+from .measure import describe_machine, peak_bytes, reset_peak
 from .report import print_machine, print_table, save
 
 SHAPE = {
@@ -31,7 +31,7 @@ TARGETS = {
     "GQA-8 to GQA-4": {"attention_kind": "gqa", "num_key_value_heads": 4},
     "GQA-8 to MLA, a quarter": {"attention_kind": "mla", "cache_size": 256},
 }
-COLUMNS = {"target": "", "method": "", "calibration_tokens": ",", "minutes": ".1f", "peak_gib": ".1f"}
+COLUMNS = {"target": "", "method": "", "calibration_tokens": ",", "minutes": ".1f", "gib_beside_the_source": ".1f"}
 
 
 def main() -> None:
@@ -54,19 +54,14 @@ def main() -> None:
     rows = []
     for target, changes in TARGETS.items():
         for method in arguments.methods:
-            begin = time.perf_counter()
+            held, begin = reset_peak(arguments.device), time.perf_counter()
             convert(model, target_config(model.config, **changes), text, method=method)
             row = {"target": target, "method": method, "calibration_tokens": arguments.batches * arguments.tokens}
-            rows.append(row | {"minutes": (time.perf_counter() - begin) / 60, "peak_gib": peak_gib(arguments.device)})
+            row |= {"minutes": (time.perf_counter() - begin) / 60}
+            rows.append(row | {"gib_beside_the_source": (peak_bytes(arguments.device) - held) / 2**30})
             print(rows[-1], flush=True)
     print_table("Time of a conversion", rows, COLUMNS)
     save(arguments.output, "conversion_time", "python -m benchmarks.conversion_time", machine, rows=rows)
-
-
-def peak_gib(device: str) -> float:
-    """Largest memory held so far, of the process or on the GPU."""
-    used = torch.cuda.max_memory_allocated() if device.startswith("cuda") else resident_bytes(peak=True)
-    return used / 2**30
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -93,3 +94,17 @@ def resident_bytes(peak: bool = False) -> int:
     name = "VmHWM" if peak else "VmRSS"
     with open("/proc/self/status", encoding="utf-8") as lines:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def reset_peak(device: str) -> int:
+    """Begin to look for the peak of memory anew; returns the bytes held now, on the GPU or by the process."""
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    return resident_bytes()
+
+
+def peak_bytes(device: str) -> int:
+    """Largest memory held since `reset_peak`."""
+    return torch.cuda.max_memory_allocated() if device.startswith("cuda") else resident_bytes(peak=True)

@@ -16,7 +16,7 @@ from transformers import HfArgumentParser
 
 from modeling_gqa.accounting import training_flops
 
-from .measure import describe_machine, floor_milliseconds, in_turn, milliseconds, ratio, resident_bytes
+from .measure import describe_machine, floor_milliseconds, in_turn, milliseconds, peak_bytes, ratio, reset_peak
 from .models import BASELINES, Sizes, make_pair
 from .report import print_machine, print_table, save
 
@@ -76,16 +76,14 @@ def make_step(model, length: int, device: str):
     return step
 
 
-def peak_bytes(kind: str, side: str, sizes: Sizes, length: int, dtype: torch.dtype, device: str) -> int:
+def step_bytes(kind: str, side: str, sizes: Sizes, length: int, dtype: torch.dtype, device: str) -> int:
     """Peak memory of a step, the model's weights and gradients included."""
-    before = resident_bytes()
+    before = reset_peak(device)
     models = make_pair(kind, sizes, dtype, device, share=True)
     model = models[("ours", "theirs").index(side)]
     del models
     make_step(model, length, device)()
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated()
-    return resident_bytes(peak=True) - before
+    return peak_bytes(device) - before
 
 
 def peak_in_process(kind: str, side: str, dtype: str, arguments: TrainingArguments, sizes: Sizes) -> int:
@@ -127,7 +125,7 @@ def main(arguments: TrainingArguments, sizes: TrainingSizes) -> None:
     dtypes = [getattr(torch, name) for name in arguments.dtypes]
     if arguments.measure_memory:
         kind, side = arguments.measure_memory.split("-")
-        print(peak_bytes(kind, side, sizes, arguments.length, dtypes[0], arguments.device))
+        print(step_bytes(kind, side, sizes, arguments.length, dtypes[0], arguments.device))
         return
     machine = describe_machine(arguments.device, dtypes)
     print_machine(machine)

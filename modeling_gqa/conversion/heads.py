@@ -200,11 +200,10 @@ def merge_heads(
         name: torch.cat([part[name] for part in parts]) for name in ("q", "q_bias", "k", "k_bias", "v", "v_bias", "o")
     }
     if method == "random":
-        generator = torch.Generator(heads.k.device).manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)  # the processor's, for the same numbers on every device
         for name in ("k", "v"):
-            fields[name] = std * torch.randn(
-                fields[name].shape, generator=generator, dtype=torch.float64, device=heads.k.device
-            )
+            drawn = torch.randn(fields[name].shape, generator=generator, dtype=torch.float64)
+            fields[name] = std * drawn.to(heads.k.device)
             fields[f"{name}_bias"] = torch.zeros_like(fields[f"{name}_bias"])
         loss = None
     biases = (*heads.biases[:2], heads.biases[2] or output_bias)

@@ -1,0 +1,72 @@
+"""Conversions on a device are those on the processor: `python conversions_on_device.py pretended` or `cuda`."""
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))  # as pytest does
+
+import torch
+from attention_oracle import CALIBRATION, random_model
+
+from modeling_gqa.conversion import allocate, convert, layer_errors, measure, target_config
+
+CASES = [
+    ("gqa", {}, {"attention_kind": "mqa"}, {"method": "lowrank", "refit": True}),
+    ("gqa", {}, {"attention_kind": "mqa"}, {"method": "procrustes"}),
+    ("gqa", {}, {"attention_kind": "mqa"}, {"method": "random"}),
+    ("mha", {}, {"attention_kind": "gqa", "num_key_value_heads": 2}, {"method": "lowrank", "regroup": True}),
+    ("gqa", {"qk_norm": True, "attention_bias": True}, {"attention_kind": "mqa"}, {"method": "lowrank"}),
+    ("gqa", {"attention_bias": True}, {"attention_kind": "mla", "cache_size": 24}, {"method": "auto"}),
+    ("mqa", {}, {"attention_kind": "mla", "kv_lora_rank": 66}, {}),
+    ("gqa", {}, {"attention_kind": "mha"}, {}),
+]
+
+
+def converted(name: str, fields: dict, changes: dict, options: dict, device: str):
+    """State, report and measures of one conversion, on the processor."""
+    model = random_model(name, **fields).to(device)
+    other, report = convert(model, target_config(model.config, **changes), CALIBRATION, **options)
+    assert {tensor.device.type for tensor in other.state_dict().values()} == {device}
+    report["measured"] = measure(model, other, CALIBRATION[:1])
+    report["errors"] = layer_errors(model, other, CALIBRATION[:1])
+    return {key: tensor.cpu() for key, tensor in other.state_dict().items()}, report
+
+
+def compare(name: str, fields: dict, changes: dict, options: dict, device: str) -> None:
+    (expected, on_cpu), (found, on_device) = (converted(name, fields, changes, options, x) for x in ("cpu", device))
+    # Eigenvectors may turn on another device, and with them weights, but not what the model computes.
+    exactly = device == "pretended" or not on_cpu["setting"]
+    for key, tensor in expected.items() if exactly else ():
+        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-4)
+    for key in ("kl", "perplexity_after"):
+        torch.testing.assert_close(on_device["measured"][key], on_cpu["measured"][key], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(on_device["errors"], on_cpu["errors"], rtol=1e-3, atol=1e-4)
+    assert on_device["exact"] == on_cpu["exact"] and on_device["setting"] == on_cpu["setting"]
+
+
+def main(device: str) -> None:
+    with context(device):
+        for case in CASES:
+            compare(*case, device)
+        for kind in ("gqa", "mla"):
+            sizes = [allocate(random_model("mha").to(x), kind, 900, CALIBRATION).to_dict() for x in ("cpu", device)]
+            assert sizes[0] == sizes[1]
+
+
+def context(device: str):
+    if device == "cuda":
+        return nullcontext()
+    from pretended_device import PretendedDevice
+
+    from modeling_gqa.conversion import layerwise
+
+    class Kept(dict):
+        """In place of `Scratch`, whose files cannot hold these tensors."""
+
+    layerwise.Scratch = lambda folder, device: Kept()
+    return PretendedDevice()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
