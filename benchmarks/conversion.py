@@ -53,7 +53,7 @@ class Bench:
         self.source = GQAForCausalLM.from_pretrained(run / "final").eval()
         self.train = np.load(run / "data" / "train.npy", mmap_mode="r")
         self.evaluation = self.batches(np.load(run / "data" / "validation.npy", mmap_mode="r"))
-        self.states = [predicted_states(self.source, batch) for batch in self.evaluation]
+        self.states = {i: predicted_states(self.source, batch) for i, batch in enumerate(self.evaluation)}
         self.rows: list[dict] = []
 
     @staticmethod

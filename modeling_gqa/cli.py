@@ -6,7 +6,8 @@ modeling-gqa convert SOURCE TARGET --attention-kind mla --cache-size 128 --text 
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Annotated, Any, Literal
 try:
     import typer
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as ProgressBars
     from rich.table import Table
 except ImportError as missing:
     raise SystemExit(
@@ -33,6 +35,7 @@ from .conversion.importing import import_checkpoint
 from .conversion.inspection import inspect_checkpoint
 from .conversion.job import Job
 from .conversion.report import describe_cost, layer_rows, runs, summary
+from .conversion.types import Progress, Stage
 
 Kind = Literal["mha", "mqa", "gqa", "mla"]
 Method = Literal["auto", "lowrank", "procrustes", "mean", "first", "random"]
@@ -55,6 +58,7 @@ def main_options() -> None:
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    warnings.showwarning = lambda message, *_: err.print(f"warning: {message}", markup=False, soft_wrap=True)
 
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of a checkpoint, or name of a model on the Hub.")]
@@ -171,7 +175,8 @@ def convert(
     ] = "auto",
     device: Annotated[str | None, running(help="cpu, cuda, cuda:1 ... Default: cuda where there is one.")] = None,
     dry_run: Annotated[
-        bool, running("--dry-run", help="Show what would be done, from the configuration and headers; write nothing.")
+        bool,
+        running("--dry-run", help="Check all but the weights, show what would be done, write nothing."),
     ] = False,
     force: Annotated[bool, running("--force", help="Replace TARGET where it exists.")] = False,
 ) -> None:
@@ -186,7 +191,7 @@ def convert(
         arguments["layers"] = None if layers is None else parse_layers(layers)
         job = Job(**arguments)
         if dry_run:
-            plan = job.plan()
+            plan = job.plan(force)
             show(plan)
             how = "exactly" if plan["exact"] else f"by {plan['method']}" + (", calibrated on the text" if text else "")
             out.print(f"Dry run: would convert {how}. Nothing was written.")
@@ -252,12 +257,12 @@ def user_errors() -> Iterator[None]:
 
 
 @contextmanager
-def progress_bars() -> Iterator[Callable[[str], Callable[[Iterable], Iterable]]]:
+def progress_bars() -> Iterator[Stage]:
     """Progress bars on stderr; gives a function from a description to what wraps an iterable."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=err)
+    progress = ProgressBars(*columns, console=err)
 
-    def stage(description: str) -> Callable[[Iterable], Iterable]:
+    def stage(description: str) -> Progress:
         progress.start()
         return partial(progress.track, description=description)
 

@@ -1,11 +1,16 @@
 """The benchmarks run, on sizes at which their times mean nothing, and write what the README shows."""
 
 import json
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from benchmarks import attention, decode, measure, models, prefill, training
+from benchmarks import attention, conversion, decode, measure, models, prefill, training
+from modeling_gqa import GQAConfig, GQAForCausalLM
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 SMALL = {
     "vocab_size": 101,
@@ -121,3 +126,36 @@ def test_the_floor_of_attention_counts_cache_and_operations():
 
 def test_ratios_are_of_rounds_and_spread_over_them():
     assert measure.ratio([2.0, 6.0, 4.0], [1.0, 2.0, 4.0]) == {"ratio": 2.0, "ratio_low": 1.5, "ratio_high": 2.5}
+
+
+def test_conversion(tmp_path):
+    """Every target is measured; nothing is healed, which takes runs of the training script."""
+    sizes = {k: v for k, v in SMALL.items() if k not in ("kv_lora_rank", "qk_rope_head_dim")}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 64}
+    GQAForCausalLM(GQAConfig(**sizes)).save_pretrained(tmp_path / "final")
+    (tmp_path / "data").mkdir()
+    generator = np.random.default_rng(0)
+    for name, blocks in (("train", 96), ("validation", 32)):
+        ids = generator.integers(101, size=(blocks, 16))
+        positions = np.broadcast_to(np.arange(16), ids.shape)
+        np.save(tmp_path / "data" / f"{name}.npy", np.stack([ids, positions], axis=1))
+    bench = conversion.Bench(tmp_path, calibration_blocks=32, seeds=1)
+    converted = conversion.fewer_heads(bench) | conversion.to_mla(bench)
+    conversion.under_budget(bench)
+    assert converted.keys() == {"gqa-4", "gqa-2", "mqa", "mla-1/4", "mla-1/8"}
+    assert len(bench.rows) == 3 * 7 + 2 * 5 + 4
+    assert all(row["kl"] >= 0 and row["perplexity"] > 1 and row["bytes"] > 0 for row in bench.rows)
+
+
+def test_the_conversions_shown_keep_what_is_promised():
+    results = read(RESULTS / "conversion.json")
+    kl = {(row["target"], row["method"]): row["kl"] for row in results["conversions"]}
+    for target in ("gqa-4", "gqa-2", "mqa"):
+        assert kl[target, "auto"] <= kl[target, "mean"] / 3 and kl[target, "auto"] < kl[target, "procrustes"]
+    for target in ("mla-1/4", "mla-1/8"):
+        assert kl[target, "auto"] <= kl[target, "mean_key (baseline)"] / 2
+        assert kl[target, "auto"] < kl[target, "real_rotation (baseline)"]
+    closed = {(row["target"], row["alpha"]): row["closed"] for row in results["healing"]}
+    assert closed["gqa-2", 0.05] >= 0.8 and closed["gqa-2", 0.1] >= 0.9
+    assert {("mqa", 0.05), ("mla-1/8", 0.05), ("control", 0.05)} <= closed.keys()
+    assert results["minutes"] < 10

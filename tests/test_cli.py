@@ -255,7 +255,7 @@ def test_dry_run_announces_and_touches_nothing(options, checkpoints, corpus, tmp
     arguments = ("convert", checkpoints / "mha", tmp_path / "out", "--attention-kind", *options, "--method", "lowrank")
     with monkeypatch.context() as patch:
         patch.setattr(job, "load_source", lambda *_: pytest.fail("a dry run reads no weights"))
-        planned = run(*arguments, "--dry-run", "--text", corpus)
+        planned = run(*arguments, "--dry-run", "--text", corpus, *TEXT_OPTIONS)
     assert "Nothing was written" in planned and not list(tmp_path.iterdir())
     run(*arguments)
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
@@ -375,6 +375,14 @@ WRONG = {
     "truncated": (truncated, "mha", MQA, "is truncated or damaged"),
     "missing tensor": (missing_tensor, "mha", MQA, "no tensor model.layers.1.self_attn.k_proj.weight"),
     "large tokenizer": (large_tokenizer, "mha", MQA, "the tokenizer does not match"),
+    "few bytes": (
+        None,
+        "mha",
+        (*MLA, "--cache-bytes", 8),
+        "--cache-bytes=8 leaves no room for a latent",
+    ),
+    "no tokenizer, dry run": (no_tokenizer, "mha", (*MQA, *BLOCKS, 32, "--dry-run"), "--text needs the tokenizer of"),
+    "short, dry run": (None, "mha", (*MQA, "--text", "CORPUS/0.txt", "--dry-run"), "the text is too short"),
     "no tokenizer": (no_tokenizer, "mha", (*MQA, *BLOCKS, 32), "--text needs the tokenizer of"),
     "wrong field": (wrong_field, "mha", MQA, "num_attention_heads=0 must be positive"),
     "unknown family": (unknown_family, "mha", MQA, "model_type='gpt2' is not supported"),
@@ -425,12 +433,27 @@ def test_targets_that_are_refused(checkpoints, tmp_path):
         (tmp_path / "file", ("--force",), "is a file"),
         (tmp_path / "file" / "out", (), "Not a directory"),
     ):
-        result = call("convert", source, target, *to_mha, *options)
-        assert result.exit_code == 1 and message in result.stderr and result.stderr.count("\n") == 1, result.stderr
+        for further in ((), ("--dry-run",)) if message != "Not a directory" else ((),):
+            result = call("convert", source, target, *to_mha, *options, *further)
+            assert result.exit_code == 1 and message in result.stderr and result.stderr.count("\n") == 1, result.stderr
     assert call("import", checkpoints / "gqa", tmp_path / "out").exit_code == 1  # no import of what is imported
     assert call("export", checkpoints / "mixed-window", tmp_path / "out").exit_code == 1
     assert call("inspect", tmp_path).exit_code == 1
     assert contents(tmp_path) == before and len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_takes_long_is_named_on_the_bars(checkpoints, corpus, tmp_path):
+    options = ("--text", corpus, *TEXT_OPTIONS, *MQA)
+    shown = call("convert", checkpoints / "gqa", tmp_path / "out", *options).stderr
+    named = ("calibrating layers", "trying settings", "converting layers", "measuring", "measuring layers", "saving")
+    assert all(name in shown for name in named), shown
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_a_warning_is_one_line(checkpoints, tmp_path):
+    arguments = ("convert", checkpoints / "mqa", tmp_path / "out", *MLA, "--kv-lora-rank", 9999)
+    (warning,) = [line for line in call(*arguments, "--dry-run").stderr.splitlines() if line]
+    assert warning.startswith("warning: kv_lora_rank=9999 is larger than the"), warning
 
 
 @pytest.mark.parametrize("options", [

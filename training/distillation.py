@@ -61,7 +61,8 @@ def layerwise_loss(
 ) -> torch.Tensor:
     """Return the relative errors of the attention outputs, summed over layers, every layer given the teacher's input.
 
-    The student's own forward runs, so that rotations and masks are its own, and so do the wrappers around it.
+    The student's own forward runs, so that rotations and masks are its own, and so do the wrappers around it; its MLPs
+    see no tokens.
 
     Args:
         model: the student as it is trained, for instance wrapped by DDP.
@@ -77,6 +78,12 @@ def layerwise_loss(
         # What follows is not trained by this loss, and needs no graph.
         return (target, *output[1:])
 
+    def take_no_tokens(mlp: nn.Module, arguments: tuple) -> tuple:
+        return (arguments[0][:, :0], *arguments[1:])
+
+    def add_nothing(target: torch.Tensor, mlp: nn.Module, arguments: tuple, output: torch.Tensor) -> torch.Tensor:
+        return target.new_zeros(()).expand_as(target)
+
     def answer(*_: Any) -> dict[str, torch.Tensor]:
         # As the forward's result, which is where DDP looks for the parameters that were used.
         return {"loss": torch.stack(losses).sum()}
@@ -86,6 +93,9 @@ def layerwise_loss(
     for layer, (source, target) in zip(layers, seen, strict=True):
         handles.append(layer.self_attn.register_forward_pre_hook(partial(feed, source)))
         handles.append(layer.self_attn.register_forward_hook(partial(compare, target)))
+        # What an MLP makes of it, the next layer is not given.
+        handles.append(layer.mlp.register_forward_pre_hook(take_no_tokens))
+        handles.append(layer.mlp.register_forward_hook(partial(add_nothing, target)))
     # A layer's graph is its attention alone; computed again without these hooks it would be another.
     checkpointed = [layer.gradient_checkpointing for layer in layers]
     with hooks(*handles):

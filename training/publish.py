@@ -16,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, SchedulerType
 
 from modeling_gqa.conversion.files import LICENCES, copy_files, local_folder
+from modeling_gqa.conversion.inspection import find_checkpoint
 from modeling_gqa.conversion.report import NO_LATENT_NORM, REPORT_NAME, kept_metadata
 
 from .data import Source
@@ -200,11 +201,16 @@ def save_repository(
     recipe: Recipe,
     results: dict[str, Any],
 ) -> None:
-    """Save what `from_pretrained` needs: weights, configurations, code and tokenizer; and the student's licence."""
+    """Save what `from_pretrained` needs: weights, configurations, code and tokenizer; of a student in its own dtype,
+    whatever it was trained in, and with its licence."""
     # Trainer switches the cache off for training and would have that saved.
     model.config.use_cache = True
     model.generation_config.use_cache = True
-    model.save_pretrained(folder, state_dict=weights)
+    dtype = find_checkpoint(recipe.student).dtype if isinstance(recipe, UptrainRecipe) else model.dtype
+    tied = model.all_tied_weights_keys  # which are saved once
+    model.save_pretrained(folder, state_dict={name: x.to(dtype) for name, x in weights.items() if name not in tied})
+    model.config.dtype = dtype  # `save_pretrained` writes the dtype of the model in memory
+    model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "recipe.yaml").write_bytes((Path(recipe.output_dir) / "recipe.yaml").read_bytes())

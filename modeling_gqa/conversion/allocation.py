@@ -3,7 +3,7 @@
 Layers differ in what they lose, so equal sizes waste cache: QCQA (2406.10247), DHA (2406.06567).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,10 +13,10 @@ from ..attention import ATTENTION_CLASSES
 from ..configuration_gqa import GQAConfig
 from .calibration import Statistics, collect
 from .errors import ConversionError
-from .grouping import merging_loss, regrouped
+from .grouping import regrouped
 from .latent import to_latent
-from .layerwise import Batch
 from .matrices import read_heads
+from .merging import merging_loss
 from .moments import compute_moments
 from .targets import (
     Fields,
@@ -27,6 +27,7 @@ from .targets import (
     layer_fields,
     layer_head_dim,
 )
+from .types import Batch, Progress
 
 # Cache sizes that are tried for an MLA layer, as shares of its present one.
 SHARES = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 5 / 32, 3 / 16, 1 / 4, 5 / 16, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
@@ -48,7 +49,7 @@ def allocate(
     *,
     layers: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
-    progress: Callable[[Iterable], Iterable] = iter,
+    progress: Progress = iter,
 ) -> GQAConfig:
     """The target configuration whose cache takes at most `bytes_per_token` in all layers together.
 

@@ -4,7 +4,7 @@ Sums only, of one layer at a time, so memory does not grow with the text. Shapes
 H query heads, S lags.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,7 +12,8 @@ import torch
 
 from .contexts import hooks
 from .errors import ConversionError
-from .layerwise import Batch, LayerwiseText, layerwise
+from .layerwise import LayerwiseText, layerwise
+from .types import Batch, Progress
 
 # Attention weights are looked at in one row of a batch, up to so many tokens.
 LAGS_SEEN = 512
@@ -107,7 +108,7 @@ def collect(
     layers: Iterable[int] | None = None,
     *,
     root: bool = False,
-    progress: Callable[[Iterable], Iterable] = iter,
+    progress: Progress = iter,
 ) -> Iterator[tuple[int, Statistics]]:
     """Send `batches` through `model` a layer at a time and give each layer's index and statistics.
 

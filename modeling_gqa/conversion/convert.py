@@ -3,7 +3,7 @@
 converted, report = convert(model, target_config(model.config, "mla", cache_size=64), calibration)
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,9 +12,10 @@ from ..modeling_gqa import GQAForCausalLM
 from .calibration import Statistics, collect, windows, without_data
 from .changes import changed_layers, lossy_layers
 from .errors import ConversionError
-from .layerwise import Batch, scratch
+from .layerwise import scratch
 from .search import Search, Setting, describe_setting
 from .targets import Fields, check_ours, check_same_model, layer_fields
+from .types import Batch, Stage, silent
 
 # What "auto" chooses by at most: settings differ by more than texts do.
 SELECTION_TOKENS = 16384
@@ -31,7 +32,7 @@ def convert(
     regroup: bool | None = None,
     refit: bool | None = None,
     seed: int = 0,
-    progress: Callable[[Iterable], Iterable] = iter,
+    stage: Stage = silent,
 ) -> tuple[GQAForCausalLM, dict[str, Any]]:
     """Give a trained model another attention.
 
@@ -43,13 +44,15 @@ def convert(
             frequencies, softmax scale and biases are found here, and it has no latent norm.
         calibration: batches of model inputs of typical text, `[{"input_ids": (B, T)}, ...]`, with "attention_mask" or
             "position_ids" where they are needed; without any, the weights alone decide.
-        selection: text by which "auto" chooses, whose hidden states are kept meanwhile; where it is left out, the last
-            quarter of `calibration`, at most SELECTION_TOKENS.
+        selection: text by which "auto" chooses; where it is left out, the last quarter of `calibration`, at most
+            SELECTION_TOKENS.
         method: how heads become fewer, of METHODS; "auto" tries settings of `lowrank` and `procrustes`, and of MLA's
             gain and weight, and keeps the least KL(source || converted) on `selection`.
         regroup: whether heads may be merged with others than their neighbours; "auto" tries both.
         refit: whether the output projections of converted layers are fitted to the source's outputs by least squares
             on `calibration`; "auto" tries both, other methods do not.
+        seed: of "random", and of regrouping.
+        stage: gives, for a description, what wraps an iterable to show progress.
 
     Returns:
         The converted model, and what was done: {"exact", "method", "setting", "layers", "candidates"}.
@@ -79,9 +82,10 @@ def convert(
     changed = changed_layers(model.config, target_config)
     with scratch(model.device) as seen, scratch(model.device) as known:
         if lossy and calibration:
+            progress = stage("calibrating layers")
             seen.update(collect(model, calibration, changed, root=searching, progress=progress))
         statistics = seen or blank_statistics(model, changed)
-        search = Search(model, target_config, statistics, calibration, selection, known, progress)
+        search = Search(model, target_config, statistics, calibration, selection, known, stage)
         if searching:
             setting = search.run(setting, kinds, regroup, refit)
         converted, fields, losses = search.converted(setting, share=False)

@@ -6,7 +6,7 @@ An export has the same function and, where the class stores the same tensors, th
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from .files import (
 from .importing import meta_model, own_tensors, read_config
 from .padding import padded_latent, zero_where_missing
 from .targets import layer_fields
+from .types import Progress
 
 GROUPED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 LATENT_FAMILIES = ("deepseek_v3",)
@@ -86,7 +87,7 @@ def export_checkpoint(
     *,
     family: str | None = None,
     force: bool = False,
-    progress: Callable[[Iterable], Iterable] = iter,
+    progress: Progress = iter,
     max_shard_size: int = MAX_SHARD_SIZE,
 ) -> PreTrainedConfig:
     """Write the GQA model in `source` as a checkpoint of transformers' own class, with its tokenizer.

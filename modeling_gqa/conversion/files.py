@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from .errors import ConversionError
+from .types import Progress
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_SIZE = 4 * 2**30  # bytes; what is held in memory while writing
@@ -38,6 +39,7 @@ COMPANIONS = (
     "tokenization_*.py",
     *LICENCES,
 )
+
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -92,13 +94,13 @@ def written_aside(target: str | Path, force: bool = False) -> Iterator[Path]:
             other things than a checkpoint.
     """
     target = Path(target).resolve()
-    _check_target(target, force)
+    check_target(target, force)
     made = [folder for folder in target.parents if not folder.exists()]
     aside, old = (target.with_name(f".{target.name}.{role}-{uuid.uuid4().hex[:8]}") for role in ("new", "old"))
     try:
         aside.mkdir(parents=True)
         yield aside
-        _check_target(target, force)
+        check_target(target, force)
         if target.exists():
             target.rename(old)
         aside.rename(target)
@@ -113,7 +115,8 @@ def written_aside(target: str | Path, force: bool = False) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _check_target(target: Path, force: bool):
+def check_target(target: Path, force: bool):
+    """Refuse a file, a folder that exists and is not to be replaced (`force`), and one of other things."""
     if target.is_file():
         raise ConversionError(f"{target} is a file: give a folder to write to")
     if target.exists() and not force:
@@ -213,7 +216,7 @@ def write_checkpoint(
     model: PreTrainedModel,
     tensors: Mapping[str, LazyTensor],
     source: Path,
-    progress: Callable[[Iterable], Iterable] = iter,
+    progress: Progress = iter,
     max_shard_size: int = MAX_SHARD_SIZE,
 ):
     """Write a complete repository: what `model` saves beside its weights, `tensors`, and the source's companions.

@@ -9,28 +9,12 @@ from itertools import combinations
 
 import torch
 
-from .calibration import square_root
-from .heads import DAMPING, block, key_planes, weigh
+from .merging import merging_loss
 from .moments import Moments
 
 RANDOM_STARTS = 6
 # So many sets of heads are compared exactly; beyond, a group costs what its pairs cost.
 EXACT_SETS = 500
-
-
-def merging_loss(moments: Moments, group: list[int]) -> float:
-    """What `lowrank` loses by merging a group: the mean squared error of its keys and values in the output's metric."""
-    root = moments.plane_weight[group].mT.sqrt()
-    planes = torch.linalg.eigvalsh(root[:, :, None] * key_planes(moments, group) * root[:, None, :])
-    loss, n, size = planes[:, :-1].sum(), moments.planes, moments.key_mean.shape[1]
-    parts = [(moments.value_covariance, moments.value_metric)]
-    if size > 2 * n:
-        parts.append((moments.key_covariance[:, 2 * n :, :, 2 * n :], moments.key_metric[:, 2 * n :, 2 * n :]))
-    for covariance, metric in parts:
-        kept = metric.shape[-1]
-        weighed = weigh(block(covariance, group), square_root(metric[group], DAMPING))
-        loss = loss + torch.linalg.eigvalsh(weighed.reshape(len(group) * kept, -1))[:-kept].sum()
-    return float(loss)
 
 
 def contiguous(heads: int, groups: int) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """Checkpoints of transformers' Llama-like and dense DeepSeek-like families as GQA models, exactly or not at all."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from .files import (
     write_checkpoint,
     written_aside,
 )
+from .types import Progress
 
 
 def import_config(config: PreTrainedConfig) -> GQAConfig:
@@ -63,7 +64,7 @@ def import_checkpoint(
     target: str | Path,
     *,
     force: bool = False,
-    progress: Callable[[Iterable], Iterable] = iter,
+    progress: Progress = iter,
     max_shard_size: int = MAX_SHARD_SIZE,
 ) -> GQAConfig:
     """Write the GQA repository of the model in `source`: weights in their dtype, configuration, code and tokenizer.

@@ -2,9 +2,8 @@
 
 import platform
 import time
-from collections.abc import Callable, Iterable
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,91 +16,38 @@ from ..accounting import cache_bytes_per_token, count_parameters
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
 from .allocation import allocate, smallest_target
-from .convert import METHODS, SELECTION_TOKENS, convert, describe
+from .convert import SELECTION_TOKENS, convert, describe
 from .errors import ConversionError
-from .files import LazyTensor, local_folder, one_line, refuse_overlap, write_checkpoint, written_aside
+from .files import LazyTensor, check_target, local_folder, one_line, write_checkpoint, written_aside
 from .importing import load_source
 from .inspection import Found, check_convertible, find_checkpoint
 from .measuring import layer_errors, measure
+from .options import SIZES, Options
 from .report import write_card, write_report
 from .targets import layer_fields, target_config
-from .text import list_files, read_batches
+from .text import read_batches
+from .types import Progress, Stage
 
-SIZES = ("num_key_value_heads", "kv_lora_rank", "qk_rope_head_dim", "cache_size", "cache_bytes")
 # "auto" compares settings on a quarter of what calibrates them.
 SELECTION_SHARE = 4
 LONGEST_BLOCK = 2048  # tokens, where --sequence-length is left out
 
-Stage = Callable[[str], Callable[[Iterable], Iterable]]
 Batches = dict[str, list[dict[str, torch.Tensor]]]
 
 
 @dataclass
-class Job:
-    """What to convert, to what, and on which text; the fields are the options of `modeling-gqa convert`.
+class Job(Options):
+    """A conversion that is planned, or run."""
 
-    Raises:
-        ConversionError: options that do not go together, or cannot work here.
-    """
-
-    source: str
-    target: Path
-    attention_kind: str
-    num_key_value_heads: int | None = None
-    kv_lora_rank: int | None = None
-    qk_rope_head_dim: int | None = None
-    cache_size: int | None = None
-    cache_bytes: int | None = None
-    budget: int | None = None
-    layers: list[int] | None = None
-    method: str = "auto"
-    regroup: bool | None = None
-    refit: bool | None = None
-    seed: int = 0
-    text: list[Path] | None = None
-    evaluation_text: list[Path] | None = None
-    text_column: str = "text"
-    calibration_tokens: int = 131072
-    evaluation_tokens: int = 65536
-    sequence_length: int | None = None
-    batch_size: int = 4
-    dtype: str = "auto"
-    device: str | None = None
     seconds: dict[str, float] = field(default_factory=dict, init=False)
 
-    def __post_init__(self):
-        sizes = [option(name) for name in SIZES if getattr(self, name) is not None]
-        if self.budget is not None and sizes:
-            raise ConversionError(f"--budget chooses the sizes itself: leave {' and '.join(sizes)} out")
-        if self.budget is not None and self.attention_kind not in ("gqa", "mla"):
-            raise ConversionError(f"--budget has nothing to choose for {self.attention_kind}: give gqa or mla")
-        if self.budget is not None and not self.text:
-            raise ConversionError("--budget needs --text: without it no layer's loss is known")
-        if self.refit and not self.text:
-            raise ConversionError("--refit needs --text: the outputs are fitted on it")
-        for name in ("budget", "cache_bytes"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ConversionError(f"{option(name)}={getattr(self, name)} must be positive")
-        if self.cache_size is not None and self.cache_bytes is not None:
-            raise ConversionError("--cache-size and --cache-bytes say the same: leave one out")
-        if self.method not in METHODS:
-            raise ConversionError(f"--method={self.method} is unknown: choose one of {', '.join(METHODS)}")
-        if self.evaluation_text and not self.text:
-            raise ConversionError("--evaluation-text needs --text to calibrate on")
-        if self.is_local:
-            refuse_overlap(Path(self.source), self.target)
-        for path in (texts := [*(self.text or []), *(self.evaluation_text or [])]):
-            refuse_overlap(path, self.target, "text")
-        list_files(texts)
-        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            raise ConversionError(f"--device={self.device} cannot be used: {one_line(error)}") from error
-
-    def plan(self) -> dict[str, Any]:
-        """The report as far as it is known before anything is converted; reads the configuration and headers."""
+    def plan(self, force: bool) -> dict[str, Any]:
+        """The report as far as it is known before anything is converted, from the configuration and headers; raises
+        what `run` would. Of a model on the Hub the tokenizer, and with it the text, is not looked at."""
+        check_target(self.target.resolve(), force)
         found, target, exact = self.prepare(self.source)
+        if self.is_local:
+            self.read_text(Path(self.source), found.config, exact)
         report = self.describe(found, target or found.config)
         after = [describe(layer) for layer in layer_fields(target)] if target else self.chosen_later(found.config)
         pairs = zip(layer_fields(found.config), after, strict=True)
@@ -139,28 +85,7 @@ class Job:
             with self.timed("loading"):
                 model = load_source(folder, found.dtype, self.device).eval()
             with self.timed("converting"):
-                calibration = batches.get("calibration")
-                if target is None:
-                    target = allocate(
-                        model,
-                        self.attention_kind,
-                        self.budget,
-                        calibration,
-                        layers=self.layers,
-                        dtype=found.dtype,
-                        progress=stage("choosing sizes"),
-                    )
-                converted, done = convert(
-                    model,
-                    target,
-                    calibration,
-                    selection=batches.get("selection"),
-                    method=self.method,
-                    regroup=self.regroup,
-                    refit=self.refit,
-                    seed=self.seed,
-                    progress=stage("converting"),
-                )
+                converted, done = self.convert(model, target, found.dtype, batches, stage)
             report = self.describe(found, converted.config) | done
             if batches:
                 with self.timed("measuring"):
@@ -178,9 +103,25 @@ class Job:
             write_card(aside, self.target.resolve().name, card_report, converted.config, folder / "README.md")
         return report
 
-    @property
-    def is_local(self) -> bool:
-        return Path(self.source).exists()
+    def convert(self, model, target: GQAConfig | None, dtype: torch.dtype, batches: Batches, stage: Stage):
+        """What `convert` returns; without a target, for the one that the budget buys."""
+        calibration = batches.get("calibration")
+        if target is None:
+            progress = stage("choosing sizes")
+            target = allocate(
+                model, self.attention_kind, self.budget, calibration, layers=self.layers, dtype=dtype, progress=progress
+            )
+        return convert(
+            model,
+            target,
+            calibration,
+            selection=batches.get("selection"),
+            method=self.method,
+            regroup=self.regroup,
+            refit=self.refit,
+            seed=self.seed,
+            stage=stage,
+        )
 
     def prepare(self, source: str | Path) -> tuple[Found, GQAConfig | None, bool]:
         """The source, in the dtype of the result; the result's configuration (`None`: a budget is to be shared out);
@@ -200,14 +141,23 @@ class Job:
                     f"a budget of {self.budget} bytes per token changes nothing: the source takes {present}"
                 )
         else:
-            sizes = {name: getattr(self, name) for name in SIZES if name != "cache_bytes"}
-            if self.cache_bytes is not None:
-                sizes["cache_size"] = self.cache_bytes // found.dtype.itemsize
-            target = target_config(found.config, self.attention_kind, layers=self.layers, **sizes)
+            target = self.find_target(found)
             exact = check_convertible(found.config, target)
         if self.attention_kind == "mla" and not exact and self.method not in ("auto", "lowrank"):
             raise ConversionError(f"--method={self.method} merges heads, which MLA does not: choose auto or lowrank")
         return found, target, exact
+
+    def find_target(self, found: Found) -> GQAConfig:
+        sizes = {name: getattr(self, name) for name in SIZES if name != "cache_bytes"}
+        if self.cache_bytes is None:
+            return target_config(found.config, self.attention_kind, layers=self.layers, **sizes)
+        sizes["cache_size"] = self.cache_bytes // found.dtype.itemsize
+        try:
+            return target_config(found.config, self.attention_kind, layers=self.layers, **sizes)
+        except ConversionError as error:
+            # In the words that it was asked for in.
+            said = str(error).replace(f"cache_size={sizes['cache_size']}", f"--cache-bytes={self.cache_bytes}")
+            raise ConversionError(f"{said} (a number takes {found.dtype.itemsize} bytes)") from error
 
     def read_text(self, folder: Path, config: GQAConfig, exact: bool) -> Batches:
         if not self.text:
@@ -238,7 +188,7 @@ class Job:
     def describe(self, found: Found, target: GQAConfig) -> dict[str, Any]:
         """What the report says of source and target, whatever is measured."""
         both = {"before": found.config, "after": target}
-        command = self.options()
+        command = self.as_json()
         text = {
             "files": command["text"],
             "evaluation_files": command["evaluation_text"] or [],
@@ -264,15 +214,6 @@ class Job:
             },
         }
 
-    def options(self) -> dict[str, Any]:
-        """The options in types that JSON has; files and folders by their names, without this machine's paths."""
-        options = {item.name: getattr(self, item.name) for item in fields(self) if item.init}
-        for name in ("text", "evaluation_text"):
-            if options[name]:
-                options[name] = [Path(path).absolute().name for path in options[name]]
-        source = Path(self.source).resolve().name if self.is_local else self.source
-        return options | {"source": source, "target": self.target.resolve().name}
-
     @contextmanager
     def timed(self, name: str):
         start = time.perf_counter()
@@ -280,7 +221,7 @@ class Job:
         self.seconds[name] = round(time.perf_counter() - start, 3)
 
 
-def save(folder: Path, model: GQAForCausalLM, source: Path, progress: Callable[[Iterable], Iterable]) -> None:
+def save(folder: Path, model: GQAForCausalLM, source: Path, progress: Progress) -> None:
     """Write `model` with its code, and the tokenizer and generation configuration in the folder `source`."""
     tied = model.all_tied_weights_keys
     tensors = {
@@ -302,7 +243,3 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def count_tokens(batches: list[dict[str, torch.Tensor]]) -> int:
     return sum(batch["input_ids"].numel() for batch in batches)
-
-
-def option(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from .calibration import square_root
-from .heads import DAMPING
 from .matrices import Heads, rotary_fields
+from .merging import DAMPING
 from .moments import Moments, plane_rows
 
 GAINS = ("one", "mean", "head")

@@ -14,10 +14,10 @@ import torch
 
 from .contexts import evaluating
 from .errors import ConversionError
+from .types import Batch
 
 # What of a batch the model's layers look at; labels, for instance, are none of it.
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
-Batch = dict[str, torch.Tensor]
 
 
 class Scratch(MutableMapping[int, Any]):

@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, n predicted tokens of a batch.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from .contexts import evaluating, hooks
 from .errors import ConversionError
 from .layerwise import MODEL_INPUTS
+from .types import Progress
 
 TOKENS_AT_ONCE = 256  # whose logits exist; more of them leave the processor's caches and take twice as long
 
@@ -21,7 +22,7 @@ def measure(
     source: PreTrainedModel,
     converted: PreTrainedModel,
     batches: Iterable[dict[str, torch.Tensor]],
-    progress: Callable[[Iterable], Iterable] = iter,
+    progress: Progress = iter,
     known: Mapping[int, torch.Tensor] | None = None,
 ) -> dict[str, Any]:
     """Compare the two models' predictions of the next token of the same document.
@@ -105,7 +106,7 @@ def layer_errors(
     source: PreTrainedModel,
     converted: PreTrainedModel,
     batches: Iterable[dict[str, torch.Tensor]],
-    progress: Callable[[Iterable], Iterable] = iter,
+    progress: Progress = iter,
 ) -> list[float]:
     """Relative error of each layer's attention output, where both models' layers read what the source's layer reads.
 

@@ -4,13 +4,14 @@ Its right-hand side is linear, so two running sums suffice, as in layer-wise pru
 Compression, 2208.11580, section 3). Shapes: B rows, T tokens, E hidden size, M = heads times value size.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from .contexts import evaluating, hooks
-from .layerwise import Batch, LayerwiseText, layerwise
+from .layerwise import LayerwiseText, layerwise
+from .types import Batch, Progress
 
 # Share of the mean power of what is projected that is added to all of it.
 RIDGE = 1e-3
@@ -42,7 +43,7 @@ class Regression:
 
 @torch.no_grad()
 def refit_outputs(
-    source, converted, layers: Sequence[int], batches: Sequence[Batch], progress: Callable[[Iterable], Iterable] = iter
+    source, converted, layers: Sequence[int], batches: Sequence[Batch], progress: Progress = iter
 ) -> None:
     """Fit the output projections of `layers` of `converted`, in place, to the attention outputs of `source`; both see
     the source's layer inputs."""

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -19,12 +19,12 @@ from .errors import ConversionError
 from .grouping import contiguous, regrouped
 from .heads import merge_heads
 from .latent import ALPHAS, GAINS, to_latent
-from .layerwise import Batch
 from .matrices import Heads, read_heads, repeat_heads, write_grouped
 from .measuring import measure, predicted_states
 from .moments import compute_moments
 from .refit import refit_outputs
 from .targets import Fields, configuration, layer_fields
+from .types import Batch, Progress, Stage, silent
 
 State = dict[str, torch.Tensor]
 
@@ -59,15 +59,17 @@ class Search:
     calibration: Sequence[Batch] | None
     selection: Sequence[Batch] | None
     known: MutableMapping[int, torch.Tensor]
-    progress: Callable[[Iterable], Iterable] = iter
+    stage: Stage = silent
     tried: list[tuple[float, Setting]] = field(default_factory=list)
 
     def converted(self, setting: Setting, share: bool) -> tuple[GQAForCausalLM, list[Fields], dict[int, float | None]]:
         """The model converted by `setting`; `share`: its other tensors are the source's own."""
-        states, fields, losses = convert_layers(self.model, self.target, self.statistics, setting)
+        stage = silent if share else self.stage  # candidates are counted, and not their layers
+        progress = stage("converting layers")
+        states, fields, losses = convert_layers(self.model, self.target, self.statistics, setting, progress)
         model = assemble(self.model, configuration(self.target, fields), states, share)
         if setting.refit and self.calibration:
-            refit_outputs(self.model, model, sorted(states), self.calibration)
+            refit_outputs(self.model, model, sorted(states), self.calibration, stage("fitting outputs"))
         return model, fields, losses
 
     def best_of(self, settings: Iterable[Setting]) -> Setting:
@@ -76,7 +78,7 @@ class Search:
                 self.known.update(
                     (number, predicted_states(self.model, batch)) for number, batch in enumerate(self.selection)
                 )
-        for setting in self.progress(list(settings)):
+        for setting in self.stage("trying settings")(list(settings)):
             candidate, _, _ = self.converted(setting, share=True)
             measured = measure(self.model, candidate, self.selection, known=self.known)
             self.tried.append((measured["kl"], setting))
@@ -101,6 +103,7 @@ def convert_layers(
     target: GQAConfig,
     statistics: Mapping[int, Statistics],
     setting: Setting,
+    progress: Progress = iter,
 ) -> tuple[dict[int, State], list[Fields], dict[int, float | None]]:
     """A layer at a time: the new parameters of the layers that change, all layers' fields, and what is lost."""
     states: dict[int, State] = {}
@@ -109,7 +112,7 @@ def convert_layers(
     changed = changed_layers(model.config, target)
     for index in set(range(len(fields))) - set(changed):
         fields[index] = {**before[index], **rotation(fields[index])}
-    for index in changed:
+    for index in progress(changed):
         heads = read_heads(model, index)
         if fields[index]["attention_kind"] == "mla":
             moments = compute_moments(heads, statistics[index], setting.metric)

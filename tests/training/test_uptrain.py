@@ -331,6 +331,17 @@ def test_without_a_teacher(here, pair, tmp_path):
     assert first == pytest.approx(results["initial_validation_loss"], rel=0.05) and "stage" not in log[0]
 
 
+def test_the_students_dtype_is_kept(here, pair, tmp_path):
+    student = shutil.copytree(pair[1], tmp_path / "student")
+    AutoModelForCausalLM.from_pretrained(student, dtype=torch.bfloat16).save_pretrained(student)
+    here(tmp_path / "run", student=str(student))
+    healed, before = (load_file(path / "model.safetensors") for path in (tmp_path / "run" / "final", student))
+    assert healed.keys() == before.keys() and {tensor.dtype for tensor in healed.values()} == {torch.bfloat16}
+    for name, tensor in healed.items():
+        assert torch.equal(tensor, before[name]) == (".self_attn." not in name)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final").dtype == torch.bfloat16
+
+
 def test_two_processes_equal_one_and_a_stranger_loads_the_result(write, here, tmp_path):
     """Stage 1 uses some of the parameters that stage 2 trains; DDP must not wait for the others."""
     options = {"trainable": "all", "max_steps": 4, "per_device_train_batch_size": 2, "sample_prompt": "the "}
