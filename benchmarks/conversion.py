@@ -148,8 +148,8 @@ def to_mla(bench: Bench) -> dict[str, GQAForCausalLM]:
             )
         config = target_config(bench.source.config, "mla", cache_size=size)
         bench.convert(target, config, "lowrank", range(1), calibrated=False)
-        kept[target] = bench.convert(target, config, "lowrank", bench.seeds)
-        bench.convert(target, config, "auto", range(1))
+        kept[target] = bench.convert(target, config, "lowrank", bench.seeds, split=True)
+        bench.convert(target, config, "auto", range(1), split=True)
     return kept
 
 
@@ -160,7 +160,7 @@ def under_budget(bench: Bench) -> None:
     shares = [("gqa", 2), ("gqa", 4), *([] if bench.source.config.qk_norm else [("mla", 4), ("mla", 8)])]
     for kind, share in shares:
         config = allocate(bench.source, kind, whole // share, calibration, dtype=torch.float32)
-        bench.convert(f"{kind}-1/{share}", config, "lowrank", range(1), regroup=kind == "gqa")
+        bench.convert(f"{kind}-1/{share}", config, "lowrank", range(1), regroup=kind == "gqa", split=kind == "mla")
         bench.rows[-1]["method"] += ", sizes by layer"
 
 

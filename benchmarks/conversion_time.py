@@ -55,7 +55,7 @@ def main() -> None:
     for target, changes in TARGETS.items():
         for method in arguments.methods:
             held, begin = reset_peak(arguments.device), time.perf_counter()
-            convert(model, target_config(model.config, **changes), text, method=method)
+            convert(model, target_config(model.config, **changes), text, method=method, split=True)
             row = {"target": target, "method": method, "calibration_tokens": arguments.batches * arguments.tokens}
             row |= {"minutes": (time.perf_counter() - begin) / 60}
             rows.append(row | {"gib_beside_the_source": (peak_bytes(arguments.device) - held) / 2**30})

@@ -108,7 +108,7 @@ def convert(
         int | None, attention(help="MLA: size P of the cached rotary key; as large as R where left out.")
     ] = None,
     cache_size: Annotated[
-        int | None, attention(help="MLA: R + P, the numbers cached per token and layer; shared equally.")
+        int | None, attention(help="MLA: R + P, the numbers cached per token and layer; shared by what is lost.")
     ] = None,
     cache_bytes: Annotated[
         int | None, attention(help="The same in bytes per token and layer, in the dtype of the result (--dtype).")

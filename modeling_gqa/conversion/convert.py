@@ -13,7 +13,7 @@ from .calibration import Statistics, collect, windows, without_data
 from .changes import changed_layers, lossy_layers
 from .errors import ConversionError
 from .layerwise import scratch
-from .search import Search, Setting, describe_setting
+from .search import SPLITS, Search, Setting, describe_setting
 from .targets import Fields, check_ours, check_same_model, layer_fields
 from .types import Batch, Stage, silent
 
@@ -31,6 +31,7 @@ def convert(
     method: str = "auto",
     regroup: bool | None = None,
     refit: bool | None = None,
+    split: bool = False,
     seed: int = 0,
     stage: Stage = silent,
 ) -> tuple[GQAForCausalLM, dict[str, Any]]:
@@ -51,6 +52,8 @@ def convert(
         regroup: whether heads may be merged with others than their neighbours; "auto" tries both.
         refit: whether the output projections of converted layers are fitted to the source's outputs by least squares
             on `calibration`; "auto" tries both, other methods do not.
+        split: whether each lossy MLA layer may share its cache, of R + P as in `target_config`, between the two by what
+            it would lose; needs `calibration`.
         seed: of "random", and of regrouping.
         stage: gives, for a description, what wraps an iterable to show progress.
 
@@ -76,6 +79,7 @@ def convert(
         method="lowrank" if method == "auto" else method,
         metric="full" if calibration else "identity",
         regroup=regroup is True or (regroup is None and method == "auto"),
+        split=SPLITS[0] if split and calibration else None,
         refit=bool(refit and calibration),
         seed=seed,
     )

@@ -24,7 +24,7 @@ from .inspection import Found, check_convertible, find_checkpoint
 from .measuring import layer_errors, measure
 from .options import SIZES, Options
 from .report import write_card, write_report
-from .targets import layer_fields, target_config
+from .targets import chosen_layers, layer_fields, target_config
 from .text import read_batches
 from .types import Progress, Stage
 
@@ -49,18 +49,23 @@ class Job(Options):
         if self.is_local:
             self.read_text(Path(self.source), found.config, exact)
         report = self.describe(found, target or found.config)
-        after = [describe(layer) for layer in layer_fields(target)] if target else self.chosen_later(found.config)
-        pairs = zip(layer_fields(found.config), after, strict=True)
+        later = target is None or (self.splits and not exact)
+        pairs = zip(layer_fields(found.config), self.layers_after(found.config, target, later), strict=True)
         report["layers"] = [{"layer": i, "from": describe(old), "to": new} for i, (old, new) in enumerate(pairs)]
+        if later:
+            report["parameters_after"] = None
         if target is None:
-            report |= {"cache_bytes_per_token_after": self.budget, "parameters_after": None}
+            report["cache_bytes_per_token_after"] = self.budget
         return report | {"exact": exact, "method": self.method}
 
-    def chosen_later(self, config: GQAConfig) -> list[str]:
-        """Each layer after a conversion to a budget, before it is known what the layers lose."""
-        chosen = range(config.num_hidden_layers) if self.layers is None else self.layers
-        layers = enumerate(layer_fields(config))
-        return [f"{self.attention_kind}, chosen by loss" if i in chosen else describe(layer) for i, layer in layers]
+    def layers_after(self, source: GQAConfig, target: GQAConfig | None, later: bool) -> list[str]:
+        """Each layer after the conversion; `later`: sizes of those that change are chosen by what they would lose."""
+        after = [describe(layer) for layer in layer_fields(target or source)]
+        for index in chosen_layers(source, self.layers) if later else ():
+            layer = target.per_layer_config[index] if target else None
+            size = f"R + P = {layer.kv_lora_rank + layer.qk_rope_head_dim}" if layer else "chosen by loss"
+            after[index] = f"{self.attention_kind}, {size}"
+        return after
 
     def run(self, force: bool, stage: Stage) -> dict[str, Any]:
         """Convert, measure and save; the target appears complete at the end, or not at all.
@@ -119,6 +124,7 @@ class Job(Options):
             method=self.method,
             regroup=self.regroup,
             refit=self.refit,
+            split=self.splits,
             seed=self.seed,
             stage=stage,
         )

@@ -18,6 +18,8 @@ from .moments import Moments, plane_rows
 
 GAINS = ("one", "mean", "head")
 ALPHAS = (0.3, 1.0, 0.1)
+# Shares of R + P that are tried for P.
+ROTARY_SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 
 
 @dataclass(frozen=True)
@@ -97,14 +99,41 @@ def to_latent(
         The parameters of a `LatentAttention`, the configuration fields of its layer, and what is lost in the metric of
         the layer's output: rotation dropped, and keys and values outside the latent.
     """
-    rotary = rotary_key(moments, size)
+    rotary, turn = rotary_key(moments, size), query_turn(heads, moments, gain)
     keys = unrotated_keys(heads, rotary)
-    # The rotary key is scaled by rotary_scaling with each query as well; what loses its rotation must not lose that.
-    turn = _real_matrix(query_gain(moments, gain) * heads.rotary_scaling**2, heads.k.shape[1])
-    first = heads.k.shape[1] - keys.shape[1]
-    metric = (turn @ moments.query_metric @ turn.mT)[:, first:, first:].unflatten(0, (-1, heads.groups)).sum(1)
-    latent, lost = shared_latent(heads, moments, keys, metric, rank, alpha)
+    latent, lost = shared_latent(heads, moments, keys, unrotated_metric(moments, turn, keys), rank, alpha)
     return *write_latent(heads, rotary, latent, turn), rotary.loss + lost
+
+
+def best_split(heads: Heads, moments: Moments, total: int, weight: float, gain: str = "mean") -> tuple[int, int]:
+    """Sizes R and P of the sum `total` for which MLA loses least, where the keys' errors, by rotation too, are worth
+    `weight` of the values'."""
+    most = min(2 * heads.planes * len(heads.k), total - 1)
+    sizes = sorted({size for share in ROTARY_SHARES if 2 <= (size := max(round(share * total / 2), 1) * 2) <= most})
+    turn = query_turn(heads, moments, gain)
+
+    def loss(size: int) -> float:
+        rotary = rotary_key(moments, size)
+        keys = unrotated_keys(heads, rotary)
+        _, weighed = weighed_rows(heads, moments, keys, unrotated_metric(moments, turn, keys), weight)
+        values, _ = leading_vectors(weighed, moments.input_covariance, total - size)
+        power = (weighed @ moments.input_covariance * weighed).sum()
+        return weight**2 * rotary.loss + (power - values.sum()).item()
+
+    best = min(sizes, key=loss)
+    return total - best, best
+
+
+def query_turn(heads: Heads, moments: Moments, gain: str) -> torch.Tensor:
+    """What an unrotated key's query is multiplied by (H, D, D). The rotary key is scaled by rotary_scaling with each
+    query as well; what loses its rotation must not lose that."""
+    return _real_matrix(query_gain(moments, gain) * heads.rotary_scaling**2, heads.k.shape[1])
+
+
+def unrotated_metric(moments: Moments, turn: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The squared error of the layer's output for one of unrotated `keys` (G, N, E): (G, N, N)."""
+    first = turn.shape[1] - keys.shape[1]
+    return (turn @ moments.query_metric @ turn.mT)[:, first:, first:].unflatten(0, (len(keys), -1)).sum(1)
 
 
 def write_latent(
@@ -176,9 +205,7 @@ def shared_latent(
     the loss with alpha 1."""
     groups, nope, _ = keys.shape
     rows = torch.cat((keys, heads.v), dim=1)  # (G, N + V, E)
-    roots = (alpha * square_root(key_metric, DAMPING), square_root(moments.value_metric, DAMPING))
-    root = torch.stack([torch.block_diag(*pair) for pair in zip(*roots, strict=True)])  # (G, N + V, N + V)
-    weighed = (root @ rows).flatten(0, 1)  # (G (N + V), E)
+    root, weighed = weighed_rows(heads, moments, keys, key_metric, alpha)
     values, vectors = leading_vectors(weighed, moments.input_covariance, rank)
     power = moments.value_covariance.flatten(2).flatten(0, 1).diagonal().mean()
     factor = (power / values.clamp(min=1e-12 * values.max())).sqrt()
@@ -193,6 +220,16 @@ def shared_latent(
     pad = torch.nn.functional.pad
     rows, restore = pad(compress, (0, 0, 0, missing)), pad(restore, (0, missing))
     return Latent(rows, restore, moments.value_offset - brought), lost.item()
+
+
+def weighed_rows(
+    heads: Heads, moments: Moments, keys: torch.Tensor, key_metric: torch.Tensor, alpha: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The root (G, N + V, N + V) of the metric of unrotated `keys`, weighted by `alpha`, and of values; and what it
+    makes of their rows, (G (N + V), E)."""
+    roots = (alpha * square_root(key_metric, DAMPING), square_root(moments.value_metric, DAMPING))
+    root = torch.stack([torch.block_diag(*pair) for pair in zip(*roots, strict=True)])
+    return root, (root @ torch.cat((keys, heads.v), dim=1)).flatten(0, 1)
 
 
 def leading_vectors(rows: torch.Tensor, covariance: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -80,6 +80,12 @@ class Options:
     def is_local(self) -> bool:
         return Path(self.source).exists()
 
+    @property
+    def splits(self) -> bool:
+        """Whether R and P are chosen, by what each would lose on the text, instead of given."""
+        chosen = self.attention_kind == "mla" and self.kv_lora_rank is None and self.qk_rope_head_dim is None
+        return chosen and bool(self.text)
+
     def as_json(self) -> dict[str, Any]:
         """The options in types that JSON has; files and folders by their names, without this machine's paths."""
         options = {item.name: getattr(self, item.name) for item in fields(Options)}

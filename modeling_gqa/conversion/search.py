@@ -13,26 +13,29 @@ from transformers.initialization import no_init_weights
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
 from .calibration import Statistics
-from .changes import changed_layers
+from .changes import changed_layers, is_exact
 from .contexts import evaluating
 from .errors import ConversionError
 from .grouping import contiguous, regrouped
 from .heads import merge_heads
-from .latent import ALPHAS, GAINS, to_latent
+from .latent import ALPHAS, GAINS, best_split, to_latent
 from .matrices import Heads, read_heads, repeat_heads, write_grouped
 from .measuring import measure, predicted_states
 from .moments import compute_moments
 from .refit import refit_outputs
-from .targets import Fields, configuration, layer_fields
+from .targets import Fields, configuration, latent_fields, layer_fields
 from .types import Batch, Progress, Stage, silent
 
 State = dict[str, torch.Tensor]
+# Weights by which a cache is shared between R and P; the first without a search.
+SPLITS = (0.2, 0.3, 0.1)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to convert: how heads are merged, under which metric of the input, MLA's gain and alpha, and whether the
-    output projections are fitted afterwards."""
+    """One way to convert: how heads are merged, under which metric of the input, MLA's gain and alpha, the weight by
+    which its cache is shared between R and P (`None`: as the target says), and whether the output projections are
+    fitted afterwards."""
 
     method: str = "lowrank"
     metric: str = "full"
@@ -40,6 +43,7 @@ class Setting:
     regroup: bool = True
     gain: str = "mean"
     alpha: float = ALPHAS[0]
+    split: float | None = None
     refit: bool = False
     seed: int = 0
 
@@ -93,6 +97,8 @@ class Search:
             settings = [replace(start, metric=metric, weighted=w, regroup=r) for metric, w, r in choices]
             best = self.best_of([*settings, *(replace(start, method="procrustes", regroup=r) for r in groupings)])
         if True in to_mla:
+            if start.split:
+                best = self.best_of(replace(best, split=weight) for weight in (None, *SPLITS))
             best = self.best_of(replace(best, gain=gain, alpha=alpha) for gain, alpha in product(GAINS, ALPHAS))
             best = self.best_of(replace(best, metric=name) for name in ("root", "identity"))
         return self.best_of([replace(best, refit=True)]) if refit is None else best
@@ -117,6 +123,9 @@ def convert_layers(
         if fields[index]["attention_kind"] == "mla":
             moments = compute_moments(heads, statistics[index], setting.metric)
             rank, size = fields[index]["kv_lora_rank"], fields[index]["qk_rope_head_dim"]
+            if setting.split and not is_exact(model, target, index):
+                rank, size = best_split(heads, moments, rank + size, setting.split, setting.gain)
+                fields[index] |= latent_fields(model.config, index, rank, size, None)
             state, found, losses[index] = to_latent(heads, moments, rank, size, setting.gain, setting.alpha)
             check_sizes(index, fields[index], found)
         else:

@@ -66,8 +66,8 @@ def target_config(
         layers: indices of the layers to change; all where it is `None`.
         num_key_value_heads: key/value heads G of GQA.
         kv_lora_rank, qk_rope_head_dim: sizes R and P of MLA; P is as large as R where only R is given.
-        cache_size: R + P in place of them, in numbers per token and layer, shared equally. MLA of an MQA layer is exact
-            where no size is given.
+        cache_size: R + P in place of them, in numbers per token and layer, shared equally (`convert` can share them
+            better). MLA of an MQA layer is exact where no size is given.
 
     Raises:
         ConversionError: a size is missing, superfluous or impossible.

@@ -128,6 +128,14 @@ def test_the_search_for_mla_tries_gain_weight_metric_and_refit():
     assert report["layers"][1]["to"] == "mla, 20 + 8"
 
 
+def test_the_search_for_mla_tries_splits_where_it_may():
+    model = random_model("gqa")
+    _, report = convert(model, target(model, "mla", cache_size=28), CALIBRATION, split=True)
+    tried = [dict(part.split("=") for part in candidate["name"].split()) for candidate in report["candidates"]]
+    assert [t["split"] for t in tried[:4]] == ["None", "0.2", "0.3", "0.1"] and len(tried) == 4 + 9 + 2 + 1
+    assert len({t["split"] for t in tried[4:]}) == 1
+
+
 def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():
     model = random_model("mha")
     both = target(random_model("gqa"), "mla", **MLA, layers=[0])

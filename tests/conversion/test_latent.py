@@ -30,7 +30,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.conversion import ConversionError, convert, target_config
-from modeling_gqa.conversion.latent import GAINS, to_latent
+from modeling_gqa.conversion.latent import GAINS, best_split, to_latent
 from modeling_gqa.conversion.matrices import read_heads
 from modeling_gqa.conversion.moments import compute_moments
 
@@ -125,6 +125,66 @@ def test_the_loss_is_the_error_measured(name):
         value = torch.einsum("hvr,r->hv", up[:, 14:], (x @ down[:rank].T).mean(0))
         outputs.append(attention.o_proj(value.flatten()).detach())
         assert distance(outputs[1], outputs[0]) < 1e-5
+
+
+def smallest_loss(layer, x: torch.Tensor, turned: torch.Tensor, rank: int, size: int, weight: float) -> float:
+    """What sizes R and P must lose, keys' errors worth `weight` of the values': eigenvalues of what the heads make of
+    the text."""
+    projections, _, lost = components(layer, x, turned, size // 2)
+    q, k = layer.complex_planes(layer.q), layer.complex_planes(layer.k)
+    left = k - torch.einsum("nab,bne->ane", projections, k)
+    left = torch.cat((left.real, left.imag, layer.k[:, 2 * layer.planes :]), dim=1)  # (G, D, E)
+    q = turned[:, None] * q
+    queries = torch.einsum("hde,te->htd", torch.cat((q.real, q.imag, layer.q[:, 2 * layer.planes :]), dim=1), x)
+    _, value_metric, _ = metrics(layer, x)
+    made = []
+    for g in range(len(layer.k)):
+        readers = [h for h, shared in enumerate(layer.shared) if shared == g]
+        heard = [(value_metric[h] * covariance(layer.heads(x, "v")[g])).sum() / 14 for h in readers]
+        key_metric = sum(t * covariance(queries[h], centered=False) for t, h in zip(heard, readers, strict=True))
+        for rows, metric in ((weight * left[g], key_metric), (layer.v[g], value_metric[readers].sum(0))):
+            values, vectors = torch.linalg.eigh(metric)
+            made.append(x @ rows.T @ vectors * values.clamp(min=0).sqrt())
+    return weight**2 * lost + torch.linalg.eigvalsh(covariance(torch.cat(made, dim=1)))[:-rank].sum().item()
+
+
+def test_a_cache_is_shared_so_that_least_is_lost():
+    model, found = random_model("gqa").double(), {1.0: [], 0.2: [], 0.03: []}
+    for index, x in enumerate(layer_inputs(model, CALIBRATION)):
+        layer = grouped(model, index)
+        turned = mean_rotation(layer, [rows[0] for rows in x.view(4, 6, 24, -1)])
+        heads, statistics = read_heads(model, index), collected(model, CALIBRATION)[index]
+        for weight, sizes in found.items():
+            rank, size = best_split(heads, compute_moments(heads, statistics), 32, weight)
+            tried = (2, 4, 6, 8, 12, 16, 20, 24)
+            losses = {each: smallest_loss(layer, x, turned, 32 - each, each, weight) for each in tried}
+            assert rank + size == 32 and losses[size] <= 1.001 * min(losses.values())
+            sizes.append(size)
+    assert max(found[0.03]) < min(found[1.0])  # the more keys are worth, the larger is the rotary key
+
+
+@pytest.mark.parametrize("method", ["lowrank", "auto"])
+def test_converted_with_a_shared_cache(method):
+    model = random_model("mha", attention_bias=True)
+    for layers in (None, [0, 2]):
+        target = target_config(model.config, "mla", cache_size=30, layers=layers)
+        other, report = convert(model, target, CALIBRATION, method=method, split=True)
+        changed = [other.config.per_layer_config[index] for index in layers or range(3)]
+        sizes = [(layer.kv_lora_rank, layer.qk_rope_head_dim) for layer in changed]
+        assert all(sum(pair) == 30 for pair in sizes) and report["setting"]["split"] in (None, 0.2, 0.3, 0.1)
+        if method == "lowrank":
+            assert set(sizes) != {(16, 14)}
+        cached = other(CALIBRATION[0]["input_ids"], use_cache=True).past_key_values
+        layers_cached = [cached.layers[index] for index in layers or range(3)]
+        assert [layer.keys.shape[-1] + layer.values.shape[-1] for layer in layers_cached] == [30] * len(sizes)
+    _, report = convert(model, target, split=True)  # without text nothing is known of the losses
+    assert report["layers"][0]["to"] == "mla, 16 + 14"
+
+
+def test_what_is_exact_is_not_shared_anew():
+    model = random_model("mqa")
+    _, report = convert(model, target_config(model.config, "mla", cache_size=28), CALIBRATION, split=True)
+    assert report["exact"] and {layer["to"] for layer in report["layers"]} == {"mla, 14 + 14"}
 
 
 def test_gains_turn_queries():
