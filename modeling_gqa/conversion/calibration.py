@@ -17,6 +17,8 @@ from .types import Batch, Progress
 
 # Attention weights are looked at in one row of a batch, up to so many tokens.
 LAGS_SEEN = 512
+# How much of a mean rotation is where attention looks; the rest is all lags alike, for texts that look elsewhere.
+LOOKED_SHARE = 0.9
 
 
 @dataclass
@@ -183,11 +185,11 @@ def causal_lags(length: int, window: int | None) -> torch.Tensor:
 
 
 def mean_rotation(statistics: Statistics, inv_freq: torch.Tensor) -> torch.Tensor:
-    """Each head's mean of e^{j omega lag} (H, n), half over all pairs it sees, half as it looks."""
+    """Each head's mean of e^{j omega lag} (H, n), where it looks (LOOKED_SHARE), and over all pairs that it sees."""
     lags = statistics.lags
     uniform = causal_lags(statistics.length, statistics.window).to(lags.device)
-    size = max(len(uniform), lags.shape[1])
-    pad = torch.nn.functional.pad
-    share = (pad(uniform, (0, size - len(uniform))) + pad(lags, (0, size - lags.shape[1]))) / 2  # (H, S)
+    size, pad = max(len(uniform), lags.shape[1]), torch.nn.functional.pad
+    uniform, lags = pad(uniform, (0, size - len(uniform))), pad(lags, (0, size - lags.shape[1]))
+    share = (1 - LOOKED_SHARE) * uniform + LOOKED_SHARE * lags  # (H, S)
     angles = torch.outer(torch.arange(size, dtype=torch.float64, device=lags.device), inv_freq)  # (S, n)
     return share.to(torch.complex128) @ torch.polar(torch.ones_like(angles), angles)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from small_models import make_batch, make_model
 
-from modeling_gqa.conversion.calibration import Statistics, collect
+from modeling_gqa.conversion.calibration import LOOKED_SHARE, Statistics, collect
 
 BIASES = {"query_bias": True, "key_value_bias": True, "output_bias": False}  # Qwen2's
 PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.6}  # 4 planes and 6 more dimensions
@@ -222,13 +222,14 @@ def random_gauge(layer: Grouped, seed: int, strength: float = 0.5) -> tuple[torc
 
 
 def mean_rotation(layer: Grouped, rows: list[torch.Tensor]) -> torch.Tensor:
-    """Mean of e^{j omega lag} (n,) over heads: half over all causal pairs, half over where the heads look in `rows`."""
+    """Mean of e^{j omega lag} (n,) over heads: mostly where they look in `rows`, the rest over all causal pairs."""
     length = len(rows[0])
     lag = torch.arange(length)[:, None] - torch.arange(length)
     turned = torch.exp(1j * layer.omega[:, None, None] * lag)  # (n, T, T)
     uniform = torch.ones(length, length, dtype=torch.float64).tril()
     seen = sum(layer.weights(x) for x in rows).mean(0)  # (T, T)
-    return sum((turned * share / share.sum()).sum((1, 2)) for share in (uniform, seen)) / 2
+    parts = ((1 - LOOKED_SHARE, uniform), (LOOKED_SHARE, seen))
+    return sum(part * (turned * share / share.sum()).sum((1, 2)) for part, share in parts)
 
 
 def covariance(x: torch.Tensor, centered: bool = True) -> torch.Tensor:

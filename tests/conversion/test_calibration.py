@@ -188,7 +188,7 @@ def test_metrics():
 
 
 @pytest.mark.parametrize(("index", "window"), [(0, 24), (1, 5)])
-def test_mean_rotation_is_half_that_of_all_pairs_and_half_that_of_attention(index, window):
+def test_mean_rotation_is_mostly_that_of_attention_and_else_that_of_all_pairs(index, window):
     model = random_model("mixed-window")
     statistics = collected(model, CALIBRATION)[index]
     omega = grouped(model, 0).omega
@@ -196,7 +196,7 @@ def test_mean_rotation_is_half_that_of_all_pairs_and_half_that_of_attention(inde
     assert not statistics.lags[:, window:].any()
     everywhere = sum(torch.exp(1j * omega * lag) for lag in pairs) / len(pairs)
     looked = sum(share[:, None] * torch.exp(1j * omega * lag) for lag, share in enumerate(statistics.lags.T))
-    assert distance(mean_rotation(statistics, omega), (everywhere + looked) / 2) < 1e-12
+    assert distance(mean_rotation(statistics, omega), 0.1 * everywhere + 0.9 * looked) < 1e-12
 
 
 def test_without_data_nothing_is_known():
