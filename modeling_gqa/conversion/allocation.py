@@ -14,7 +14,7 @@ from ..configuration_gqa import GQAConfig
 from .calibration import Statistics, collect
 from .errors import ConversionError
 from .grouping import regrouped
-from .latent import to_latent
+from .latent import SPLITS, best_split
 from .matrices import read_heads
 from .merging import merging_loss
 from .moments import compute_moments
@@ -129,7 +129,8 @@ def layer_options(model, index: int, kind: str, statistics: Statistics) -> list[
     moments = compute_moments(heads, statistics, centered=kind == "mla" or heads.biases[2])
     for numbers, fields in reversed(sizes.items()):
         if kind == "mla":
-            _, _, loss = to_latent(heads, moments, fields["kv_lora_rank"], fields["qk_rope_head_dim"], "mean")
+            rank, size, loss = best_split(heads, moments, numbers, SPLITS[0])
+            fields = latent_fields(model.config, index, rank, size, None)
         else:
             partition = regrouped(moments, fields["num_key_value_heads"])
             loss = sum(merging_loss(moments, group) for group in partition)

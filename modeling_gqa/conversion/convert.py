@@ -12,8 +12,9 @@ from ..modeling_gqa import GQAForCausalLM
 from .calibration import Statistics, collect, windows, without_data
 from .changes import changed_layers, lossy_layers
 from .errors import ConversionError
+from .latent import SPLITS
 from .layerwise import scratch
-from .search import SPLITS, Search, Setting, describe_setting
+from .search import Search, Setting, describe_setting
 from .targets import Fields, check_ours, check_same_model, layer_fields
 from .types import Batch, Stage, silent
 

@@ -17,7 +17,9 @@ from .merging import DAMPING
 from .moments import Moments, plane_rows
 
 GAINS = ("one", "mean", "head")
-ALPHAS = (0.3, 1.0, 0.1)
+ALPHAS = (0.3, 0.1)
+# Weights of keys against values by which a cache is shared between R and P; the first without a search.
+SPLITS = (0.2, 0.3, 0.1)
 # Shares of R + P that are tried for P.
 ROTARY_SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 
@@ -105,9 +107,9 @@ def to_latent(
     return *write_latent(heads, rotary, latent, turn), rotary.loss + lost
 
 
-def best_split(heads: Heads, moments: Moments, total: int, weight: float, gain: str = "mean") -> tuple[int, int]:
-    """Sizes R and P of the sum `total` for which MLA loses least, where the keys' errors, by rotation too, are worth
-    `weight` of the values'."""
+def best_split(heads: Heads, moments: Moments, total: int, weight: float, gain: str = "mean") -> tuple[int, int, float]:
+    """Sizes R and P of the sum `total` for which MLA loses least, and that loss, where the keys' errors, by rotation
+    too, are worth `weight`^2 of the values': a softmax bounds what large ones do."""
     most = min(2 * heads.planes * len(heads.k), total - 1)
     sizes = sorted({size for share in ROTARY_SHARES if 2 <= (size := max(round(share * total / 2), 1) * 2) <= most})
     turn = query_turn(heads, moments, gain)
@@ -120,8 +122,8 @@ def best_split(heads: Heads, moments: Moments, total: int, weight: float, gain: 
         power = (weighed @ moments.input_covariance * weighed).sum()
         return weight**2 * rotary.loss + (power - values.sum()).item()
 
-    best = min(sizes, key=loss)
-    return total - best, best
+    least, best = min((loss(size), size) for size in sizes)
+    return total - best, best, least
 
 
 def query_turn(heads: Heads, moments: Moments, gain: str) -> torch.Tensor:

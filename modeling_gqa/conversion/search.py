@@ -18,7 +18,7 @@ from .contexts import evaluating
 from .errors import ConversionError
 from .grouping import contiguous, regrouped
 from .heads import merge_heads
-from .latent import ALPHAS, GAINS, best_split, to_latent
+from .latent import ALPHAS, GAINS, SPLITS, best_split, to_latent
 from .matrices import Heads, read_heads, repeat_heads, write_grouped
 from .measuring import measure, predicted_states
 from .moments import compute_moments
@@ -27,8 +27,6 @@ from .targets import Fields, configuration, latent_fields, layer_fields
 from .types import Batch, Progress, Stage, silent
 
 State = dict[str, torch.Tensor]
-# Weights by which a cache is shared between R and P; the first without a search.
-SPLITS = (0.2, 0.3, 0.1)
 
 
 @dataclass(frozen=True)
@@ -82,7 +80,8 @@ class Search:
                 self.known.update(
                     (number, predicted_states(self.model, batch)) for number, batch in enumerate(self.selection)
                 )
-        for setting in self.stage("trying settings")(list(settings)):
+        tried = {setting for _, setting in self.tried}
+        for setting in self.stage("trying settings")([setting for setting in settings if setting not in tried]):
             candidate, _, _ = self.converted(setting, share=True)
             measured = measure(self.model, candidate, self.selection, known=self.known)
             self.tried.append((measured["kl"], setting))
@@ -100,7 +99,7 @@ class Search:
             if start.split:
                 best = self.best_of(replace(best, split=weight) for weight in (None, *SPLITS))
             best = self.best_of(replace(best, gain=gain, alpha=alpha) for gain, alpha in product(GAINS, ALPHAS))
-            best = self.best_of(replace(best, metric=name) for name in ("root", "identity"))
+            best = self.best_of([replace(best, metric="root")])
         return self.best_of([replace(best, refit=True)]) if refit is None else best
 
 
@@ -124,7 +123,7 @@ def convert_layers(
             moments = compute_moments(heads, statistics[index], setting.metric)
             rank, size = fields[index]["kv_lora_rank"], fields[index]["qk_rope_head_dim"]
             if setting.split and not is_exact(model, target, index):
-                rank, size = best_split(heads, moments, rank + size, setting.split, setting.gain)
+                rank, size, _ = best_split(heads, moments, rank + size, setting.split, setting.gain)
                 fields[index] |= latent_fields(model.config, index, rank, size, None)
             state, found, losses[index] = to_latent(heads, moments, rank, size, setting.gain, setting.alpha)
             check_sizes(index, fields[index], found)

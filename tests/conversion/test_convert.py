@@ -121,10 +121,10 @@ def test_the_search_for_mla_tries_gain_weight_metric_and_refit():
     model = random_model("gqa")
     _, report = convert(model, target(model, "mla", **MLA), CALIBRATION[:3], selection=CALIBRATION[3:])
     tried = [dict(part.split("=") for part in candidate["name"].split()) for candidate in report["candidates"]]
-    assert {(t["gain"], t["alpha"]) for t in tried[:9]} == {
-        (gain, alpha) for gain in ("one", "mean", "head") for alpha in ("0.3", "1.0", "0.1")
+    assert {(t["gain"], t["alpha"]) for t in tried[:6]} == {
+        (gain, alpha) for gain in ("one", "mean", "head") for alpha in ("0.3", "0.1")
     }
-    assert [t["metric"] for t in tried[9:11]] == ["root", "identity"] and tried[11]["refit"] == "True"
+    assert tried[6]["metric"] == "root" and tried[7]["refit"] == "True" and len(tried) == 8
     assert report["layers"][1]["to"] == "mla, 20 + 8"
 
 
@@ -132,8 +132,10 @@ def test_the_search_for_mla_tries_splits_where_it_may():
     model = random_model("gqa")
     _, report = convert(model, target(model, "mla", cache_size=28), CALIBRATION, split=True)
     tried = [dict(part.split("=") for part in candidate["name"].split()) for candidate in report["candidates"]]
-    assert [t["split"] for t in tried[:4]] == ["None", "0.2", "0.3", "0.1"] and len(tried) == 4 + 9 + 2 + 1
-    assert len({t["split"] for t in tried[4:]}) == 1
+    assert [t["split"] for t in tried[:4]] == ["None", "0.2", "0.3", "0.1"] and len(
+        {t["split"] for t in tried[4:]}
+    ) == 1
+    assert len(tried) == len({tuple(t.items()) for t in tried}) == 4 + 5 + 1 + 1  # none of them twice
 
 
 def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():
@@ -141,7 +143,7 @@ def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():
     both = target(random_model("gqa"), "mla", **MLA, layers=[0])
     other, report = convert(model, both, CALIBRATION)
     kls = [candidate["kl"] for candidate in report["candidates"]]
-    assert len(kls) == 14 + 9 + 2 + 1
+    assert len(kls) == 14 + 5 + 1  # the best of the first is not tried again, in another gain, or with its own metric
     assert measure(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
     assert [layer.attention_kind for layer in other.config.per_layer_config] == ["mla", "gqa", "gqa"]
 

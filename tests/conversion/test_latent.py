@@ -155,10 +155,11 @@ def test_a_cache_is_shared_so_that_least_is_lost():
         turned = mean_rotation(layer, [rows[0] for rows in x.view(4, 6, 24, -1)])
         heads, statistics = read_heads(model, index), collected(model, CALIBRATION)[index]
         for weight, sizes in found.items():
-            rank, size = best_split(heads, compute_moments(heads, statistics), 32, weight)
+            rank, size, loss = best_split(heads, compute_moments(heads, statistics), 32, weight)
             tried = (2, 4, 6, 8, 12, 16, 20, 24)
             losses = {each: smallest_loss(layer, x, turned, 32 - each, each, weight) for each in tried}
             assert rank + size == 32 and losses[size] <= 1.001 * min(losses.values())
+            assert loss == pytest.approx(losses[size], rel=1e-2)
             sizes.append(size)
     assert max(found[0.03]) < min(found[1.0])  # the more keys are worth, the larger is the rotary key
 
