@@ -8,12 +8,13 @@ seen. "random" is averaged over three seeds; so are methods that calibrate, over
 """
 
 import argparse
+import io
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from modeling_gqa.conversion.calibration import collect
 from modeling_gqa.conversion.measuring import predicted_states
 from modeling_gqa.conversion.search import assemble
 from modeling_gqa.conversion.targets import configuration, layer_fields
+from training.uptrain import uptrain as healing
 
 from .conversion_baselines import convert_baseline, mean_key, real_rotation
 from .measure import describe_machine
@@ -54,6 +56,7 @@ class Bench:
         self.train = np.load(run / "data" / "train.npy", mmap_mode="r")
         self.evaluation = self.batches(np.load(run / "data" / "validation.npy", mmap_mode="r"))
         self.states = {i: predicted_states(self.source, batch) for i, batch in enumerate(self.evaluation)}
+        self.perplexity = self.measure(self.source)["perplexity_before"]
         self.rows: list[dict] = []
 
     @staticmethod
@@ -166,26 +169,26 @@ def under_budget(bench: Bench) -> None:
 
 def heal(bench: Bench, models: dict[str, GQAForCausalLM], folder: Path) -> list[dict]:
     """Uptrain each model, and the source as the control, by the uptrain-tiny recipe."""
-    rows, source = [], bench.measure(bench.source)["perplexity_before"]
+    rows, source = [], bench.perplexity
     tokenizer = AutoTokenizer.from_pretrained(bench.run / "final")
     for target, model in {"control": bench.source, **models}.items():
         student = folder / target.replace("/", "-")
         model.save_pretrained(student)
         tokenizer.save_pretrained(student)
-        start = bench.measure(model)
+        start = bench.perplexity if model is bench.source else bench.measure(model)["perplexity_after"]
         for alpha in (0.05, 0.1) if target in ("control", "gqa-2") else (0.05,):
             healed = GQAForCausalLM.from_pretrained(uptrain(bench, student, folder, alpha, target == "control")).eval()
             after = bench.measure(healed)
-            gap = start["perplexity_after"] - source
+            gap = start - source
             rows.append(
                 {
                     "target": target,
                     "method": "next-token loss alone" if target == "control" else "lowrank, healed",
                     "bytes": cache_bytes_per_token(model.config, torch.float32),
                     "alpha": alpha,
-                    "start": start["perplexity_after"],
+                    "start": start,
                     "healed": after["perplexity_after"],
-                    "closed": (start["perplexity_after"] - after["perplexity_after"]) / gap if gap else None,
+                    "closed": (start - after["perplexity_after"]) / gap if gap else None,
                     "kl": after["kl"],
                 }
             )
@@ -194,17 +197,16 @@ def heal(bench: Bench, models: dict[str, GQAForCausalLM], folder: Path) -> list[
 
 
 def uptrain(bench: Bench, student: Path, folder: Path, alpha: float, alone: bool) -> Path:
-    """Run the script on `alpha` of the source's pretraining tokens and return the healed model's folder."""
+    """Run the script, in this process, on `alpha` of the source's pretraining tokens; returns the healed model's folder."""
     output = folder / f"{student.name}-{alpha}"
     options = {"student": student, "teacher": bench.run / "final", "output_dir": output, "pretraining_fraction": alpha}
     if alone:
         tokens = json.loads((bench.run / "final" / "results.json").read_text(encoding="utf-8"))["tokens_seen"]
         options |= {"teacher": "none", "pretraining_tokens": tokens, "trainable": "all", "learning_rate": 1e-3}
-    command = [sys.executable, "-m", "training.uptrain", "configuration/recipes/uptrain-tiny.yaml"]
+    options["max_eval_blocks"] = 1  # what is healed is measured here
     arguments = [f"--{name}={value}" for name, value in options.items()]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command + arguments)} failed: {done.stderr.strip().splitlines()[-1:]}")
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+        healing(["configuration/recipes/uptrain-tiny.yaml", *arguments])
     return output / "final"
 
 

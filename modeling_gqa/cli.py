@@ -142,7 +142,8 @@ def convert(
         bool | None,
         method_panel(
             "--refit/--no-refit",
-            help="Fit the output projections to the source's outputs on the text. Default: auto tries both.",
+            help="Fit the output projections to the source's outputs on the text: nearer at once, and with fewer heads "
+            "harder to heal. Default: auto tries both.",
         ),
     ] = None,
     seed: Annotated[
