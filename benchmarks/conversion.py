@@ -197,7 +197,7 @@ def heal(bench: Bench, models: dict[str, GQAForCausalLM], folder: Path) -> list[
 
 
 def uptrain(bench: Bench, student: Path, folder: Path, alpha: float, alone: bool) -> Path:
-    """Run the script, in this process, on `alpha` of the source's pretraining tokens; returns the healed model's folder."""
+    """Run the script here on `alpha` of the source's pretraining tokens and return the healed model's folder."""
     output = folder / f"{student.name}-{alpha}"
     options = {"student": student, "teacher": bench.run / "final", "output_dir": output, "pretraining_fraction": alpha}
     if alone:
