@@ -4,6 +4,7 @@ python -m benchmarks.conversion_time
 """
 
 import argparse
+import sys
 import time
 
 import torch
@@ -61,7 +62,8 @@ def main() -> None:
             rows.append(row | {"gib_beside_the_source": (peak_bytes(arguments.device) - held) / 2**30})
             print(rows[-1], flush=True)
     print_table("Time of a conversion", rows, COLUMNS)
-    save(arguments.output, "conversion_time", "python -m benchmarks.conversion_time", machine, rows=rows)
+    command = " ".join(["python -m benchmarks.conversion_time", *sys.argv[1:]])
+    save(arguments.output, "conversion_time", command, machine, rows=rows)
 
 
 if __name__ == "__main__":
