@@ -2,11 +2,12 @@
 PYTHON ?= python3
 PYTEST = python -m pytest -n 2 $(PYTEST_ARGS)
 
-.PHONY: help quickstart test compat lint checks bench clean
+.PHONY: help quickstart test faults compat lint checks bench clean
 
 help:
 	@echo "make quickstart   pretrain a small model on real text, save it, load it back and generate (about 5 minutes)"
 	@echo "make test         run the test suite"
+	@echo "make faults       kill, cut, fill and lock, many times over (FAULTS_ROUNDS=20; the suite does it once)"
 	@echo "make compat       run the tests marked compat against the oldest supported transformers"
 	@echo "make lint         ruff and mypy"
 	@echo "make checks       lint, test and compat"
@@ -17,6 +18,9 @@ quickstart: .venv/quickstart
 
 test: .venv/test
 	OMP_NUM_THREADS=1 .venv/bin/$(PYTEST)
+
+faults: .venv/test
+	OMP_NUM_THREADS=1 FAULTS_ROUNDS=$${FAULTS_ROUNDS:-20} .venv/bin/$(PYTEST) tests/faults
 
 compat: .venv-oldest/test
 	OMP_NUM_THREADS=1 .venv-oldest/bin/$(PYTEST) -m compat

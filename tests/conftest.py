@@ -1,18 +1,28 @@
 """Fixtures over all attention kinds and models, and the rule that a skip must be on a list."""
 
 import os
+import random
+import secrets
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Set here, before pytest-xdist starts its processes, so that all of them draw from the one that is printed.
+os.environ.setdefault("FAULTS_SEED", str(secrets.randbits(32)))
 
 import pytest
 import torch
+from hypothesis import settings
 from small_models import MODELS
 
 from modeling_gqa import ATTENTION_CLASSES
 
 # Models this small run slower on more threads, and the test processes share the cores.
 torch.set_num_threads(1)
+
+# `make faults` sets more. In CI hypothesis would take the same examples every time.
+FAULTS_ROUNDS = int(os.environ.get("FAULTS_ROUNDS", "1"))
+settings.register_profile("tests", derandomize=False, deadline=None, print_blob=True)
+settings.load_profile("tests")
 
 # Reasons for which a test may be skipped; any other skip fails.
 PERMITTED_SKIPS = {
@@ -22,6 +32,16 @@ PERMITTED_SKIPS = {
     "needs a torch release with backends in Python",
     "needs a transformers release with an fp8 quantized cache",
 }
+
+
+def pytest_report_header() -> str:
+    return f"FAULTS_SEED={os.environ['FAULTS_SEED']} FAULTS_ROUNDS={FAULTS_ROUNDS}"
+
+
+@pytest.fixture(params=range(FAULTS_ROUNDS), ids=lambda number: f"round{number}")
+def draw(request) -> random.Random:
+    """Random draws of a test of faults: others in every run, the same again under the same `FAULTS_SEED`."""
+    return random.Random(f"{os.environ['FAULTS_SEED']} {request.node.nodeid}")
 
 
 @pytest.fixture(params=MODELS)
