@@ -108,10 +108,23 @@ def describe_attention(config: PreTrainedConfig) -> str:
     )
 
 
-def public_name(model: str) -> str:
-    """A Hub name as it is; of a folder the last two parts, without the rest of this machine's path."""
-    path = Path(model)
-    return "/".join(path.resolve().parts[-2:]) if path.is_dir() else model
+def public_name(name: str) -> str:
+    """Return a Hub name as it is, and of a path of this machine its last part alone."""
+    path = Path(name).expanduser()
+    is_path = path.is_absolute() or name.startswith((".", "~")) or os.path.lexists(path)
+    return path.resolve().name if is_path else name
+
+
+def public_recipe(value: Any) -> Any:
+    """Return a recipe, or a value in one, with files and folders by their names alone."""
+    if isinstance(value, dict):
+        return {
+            key: [Path(name).name for name in item] if key == "data_files" else public_recipe(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [public_recipe(item) for item in value]
+    return public_name(value) if isinstance(value, str) and value else value
 
 
 def describe_origin(recipe: Recipe, results: dict[str, Any]) -> str:
@@ -213,7 +226,8 @@ def save_repository(
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "recipe.yaml").write_bytes((Path(recipe.output_dir) / "recipe.yaml").read_bytes())
+    values = yaml.safe_load((Path(recipe.output_dir) / "recipe.yaml").read_text(encoding="utf-8"))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(public_recipe(values)), encoding="utf-8")
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if isinstance(recipe, UptrainRecipe):
         copy_files(local_folder(recipe.student), folder, (*LICENCES, REPORT_NAME))
@@ -235,9 +249,9 @@ def load_as_stranger(folder: Path, prompt: str) -> str:
     return process.stdout.rstrip("\n")
 
 
-def upload(folder: Path, recipe: Recipe) -> str:
-    """Upload the repository and return its address."""
-    api = HfApi(token=recipe.hub_token)
+def upload(folder: Path, recipe: Recipe, token: str | None) -> str:
+    """Upload the repository and return its address; without a token, with the one that is saved on this machine."""
+    api = HfApi(token=token)
     try:
         name = api.create_repo(repository_name(recipe), private=recipe.hub_private_repo, exist_ok=True).repo_id
         if recipe.hub_revision:

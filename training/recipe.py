@@ -2,16 +2,19 @@
 
 import difflib
 import json
-import os
+import math
 import sys
 from argparse import Action
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 
 import modeling_gqa  # noqa: F401  (registers model_type "gqa")
 
@@ -29,18 +32,62 @@ UNUSED = {
     "load_best_model_at_end": "the last weights are the result of a pretraining run",
     "dataloader_drop_last": "it would drop validation text as well",
     "auto_find_batch_size": "it would change the run's arithmetic",
+    "save_only_model": "--resume needs all of a checkpoint",
+    "ignore_data_skip": "a resumed run would train on the same text again",
+    "metric_for_best_model": "the last weights are the result of a pretraining run",
+    "greater_is_better": "the last weights are the result of a pretraining run",
+    "prediction_loss_only": "the validation loss is counted from the predictions",
+    "batch_eval_metrics": "the validation loss is counted over all batches",
+    "include_for_metrics": "the validation loss needs nothing more",
+    "eval_do_concat_batches": "the validation loss is counted over all batches",
+    "eval_use_gather_object": "the validation loss is made of tensors",
+    "bf16_full_eval": "it would round the weights that are saved at the end",
+    "fp16_full_eval": "it would round the weights that are saved at the end",
+    "label_names": "labels are made by this script",
+    "remove_unused_columns": "the script makes the columns, and needs all of them",
+    "length_column_name": "all blocks have one length",
+    "train_sampling_strategy": "all blocks have one length, and are drawn at random",
 }
 # What may differ between a run and its resumption: nothing here reaches the weights.
 FREE_ON_RESUME = {
     "resume", "overwrite", "output_dir", "run_name", "project", "report_to", "disable_tqdm", "log_level",
     "log_level_replica", "logging_steps", "logging_first_step", "save_steps", "save_strategy", "save_total_limit",
     "push_to_hub", "hub_model_id", "hub_private_repo", "hub_revision", "hub_token", "ddp_timeout", "ddp_backend",
-    "dataloader_num_workers", "dataloader_pin_memory", "sample_prompt", "license", "bigram_baseline", "local_rank",
+    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",
+    "sample_prompt", "license", "bigram_baseline", "local_rank", "eval_strategy", "eval_steps", "eval_delay",
+    "eval_on_start", "per_device_eval_batch_size", "eval_accumulation_steps", "logging_strategy", "skip_memory_metrics",
+    "log_on_each_node", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_always_push",
+    "torch_empty_cache_steps", "enable_jit_checkpoint",
 }  # fmt: skip
+# What TrainingArguments accepts beyond these fails when training has begun, or afterwards.
+NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
+    (("sequence_length",), lambda number: number >= 2, "at least 2"),
+    (
+        (
+            "max_eval_blocks", "per_device_train_batch_size", "per_device_eval_batch_size", "save_total_limit",
+            "gradient_accumulation_steps", "eval_accumulation_steps", "torch_empty_cache_steps", "ddp_timeout",
+        ),
+        lambda number: number >= 1,
+        "at least 1",
+    ),
+    (
+        (
+            "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers", "eval_delay",
+            "eval_steps",
+        ),
+        lambda number: number >= 0,
+        "at least 0",
+    ),
+    (("adam_epsilon", "logging_steps", "save_steps"), lambda number: number > 0, "positive"),
+    (("adam_beta1", "adam_beta2", "label_smoothing_factor"), lambda number: 0 <= number < 1, "at least 0 and below 1"),
+    (("seed", "data_seed"), lambda number: 0 <= number < 2**32, f"from 0 to {2**32 - 1}"),
+]  # fmt: skip
 
 
 class RecipeError(Exception):
     """Something the user can put right; shown as one line, without a traceback."""
+
+    exit_code = 1
 
 
 @dataclass
@@ -92,16 +139,48 @@ class Recipe(TrainingArguments):
             self.report_to = self.report_to.split(",")
         # Unless told, accelerate does not join CPU processes into a group.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        self.check_numbers()
         super().__post_init__()
-        for name, low in (("sequence_length", 2), ("max_eval_blocks", 1)):
-            if getattr(self, name) < low:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
+        if self.max_steps <= 0 and not self.num_train_epochs > 0:
+            raise ValueError(f"num_train_epochs is {self.num_train_epochs} and max_steps is not given; set one of them")
+        if self.save_strategy == "best":
+            raise ValueError("save_strategy best has no effect here: the last weights are the result of a run")
         if not 0 < self.validation_fraction < 1:
             raise ValueError(f"validation_fraction is {self.validation_fraction}; it must lie between 0 and 1")
         if self.data_files and self.dataset_name:
             raise ValueError("data_files and dataset_name are both given; name one source of text")
         if self.streaming and self.max_steps <= 0:
             raise ValueError("streaming has no end, so max_steps must say how long to train")
+        if self.streaming and self.dataloader_num_workers:
+            raise ValueError(
+                f"dataloader_num_workers is {self.dataloader_num_workers}, and each would stream all of the text; "
+                "streaming needs 0"
+            )
+        if self.push_to_hub and self.hub_model_id:
+            validate_repo_id(self.hub_model_id)
+        try:
+            for tracker in get_reporting_integration_callbacks(self.report_to):
+                tracker()
+        except Exception as error:  # an unknown name, a missing package: each tracker has its own class
+            raise ValueError(f"report_to {', '.join(self.report_to)}: {error}") from error
+
+    def check_numbers(self) -> None:
+        """Raise `ValueError` for a number that is not finite, or beyond its bounds."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{item.name} is {value}; it must be a finite number")
+        for names, permitted, words in NUMBERS:
+            for name in names:
+                value = getattr(self, name, None)
+                if isinstance(value, int | float) and not permitted(value):
+                    raise ValueError(f"{name} is {value}; it must be {words}")
+
+    def inputs(self) -> list[tuple[str, str]]:
+        """What the run reads, each in words and as it was named; Hub names and paths look alike."""
+        preset = str(preset_folder(self.preset)) if self.preset else None
+        texts = [("text", name) for name in (*self.data_files, self.dataset_name)]
+        return [(what, name) for what, name in (*texts, ("preset", preset), ("tokenizer", self.tokenizer)) if name]
 
 
 class RecipeParser(HfArgumentParser):
@@ -201,11 +280,25 @@ def renamed_option(argument: str, known: set[str]) -> str:
     return f"--{checkpointing_name(name[2:], known)}{equals}{value}" if name.startswith("--") else argument
 
 
+def preset_folder(preset: str) -> Path:
+    """Return the folder of a preset: one of this repository's by its name, any other by its path."""
+    folder = CONFIGURATION / "models" / preset
+    return folder if preset and folder.is_dir() else Path(preset)
+
+
+def check_length(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Raise `RecipeError` where blocks are longer than the model's positions reach."""
+    if recipe.sequence_length > config.max_position_embeddings:
+        raise RecipeError(
+            f"sequence_length is {recipe.sequence_length}, and the model's max_position_embeddings is "
+            f"{config.max_position_embeddings}; make the one smaller or the other larger"
+        )
+
+
 def load_config(recipe: Recipe) -> PreTrainedConfig:
     """Build the model's configuration from the recipe's preset and overrides."""
     names = sorted(path.parent.name for path in (CONFIGURATION / "models").glob("*/config.json"))
-    folder = CONFIGURATION / "models" / recipe.preset
-    path = (folder if folder.is_dir() and recipe.preset else Path(recipe.preset)) / "config.json"
+    path = preset_folder(recipe.preset) / "config.json"
     if not recipe.preset or not path.is_file():
         hint = suggestion(recipe.preset, names) or f"; there are {', '.join(names)}"
         raise RecipeError(f"no model preset named {recipe.preset!r}{hint}")
@@ -220,21 +313,19 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
             raise RecipeError(f"model_overrides: unknown field {key}{suggestion(key, known)}")
     try:
         # Not from_pretrained, which would write this machine's path into the run and refuse to resume it elsewhere.
-        return config_class.from_dict(values, **overrides)
+        config = config_class.from_dict(values, **overrides)
     except Exception as error:  # strict configurations wrap what was wrong in classes of their own
         message = " ".join(str(error.__cause__ or error).split())
         raise RecipeError(f"model preset {recipe.preset}: {message}") from error
+    check_length(recipe, config)
+    return config
 
 
-def save_recipe(values: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Write the resolved recipe and model configuration beside the run; both can be loaded again."""
-    folder = Path(values["output_dir"])
-    folder.mkdir(parents=True, exist_ok=True)
+def save_recipe(folder: Path, values: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Write the resolved recipe and model configuration of a run; both can be loaded again."""
     kept = {name: value for name, value in values.items() if name not in ("hub_token", "local_rank")}
-    for name, text in ((SAVED_RECIPE, yaml.safe_dump(kept)), (SAVED_MODEL, config.to_json_string(use_diff=False))):
-        # Replaced in one step, so that a killed process leaves the old file or the new one.
-        (folder / f"{name}.tmp").write_text(text, encoding="utf-8")
-        os.replace(folder / f"{name}.tmp", folder / name)
+    (folder / SAVED_RECIPE).write_text(yaml.safe_dump(kept), encoding="utf-8")
+    (folder / SAVED_MODEL).write_text(config.to_json_string(use_diff=False), encoding="utf-8")
 
 
 def compare_recipes(values: dict[str, Any], config: PreTrainedConfig) -> None:
@@ -242,8 +333,13 @@ def compare_recipes(values: dict[str, Any], config: PreTrainedConfig) -> None:
     folder = Path(values["output_dir"])
     if not (folder / SAVED_RECIPE).is_file() or not (folder / SAVED_MODEL).is_file():
         raise RecipeError(f"nothing to resume in {folder}: it holds no {SAVED_RECIPE}")
-    saved = yaml.safe_load((folder / SAVED_RECIPE).read_text(encoding="utf-8"))
-    model = json.loads((folder / SAVED_MODEL).read_text(encoding="utf-8"))
+    try:
+        saved = dict(yaml.safe_load((folder / SAVED_RECIPE).read_text(encoding="utf-8")))
+        model = dict(json.loads((folder / SAVED_MODEL).read_text(encoding="utf-8")))
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise RecipeError(
+            f"{folder / SAVED_RECIPE} or {SAVED_MODEL} is damaged: {' '.join(str(error).split())}"
+        ) from error
     ours = json.loads(config.to_json_string(use_diff=False))
     pairs = [(key, saved.get(key, value), value) for key, value in values.items() if key not in FREE_ON_RESUME]
     pairs += [

@@ -1,8 +1,7 @@
 """The Trainer, with exact validation losses, a stop at the first non-finite loss, and checkpoints that are whole."""
 
-import json
 import math
-import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +9,25 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import EvalPrediction, PrinterCallback, ProgressCallback, Trainer, TrainerState, default_data_collator
-from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
+from transformers.trainer_utils import EvalLoopOutput
 
 from .callbacks import Bar, Lines, SaveOnSigterm, Throughput, any_process
+from .checkpoint import what_is_kept
 from .recipe import Recipe, RecipeError
+from .run_folder import RunFolder
+from .stream import CheckedStream
 
-# Written last: a checkpoint without it was cut short.
-COMPLETE = "complete.json"
 
-
-class NonFiniteLoss(Exception):
+class NonFiniteLoss(RecipeError):
     """Training has diverged; the message says where and what to try."""
 
 
 class PretrainTrainer(Trainer):
-    """`Trainer` for packed blocks."""
+    """`Trainer` for packed blocks.
+
+    Args:
+        folder: the run's folder, of the main process; other processes have none.
+    """
 
     # Narrower than the base class's.
     args: Recipe
@@ -32,7 +35,10 @@ class PretrainTrainer(Trainer):
     eval_dataset: Any
     processing_class: Any
 
-    def __init__(self, model: Any, args: Recipe, **kwargs: Any) -> None:
+    def __init__(self, model: Any, args: Recipe, folder: RunFolder | None = None, **kwargs: Any) -> None:
+        self.folder = folder
+        # Trainer deletes whole folders, whoever wrote what is in them; `RunFolder.rotate` deletes what runs wrote.
+        self.checkpoint_limit, args.save_total_limit = args.save_total_limit, None
         # Our own callback answers SIGTERM (see SaveOnSigterm); the Trainer must not install its handler.
         heed_sigterm, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
         super().__init__(
@@ -70,10 +76,9 @@ class PretrainTrainer(Trainer):
         return norm
 
     def stop_non_finite(self, what: str) -> None:
-        last = last_checkpoint(self.args.output_dir)
         raise NonFiniteLoss(
             f"non-finite {what} at step {self.state.global_step + 1}, before the weights were changed; "
-            f"{f'{last} is kept' if last else 'no checkpoint had been saved'}. Try a lower learning_rate, more "
+            f"{what_is_kept(self.args.output_dir)}. Try a lower learning_rate, more "
             "warmup_steps or a smaller max_grad_norm" + (", or bf16 in place of fp16" if self.args.fp16 else "")
         )
 
@@ -90,19 +95,24 @@ class PretrainTrainer(Trainer):
         output.metrics.update({f"{prefix}_loss": loss, f"{prefix}_perplexity": math.exp(min(loss, 700.0))})
         return output
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        # Every loader draws a seed, which would make the numbers that dropout draws depend on when one evaluates.
+        with torch.random.fork_rng(devices=[]):
+            return super().evaluate(*args, **kwargs)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        # Older checkpoints go only when every process has written its part of the new one and it is marked.
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
+        name = f"checkpoint-{self.state.global_step}"
+        writing: Any = self.folder.checkpoint(name) if self.folder else nullcontext({})
+        with writing as mark:
+            self.accelerator.wait_for_everyone()  # until the main process has claimed the name
             super()._save_checkpoint(model, trial)
-        finally:
-            self.args.save_total_limit = limit
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
-            (folder / "complete.tmp").write_text(json.dumps({"processes": self.args.world_size}), encoding="utf-8")
-            (folder / "complete.tmp").replace(folder / COMPLETE)
-            rotate_checkpoints(self.args.output_dir, limit, self.state.best_model_checkpoint)
+            self.accelerator.wait_for_everyone()  # until every process has written its part
+            mark["processes"] = self.args.world_size
+            if isinstance(self.train_dataset, CheckedStream) and self.folder:
+                blocks = self.state.num_input_tokens_seen // self.args.sequence_length
+                mark["stream"] = self.train_dataset.mark(blocks)
+        if self.folder:
+            self.folder.rotate(self.checkpoint_limit, newest=name)
 
     def further_results(self, metrics: dict[str, float]) -> dict[str, Any]:
         """What the final evaluation `metrics` and the log say beyond the loss."""
@@ -130,34 +140,3 @@ def row_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def sum_losses(prediction: EvalPrediction) -> dict[str, float]:
     total, tokens = np.asarray(prediction.predictions, dtype=np.float64).sum(axis=0)
     return {"token_loss": float(total / tokens)}
-
-
-def checkpoints(output_dir: str | Path) -> list[Path]:
-    """Return the run's checkpoints, oldest first, whole or not."""
-    found = [path for path in Path(output_dir).glob("checkpoint-*") if path.name.rpartition("-")[2].isdigit()]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
-
-
-def last_checkpoint(output_dir: str | Path) -> Path | None:
-    """Return the newest checkpoint that was written to its end."""
-    whole = [path for path in checkpoints(output_dir) if (path / COMPLETE).is_file()]
-    return whole[-1] if whole else None
-
-
-def find_resumable(recipe: Recipe) -> Path | None:
-    """Return the checkpoint to resume from, having passed over cut-short ones; raises `RecipeError`."""
-    newest = last_checkpoint(recipe.output_dir)
-    if newest is None:
-        return None
-    processes = json.loads((newest / COMPLETE).read_text(encoding="utf-8"))["processes"]
-    if processes != recipe.world_size:
-        raise RecipeError(f"{newest} was written by {processes} processes; resume it with as many")
-    return newest
-
-
-def remove_checkpoints(output_dir: str | Path, only_incomplete: bool) -> None:
-    for path in checkpoints(output_dir):
-        if not only_incomplete or not (path / COMPLETE).is_file():
-            # First the mark, so that a removal cut short does not leave a checkpoint that looks whole.
-            (path / COMPLETE).unlink(missing_ok=True)
-            shutil.rmtree(path)

@@ -19,10 +19,12 @@ from modeling_gqa.conversion.errors import ConversionError
 from modeling_gqa.conversion.files import local_folder
 from modeling_gqa.conversion.importing import load_source
 
+from .console import main
 from .distillation import UptrainTrainer
-from .pretrain import main, open_run, train
 from .publish import public_name
-from .recipe import RecipeError, load_recipe
+from .recipe import RecipeError, check_length, load_recipe
+from .results import train
+from .run import check_training, open_run
 from .tokenizer import load_tokenizer
 from .uptrain_recipe import UptrainRecipe
 
@@ -36,7 +38,12 @@ def load_model(role: str, name: str, recipe: UptrainRecipe) -> PreTrainedModel:
     except (ConversionError, OSError, ValueError) as error:
         raise RecipeError(f"cannot load the {role} {name}: {' '.join(str(error).split())}") from error
     if recipe.attn_implementation:
-        model.set_attn_implementation(recipe.attn_implementation)
+        try:
+            model.set_attn_implementation(recipe.attn_implementation)
+        except (ValueError, ImportError) as error:
+            raise RecipeError(
+                f"attn_implementation {recipe.attn_implementation}: {' '.join(str(error).split())}"
+            ) from error
     return model
 
 
@@ -82,11 +89,14 @@ def uptrain(argv: list[str]) -> None:
     if teacher is not None:
         check_pair(student.config, teacher.config)
     check_tokenizers(recipe, student.config)
+    check_length(recipe, student.config)
+    check_training(recipe, student.config)
     recipe.tokenizer = recipe.tokenizer or recipe.student
-    run = open_run(recipe, values, student.config)
-    set_seed(recipe.seed)
-    name = public_name(recipe.student)
-    train(UptrainTrainer(student, recipe, teacher, **run.for_trainer), run, name)
+    models = {"student": recipe.student} | ({"teacher": recipe.teacher} if recipe.teacher else {})
+    with open_run(recipe, values, student.config, models) as run:
+        set_seed(recipe.seed)
+        trainer = UptrainTrainer(student, recipe, teacher, **run.for_trainer)
+        train(trainer, run, public_name(recipe.student))
 
 
 if __name__ == "__main__":

@@ -70,6 +70,11 @@ class UptrainRecipe(Recipe):
             if self.max_steps < 1:
                 raise ValueError(f"pretraining_fraction leaves {budget:,.0f} tokens, and a step takes {tokens:,}")
 
+    def inputs(self) -> list[tuple[str, str]]:
+        """What the run reads, each in words and as it was named."""
+        models = (("student", self.student), ("teacher", self.teacher))
+        return [*super().inputs(), *((what, name) for what, name in models if name)]
+
     def training_budget(self) -> float | None:
         """Return the tokens to train on, where they are given as a share of pretraining's (2305.13245, section 2.1)."""
         if not self.pretraining_fraction:

@@ -101,6 +101,8 @@ def test_kill_and_resume_passes_over_an_incomplete_checkpoint(script, finished, 
     shutil.copytree(tmp_path / "checkpoint-7", tmp_path / "checkpoint-14")
     (tmp_path / "checkpoint-14" / "complete.json").unlink()
     (tmp_path / "checkpoint-14" / "model.safetensors").write_bytes(b"cut short")
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"writing": "checkpoint-14"}))
     process = script.run(tmp_path, "--resume")
     assert process.returncode == 0 and f"Resuming from {tmp_path}/checkpoint-7\n" in process.stdout, process.stderr
     assert_same_weights(tmp_path, finished[0])

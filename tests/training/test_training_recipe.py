@@ -118,7 +118,8 @@ def test_preset(name, write):
 def test_saved_recipe_loads_again_and_compares(write, tmp_path):
     recipe, values = load_recipe([write(model_overrides={"hidden_size": 64}, warmup_steps=0.1, data_files=["x y"])])
     config = load_config(recipe)
-    save_recipe(values, config)
+    (tmp_path / "run").mkdir()
+    save_recipe(tmp_path / "run", values, config)
     again, again_values = load_recipe([str(tmp_path / "run" / "recipe.yaml")])
     assert {**again_values, "hub_token": None} == {**values, "hub_token": None}
     compare_recipes(again_values, load_config(again))

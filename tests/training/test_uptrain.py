@@ -265,7 +265,7 @@ def test_results(here, pair, tmp_path):
     assert [entry["stage"] for entry in log if "loss" in entry] == [1] * 4 + [2] * 4
     card = (tmp_path / "run" / "final" / "README.md").read_text()
     for text in (
-        f"`{pair[1].parent.name}/student`, a conversion of `{pair[0].parent.name}/teacher`,", "on 2,048 tokens",
+        "`student`, a conversion of `teacher`,", "on 2,048 tokens",
         f"before uptraining | {results['initial_validation_loss']:.4f}", f"per token | {results['kl']:.4f}",
         "50% of the steps regress", "0.9 times the KL",
     ):  # fmt: skip

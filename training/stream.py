@@ -1,0 +1,47 @@
+"""A stream of blocks that a resumed run can prove to be the one that the run was trained on."""
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from .recipe import RecipeError
+
+
+class CheckedStream(IterableDataset):
+    """Blocks as they come, with a running SHA-256 of their tokens.
+
+    A checkpoint keeps the hash of the blocks that were trained on; a resumed run skips these blocks, and stops where
+    they are not the same.
+
+    Args:
+        blocks: examples with `input_ids`; read again from the start in every epoch.
+        kept: number of last blocks whose hashes are kept; more than the Trainer fetches ahead.
+    """
+
+    def __init__(self, blocks: Iterable[dict[str, Any]], kept: int) -> None:
+        self.blocks, self.digest, self.count = blocks, hashlib.sha256(), 0
+        self.recent: deque[tuple[int, str]] = deque(maxlen=kept)
+        self.expected: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for example in self.blocks:
+            self.digest.update(example["input_ids"].numpy().tobytes())
+            self.count += 1
+            self.recent.append((self.count, self.digest.hexdigest()))
+            if self.expected and self.count == self.expected["blocks"]:
+                self.compare(self.expected["sha256"])
+            yield example
+
+    def compare(self, sha256: str) -> None:
+        if self.digest.hexdigest() != sha256:
+            raise RecipeError(
+                f"the stream has changed: its first {self.count:,} blocks are not the ones that the checkpoint was "
+                "trained on; bring the text back as it was, or start again with --overwrite"
+            )
+
+    def mark(self, blocks: int) -> dict[str, Any]:
+        """Return what a checkpoint keeps, after training on `blocks` blocks."""
+        return {"blocks": blocks, "sha256": dict(self.recent)[blocks]}
