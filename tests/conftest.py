@@ -20,7 +20,7 @@ from modeling_gqa import ATTENTION_CLASSES
 torch.set_num_threads(1)
 
 # `make faults` sets more. In CI hypothesis would take the same examples every time.
-FAULTS_ROUNDS = int(os.environ.get("FAULTS_ROUNDS", "1"))
+FAULTS_ROUNDS = int(os.environ.setdefault("FAULTS_ROUNDS", "1"))
 settings.register_profile("tests", derandomize=False, deadline=None, print_blob=True)
 settings.load_profile("tests")
 

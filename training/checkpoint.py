@@ -51,11 +51,14 @@ def what_is_wrong(path: Path, mark: dict[str, Any] | None) -> str | None:
     """Say why a checkpoint cannot be resumed from exactly; `None` where it can."""
     if mark is None or not isinstance(mark.get("processes"), int):
         return f"{path / COMPLETE} cannot be read"
+    listed = isinstance(mark.get("files"), dict)
+    if listed and (difference := first_difference(path, mark["files"])):
+        return difference
     for what, patterns in NEEDED:
         if not any(True for pattern in patterns for _ in path.glob(pattern)):
             return f"{what} ({patterns[0]}) is missing"
-    if isinstance(mark.get("files"), dict):
-        return first_difference(path, mark["files"])
+    if listed:
+        return None
     # Of a run of before checkpoints listed their files: what can be seen without their hashes.
     return next((problem for file in sorted(path.iterdir()) if (problem := what_is_wrong_inside(file))), None)
 

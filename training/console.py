@@ -1,16 +1,19 @@
 """What a script prints, and how it ends where something is wrong: in one line."""
 
 import os
+import re
 import shutil
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from safetensors import SafetensorError
 from transformers.utils import logging
 
 from .recipe import RecipeError
+
+# How tokenizers, safetensors and torch report that a file could not be written, each with a class of its own.
+WRITE_FAILURES = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream error")
 
 
 class Interrupted(RecipeError):
@@ -33,8 +36,8 @@ def failed_to_write(error: Exception, folder: Path) -> str | None:
     said = " ".join(str(error).split())
     if isinstance(error, OSError):
         reason = f"{error.strerror or said}" + (f": {error.filename}" if error.filename else "")
-    elif isinstance(error, SafetensorError) or "PytorchStreamWriter" in said or "inline_container" in said:
-        reason = f"a checkpoint could not be written: {said[:200]}"
+    elif WRITE_FAILURES.search(said):
+        reason = f"a file could not be written: {said[:200]}"
     else:
         return None
     while not folder.exists():

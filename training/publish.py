@@ -260,5 +260,5 @@ def upload(folder: Path, recipe: Recipe, token: str | None) -> str:
             repo_id=name, folder_path=folder, revision=recipe.hub_revision, commit_message="Trained model"
         )
     except (HfHubHTTPError, OSError) as error:
-        raise RecipeError(f"{folder} is complete, but the upload failed: {' '.join(str(error).split())}") from error
+        raise RecipeError(f"{folder} is complete, but the upload failed: {error}") from error
     return str(commit.commit_url)

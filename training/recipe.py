@@ -8,7 +8,7 @@ from argparse import Action
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 import yaml
@@ -85,9 +85,12 @@ NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
 
 
 class RecipeError(Exception):
-    """Something the user can put right; shown as one line, without a traceback."""
+    """Something the user can put right; its message is one line, shown without a traceback."""
 
     exit_code = 1
+
+    def __init__(self, message: object) -> None:
+        super().__init__(" ".join(str(message).split()))
 
 
 @dataclass
@@ -229,8 +232,8 @@ def load_recipe(argv: list[str], recipe_class: type[Any] = Recipe) -> tuple[Any,
     values["output_dir"] = values["output_dir"] or str(Path("runs") / Path(path).stem)
     try:
         return recipe_class(**values), values
-    except (ValueError, ImportError) as error:
-        raise RecipeError(" ".join(str(error).split())) from error
+    except Exception as error:  # TrainingArguments reads files, asks packages and devices: each has its own classes
+        raise RecipeError(error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}") from error
 
 
 def recipe_names(recipe_class: type[Recipe] = Recipe) -> list[str]:
@@ -248,16 +251,19 @@ def yaml_arguments(
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
+        raise RecipeError(f"{path} is not YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise RecipeError(f"{path} must hold `field: value` lines")
     known = {item.name for item in fields(recipe_class) if item.init}
+    hints = get_type_hints(recipe_class)
     arguments = []
     for key, value in recipe.items():
         key = checkpointing_name(str(key), known)
         if key not in known:
             raise RecipeError(f"{path}: unknown field {key}{suggestion(key, known)}")
-        if value is None or (value is True and options[f"--{key}"].type is str):
+        if value is None and type(None) not in get_args(hints[key]):
+            raise RecipeError(f"{path}: {key} has no value; give one, or leave the line out")
+        if value is None or (value is True and options[f"--{key}"].type is str and bool in get_args(hints[key])):
             parser.set_defaults(**{key: value})
         elif isinstance(value, list) and options[f"--{key}"].nargs == "+":
             # As arguments they would swallow a positional one behind them.
@@ -315,8 +321,7 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         # Not from_pretrained, which would write this machine's path into the run and refuse to resume it elsewhere.
         config = config_class.from_dict(values, **overrides)
     except Exception as error:  # strict configurations wrap what was wrong in classes of their own
-        message = " ".join(str(error.__cause__ or error).split())
-        raise RecipeError(f"model preset {recipe.preset}: {message}") from error
+        raise RecipeError(f"model preset {recipe.preset}: {error.__cause__ or error}") from error
     check_length(recipe, config)
     return config
 
@@ -337,9 +342,7 @@ def compare_recipes(values: dict[str, Any], config: PreTrainedConfig) -> None:
         saved = dict(yaml.safe_load((folder / SAVED_RECIPE).read_text(encoding="utf-8")))
         model = dict(json.loads((folder / SAVED_MODEL).read_text(encoding="utf-8")))
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        raise RecipeError(
-            f"{folder / SAVED_RECIPE} or {SAVED_MODEL} is damaged: {' '.join(str(error).split())}"
-        ) from error
+        raise RecipeError(f"{folder / SAVED_RECIPE} or {SAVED_MODEL} is damaged: {error}") from error
     ours = json.loads(config.to_json_string(use_diff=False))
     pairs = [(key, saved.get(key, value), value) for key, value in values.items() if key not in FREE_ON_RESUME]
     pairs += [

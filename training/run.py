@@ -232,5 +232,4 @@ def check_training(recipe: Recipe, config: PreTrainedConfig) -> None:
             scheduler_specific_kwargs=recipe.lr_scheduler_kwargs or None,  # type: ignore[arg-type]
         )
     except Exception as error:  # each optimizer, schedule and attention implementation has its own classes
-        said = " ".join(str(error.__cause__ or error).split())
-        raise RecipeError(f"this model cannot be trained as the recipe says: {said}") from error
+        raise RecipeError(f"this model cannot be trained as the recipe says: {error.__cause__ or error}") from error

@@ -36,14 +36,12 @@ def load_model(role: str, name: str, recipe: UptrainRecipe) -> PreTrainedModel:
     try:
         model = load_source(name, dtype=torch.float32)
     except (ConversionError, OSError, ValueError) as error:
-        raise RecipeError(f"cannot load the {role} {name}: {' '.join(str(error).split())}") from error
+        raise RecipeError(f"cannot load the {role} {name}: {error}") from error
     if recipe.attn_implementation:
         try:
             model.set_attn_implementation(recipe.attn_implementation)
         except (ValueError, ImportError) as error:
-            raise RecipeError(
-                f"attn_implementation {recipe.attn_implementation}: {' '.join(str(error).split())}"
-            ) from error
+            raise RecipeError(f"attn_implementation {recipe.attn_implementation}: {error}") from error
     return model
 
 

@@ -1,0 +1,134 @@
+"""Runs that are killed, interrupted, out of disk, or whose files are damaged: what is kept, and how they go on."""
+
+import json
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import Child, snapshot, weights
+from test_run_folder import refused
+
+from training.checkpoint import find_resumable
+
+HOW = ("missing", "empty", "cut", "zeroed", "flipped")
+
+
+def damage(path: Path, how: str, draw: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "missing":
+        path.unlink()
+        return
+    if how == "empty":
+        data = bytearray()
+    elif how == "cut":
+        del data[draw.randrange(len(data)) :]
+    elif how == "zeroed":
+        data = bytearray(len(data))
+    else:
+        place = draw.randrange(len(data))
+        data[place] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
+
+
+def test_a_run_killed_at_any_moment_goes_on_to_the_same_weights(whole, tmp_path, draw):
+    run, kills = tmp_path / "run", 0
+    for _ in range(4):
+        child = Child(run, whole[0], *(["--resume"] if (run / "recipe.yaml").exists() else []))
+        time.sleep(draw.uniform(0.05, 1.5))
+        child.kill(signal.SIGKILL)
+        kills += child.wait() == -signal.SIGKILL
+    child = Child(run, whole[0], *(["--resume"] if (run / "recipe.yaml").exists() else []))
+    assert child.wait() == 0, child.said()
+    assert weights(run) == weights(whole[1])
+    assert kills and not (run / ".new").exists()
+    assert set(json.loads((run / "manifest.json").read_text())["files"]) >= snapshot(run).keys()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(start, run, whole, draw, capsys):
+    shutil.rmtree(run / "final")
+    before = snapshot(run / "checkpoint-4")
+    names = sorted(path.name for path in (run / "checkpoint-6").iterdir() if path.name != "complete.json")
+    assert len(names) > 10
+    name, how = draw.choice(names), draw.choice(HOW)
+    damage(run / "checkpoint-6" / name, how, draw)
+    start("run", "--resume", text=whole[0])
+    printed = capsys.readouterr().out
+    assert "Passed over: checkpoint-6 is damaged: " in printed and name in printed, (name, how)
+    assert f"Resuming from {run}/checkpoint-4\n" in printed
+    assert weights(run) == weights(whole[1]) and snapshot(run / "checkpoint-4") == before, (name, how)
+
+
+def test_every_file_of_a_checkpoint_counts(run, draw):
+    folder = run / "checkpoint-6"
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        for how in HOW:
+            damage(path, how, draw)
+            found, _, damaged = find_resumable(run, 1)
+            # A mark that is missing is that of a checkpoint cut short; one with a flipped byte may be readable.
+            if path.name != "complete.json" or how in ("empty", "zeroed"):
+                assert found == run / "checkpoint-4", (path, how)
+                assert path.name in damaged[0] and "\n" not in damaged[0]
+            path.write_bytes(content)
+    assert find_resumable(run, 1)[0] == folder
+
+
+def test_no_whole_checkpoint_is_a_refusal(start, run, whole):
+    for path in run.glob("checkpoint-*/optimizer.pt"):
+        path.unlink()
+    before = snapshot(run)
+    said = refused(lambda: start("run", "--resume", text=whole[0]), "no whole checkpoint is left")
+    assert f"checkpoint-6 is damaged: {run}/checkpoint-6/optimizer.pt is missing" in said
+    assert snapshot(run) == before
+
+
+def test_checkpoints_of_before_are_looked_into(start, run, whole, capsys):
+    (run / "manifest.json").unlink()
+    shutil.rmtree(run / "final")
+    for mark in run.glob("checkpoint-*/complete.json"):
+        mark.write_text('{"processes": 1}')
+    path = run / "checkpoint-6" / "optimizer.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    start("run", "--resume", text=whole[0])
+    assert f"Passed over: checkpoint-6 is damaged: {path} cannot be read" in capsys.readouterr().out
+    assert weights(run) == weights(whole[1])
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_afterwards(whole, tmp_path, draw):
+    run = tmp_path / "run"
+    largest = max(path.stat().st_size for path in whole[1].rglob("*") if path.is_file())
+    child = Child(run, whole[0], limit=draw.randrange(100, largest))
+    assert child.wait() == 1, child.said()
+    said = child.one_line()
+    assert "MiB are free" in said and ("is kept, and --resume" in said or "no checkpoint had been saved" in said), said
+    if (run / "recipe.yaml").exists():
+        child = Child(run, whole[0], "--resume")
+    else:
+        assert not run.exists() or not snapshot(run)
+        child = Child(run, whole[0])
+    assert child.wait() == 0, child.said()
+    assert weights(run) == weights(whole[1])
+
+
+@pytest.mark.parametrize("text", ["Training a byte-level", "step      3/6"])
+def test_ctrl_c_is_one_line(whole, tmp_path, text):
+    run = tmp_path / "run"
+    child = Child(run, whole[0])
+    child.wait_for(text)
+    child.kill(signal.SIGINT)
+    assert child.wait() == 130, child.said()
+    kept = f"{run}/checkpoint-2 is kept, and --resume goes on from it" if "3/6" in text else "no checkpoint had been"
+    assert child.one_line().startswith(f"error: interrupted; {kept}")
+    child = Child(run, whole[0], *(["--resume"] if (run / "recipe.yaml").exists() else []))
+    assert child.wait() == 0, child.said()
+    assert weights(run) == weights(whole[1])
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(whole, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    child = Child(tmp_path / "link" / "run", whole[0], folder=tmp_path)
+    assert child.wait() == 1 and child.one_line().startswith("error: Not a directory: "), child.said()

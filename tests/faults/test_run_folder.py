@@ -1,0 +1,254 @@
+"""A run's folder: what is refused, what is deleted, who may write, what a resumption needs."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, snapshot, weights, write_texts
+
+from training.recipe import RecipeError
+from training.run_folder import RunFolder
+
+
+def refused(action, match: str) -> str:
+    """The one line in which `action` is refused."""
+    with pytest.raises(RecipeError, match=match) as error:
+        action()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# -- what is not a run's
+
+
+@pytest.mark.parametrize(
+    "name", ["data/thesis.txt", "tokenizer/mine.json", "final/thesis.docx", "checkpoint-2/notes", "recipe.yaml", "data"]
+)
+@pytest.mark.parametrize("overwrite", [(), ("--overwrite",)], ids=["plain", "overwrite"])
+def test_the_users_files_under_our_names_are_refused(start, tmp_path, name, overwrite):
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    path.write_text("years of work")
+    before = snapshot(tmp_path / "run")
+    refused(lambda: start("run", *overwrite), str(path))
+    assert snapshot(tmp_path / "run") == before
+    assert {item.name for item in (tmp_path / "run").iterdir()} == {name.split("/")[0]}
+
+
+def test_other_files_stay_beside_a_run(start, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("years of work")
+    run = start("run")
+    start("run", "--overwrite")
+    assert (run / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("name", ["final/thesis.docx", "checkpoint-4/notes.txt", "data/extra/corpus.txt"])
+def test_overwrite_keeps_what_was_added_to_a_run(start, run, name):
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).write_text("years of work")
+    before = snapshot(run)
+    refused(lambda: start("run", "--overwrite"), name.split("/")[-1])
+    assert snapshot(run) == before
+
+
+def test_a_link_in_the_place_of_a_folder_is_not_followed(start, run, tmp_path):
+    shutil.move(run / "final", tmp_path / "elsewhere")
+    (run / "final").symlink_to(tmp_path / "elsewhere")
+    before = snapshot(tmp_path / "elsewhere")
+    refused(lambda: start("run", "--overwrite"), "final is not what a run wrote")
+    folder = RunFolder(run)
+    folder.open()
+    folder.remove_run()
+    folder.close()
+    assert snapshot(tmp_path / "elsewhere") == before
+
+
+def test_a_manifest_names_nothing_outside_its_folder(run, tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    manifest = json.loads((run / "manifest.json").read_text())
+    for name in ("../thesis.txt", str(tmp_path / "thesis.txt"), "final/../../thesis.txt", "thesis.txt"):
+        manifest["files"][name] = None
+    (run / "manifest.json").write_text(json.dumps(manifest | {"writing": "../run"}))
+    (run / "thesis.txt").write_text("more work")
+    folder = RunFolder(run)
+    folder.open()
+    folder.remove_run()
+    folder.close()
+    assert (tmp_path / "thesis.txt").exists() and (run / "thesis.txt").exists() and not (run / "final").exists()
+
+
+def test_a_folder_that_overlaps_what_is_read_is_refused(start, tmp_path, run, monkeypatch):
+    text = write_texts(tmp_path / "texts" / "corpus")
+    before = snapshot(tmp_path)
+    for options in (
+        ("texts",),  # holds the text
+        ("texts/corpus",),
+        ("texts/corpus/run",),
+        ("texts/corpus/run", "--data_files", f"{text}/**/*.txt"),
+        ("texts/corpus", "--data_files", f"{text}/*.txt"),
+        ("run", "--tokenizer", str(run / "tokenizer"), "--overwrite"),
+        ("run/tokenizer/run", "--tokenizer", str(run / "tokenizer")),
+        ("run", "--preset", str(run / "final"), "--overwrite"),
+    ):
+        monkeypatch.chdir(tmp_path)
+        refused(lambda options=options: start(*options, text=text), "overlaps the (text|tokenizer|preset)")
+        assert snapshot(tmp_path).items() >= before.items()
+    # A pattern that does not search below leaves the folder beside its files alone.
+    start("texts/run", "--data_files", f"{text}/*.txt", max_steps=1)
+
+
+# -- what is deleted, and when
+
+
+def test_what_fails_deletes_nothing(start, run, tmp_path):
+    before = snapshot(run)
+    short = tmp_path / "short"
+    short.mkdir()
+    (short / "a.txt").write_text("a few words")
+    for options in (
+        ("--seed", "-1"),
+        ("--learning_rate", "nan"),
+        ("--data_files", str(short)),
+        ("--data_files", str(tmp_path / "absent")),
+        ("--tokenizer", str(tmp_path / "absent")),
+        ("--preset", "tiny-absent"),
+        ("--attn_implementation", "absent"),
+        ("--report_to", "absent"),
+        ("--lr_scheduler_kwargs", '{"absent": 1}'),
+        ("--sequence_length", "65"),
+    ):
+        refused(lambda options=options: start("run", "--overwrite", *options), ".")
+        assert snapshot(run) == before, options
+
+
+@pytest.mark.parametrize("gone", [("checkpoint-2", "checkpoint-4", "checkpoint-6"), ("final", "recipe.yaml")])
+def test_what_is_left_of_a_run_is_a_run(start, run, gone):
+    for name in gone:
+        shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink()
+    before = snapshot(run)
+    refused(lambda: start("run"), "already holds a run")
+    assert snapshot(run) == before
+
+
+def test_overwrite_leaves_nothing_of_the_old_run(start, run, whole):
+    start("run", "--overwrite", "--max_steps", "2", text=whole[0])
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-2"]
+    listed = json.loads((run / "manifest.json").read_text())["files"]
+    assert set(listed) == snapshot(run).keys()
+
+
+# -- one writer
+
+
+def test_a_second_writer_is_told_of_the_first(start, run, whole):
+    code = (
+        "from training.run_folder import RunFolder\n"
+        f"folder = RunFolder({str(run)!r})\nfolder.open()\nprint('open', flush=True)\ninput()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout.readline() == "open\n"
+        before = snapshot(run)
+        for options in ((), ("--overwrite",), ("--resume",)):
+            refused(
+                lambda options=options: start("run", *options, text=whole[0]), f"process {first.pid} on .* is writing"
+            )
+        assert snapshot(run) == before
+        first.kill()
+    start("run", "--resume", text=whole[0])
+
+
+# -- resumption
+
+
+def test_a_resumed_run_ends_as_if_nothing_had_happened(start, stopped, whole):
+    assert weights(start("run", "--resume", text=whole[0])) == weights(whole[1])
+
+
+def test_evaluation_may_be_changed_on_resume(start, stopped, whole):
+    options = ("--resume", "--eval_strategy", "steps", "--eval_steps", "1", "--per_device_eval_batch_size", "1")
+    assert weights(start("run", *options, text=whole[0])) == weights(whole[1])
+
+
+def test_resume_needs_no_text_where_it_has_the_tokens(start, stopped, whole, tmp_path):
+    text = tmp_path / "copy"
+    shutil.copytree(whole[0], text)
+    run = start("moved", "--max_steps", "2", text=text)
+    shutil.rmtree(text)
+    text.write_text("no folder any more")
+    start("moved", "--resume", "--max_steps", "2", text=text)
+    assert (run / "final").exists()
+
+
+@pytest.mark.parametrize("name", ["data", "tokenizer", "data/train.npy", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_lost_tokens_are_made_again_the_same(start, stopped, whole, name, how):
+    path = stopped / name
+    if how == "missing":
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    else:
+        path = path if path.is_file() else next(path.iterdir())
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert weights(start("run", "--resume", text=whole[0])) == weights(whole[1])
+
+
+def test_lost_tokens_of_a_changed_text_are_refused(start, tmp_path):
+    run = start("run")
+    shutil.rmtree(run / "data")
+    before = snapshot(run)
+    for path in (tmp_path / "text").iterdir():
+        path.write_text(path.read_text() + " more")
+    refused(lambda: start("run", "--resume"), "does not give the tokens that the run was trained on")
+    shutil.rmtree(tmp_path / "text")
+    (tmp_path / "text").write_text("")
+    refused(lambda: start("run", "--resume"), "cannot be made again")
+    assert snapshot(run) == before
+
+
+def test_resume_without_a_checkpoint_keeps_the_finished_model(start, run, whole):
+    for path in run.glob("checkpoint-*"):
+        shutil.rmtree(path)
+    before = snapshot(run)
+    refused(lambda: start("run", "--resume", text=whole[0]), "finished model and no checkpoint")
+    assert snapshot(run) == before
+
+
+def test_resume_of_a_finished_run_keeps_what_was_added(start, run, whole):
+    (run / "final" / "model.gguf").write_text("converted by hand")
+    start("run", "--resume", text=whole[0])
+    assert (run / "final" / "model.gguf").exists() and weights(run) == weights(whole[1])
+
+
+def test_runs_of_before_manifests_resume_and_are_replaced(start, stopped, whole):
+    (stopped / "manifest.json").unlink()
+    for mark in stopped.glob("checkpoint-*/complete.json"):
+        mark.write_text('{"processes": 1}')
+    shutil.copytree(stopped, stopped.with_name("other"))
+    assert weights(start("run", "--resume", text=whole[0])) == weights(whole[1])
+    start("other", "--overwrite", "--max_steps", "1", text=whole[0])
+    assert not list(Path(stopped.with_name("other")).glob("checkpoint-4"))
+
+
+def test_a_changed_stream_is_refused(start, tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": f"{number} {'word ' * 40}"}) + "\n" for number in range(40))
+    )
+    streaming = {"streaming": True, "tokenizer": None, "validation_fraction": 0.3}
+    whole = start("whole", **streaming)
+    run = start("run", **streaming)
+    shutil.rmtree(run / "checkpoint-6")
+    shutil.rmtree(run / "final")
+    start("run", "--resume", **streaming)
+    assert weights(run) == weights(whole)
+    shutil.rmtree(run / "checkpoint-6")
+    rows = (tmp_path / "text" / "rows.jsonl").read_text()
+    (tmp_path / "text" / "rows.jsonl").write_text(rows.replace("word", "verb"))
+    before = snapshot(run)
+    refused(lambda: start("run", "--resume", **streaming), "the stream has changed")
+    assert snapshot(run) == before
