@@ -11,13 +11,13 @@ from .recipe import RecipeError
 
 
 class CheckedStream(IterableDataset):
-    """Blocks as they come, with a running SHA-256 of their tokens.
+    """Blocks as they come, again and again, with a running SHA-256 of their tokens.
 
     A checkpoint keeps the hash of the blocks that were trained on; a resumed run skips these blocks, and stops where
-    they are not the same.
+    they are not the same. To the Trainer all epochs are one, since it skips blocks of one epoch alone.
 
     Args:
-        blocks: examples with `input_ids`; read again from the start in every epoch.
+        blocks: examples with `input_ids`, of one epoch.
         kept: number of last blocks whose hashes are kept; more than the Trainer fetches ahead.
     """
 
@@ -27,13 +27,20 @@ class CheckedStream(IterableDataset):
         self.expected: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for example in self.blocks:
+        for example in self.endless():
             self.digest.update(example["input_ids"].numpy().tobytes())
             self.count += 1
             self.recent.append((self.count, self.digest.hexdigest()))
             if self.expected and self.count == self.expected["blocks"]:
                 self.compare(self.expected["sha256"])
             yield example
+
+    def endless(self) -> Iterator[dict[str, Any]]:
+        while True:
+            before = self.count
+            yield from self.blocks
+            if self.count == before:
+                raise RecipeError("the stream holds no block of text: give more text, or a smaller sequence_length")
 
     def compare(self, sha256: str) -> None:
         if self.digest.hexdigest() != sha256:
