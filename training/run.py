@@ -84,9 +84,7 @@ def open_run(
             else:
                 begin(folder, recipe, values, config, source, fingerprints)
         if recipe.world_size > 1:
-            found = [checkpoint]
-            torch.distributed.broadcast_object_list(found)
-            checkpoint = found[0]
+            checkpoint = from_main_process(checkpoint)
         yield Run(source, *load_run(recipe, source, mark), folder, checkpoint, upload)
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; {what_is_kept(recipe.output_dir)}") from None
@@ -98,6 +96,16 @@ def open_run(
     finally:
         if folder is not None:
             folder.close()
+
+
+def from_main_process(checkpoint: Path | None) -> Path | None:
+    """Return what the main process has found, once it is ready; the others wait for it here."""
+    found = [checkpoint]
+    try:
+        torch.distributed.broadcast_object_list(found)
+    except RuntimeError as error:
+        raise RecipeError("the main process has stopped; it says why") from error
+    return found[0]
 
 
 def begin(

@@ -33,7 +33,7 @@ from .listing import (
 )
 from .recipe import SAVED_MODEL, SAVED_RECIPE, Recipe, RecipeError
 
-MANIFEST, LOCK, STAGING, COMPLETE = "manifest.json", ".lock", ".new", "complete.json"
+MANIFEST, LOCK, STAGING, COMPLETE = "manifest.json", ".run.lock", ".new", "complete.json"
 FOLDERS, FILES = ("data", "tokenizer", "final"), (SAVED_RECIPE, SAVED_MODEL, "results.json")
 # What runs wrote before they listed it, below `data`, `tokenizer`, `final` and `checkpoint-N`.
 EARLIER_FILES = (
@@ -59,6 +59,8 @@ class RunFolder:
         self.files: dict[str, Entry | None] = {}
         self.notes: dict[str, Any] = {}
         self.writing: str | None = None
+        self.writer: dict[str, Any] | None = None
+        self.made: list[Path] = []
         self.lock = FileLock(self.path / LOCK)
 
     # -- who writes
@@ -66,40 +68,57 @@ class RunFolder:
     def open(self) -> None:
         """Become the only writer, and remove what a killed process had not finished writing."""
         path = self.path.absolute()
-        self.made = [folder for folder in (path, *path.parents) if not folder.exists()]
+        own = (path / MANIFEST, path / LOCK, path, *path.parents)
+        self.made = [item for item in own if not os.path.lexists(item)]
         self.path.mkdir(parents=True, exist_ok=True)
         try:
-            self.lock.acquire(timeout=0)
+            # A process that was killed can have children, which hold its lock until they notice.
+            self.lock.acquire(timeout=0 if self.writer_lives() else 15)
         except Timeout:
-            writer = (read_object(self.path / MANIFEST) or {}).get("writer") or {}
-            who = "process {pid} on {host}, since {since},".format_map({"pid": "?", "host": "?", "since": "?"} | writer)
+            writer = self.last_writer()
+            who = f"process {writer.get('pid', '?')} on {writer.get('host', '?')}, since {writer.get('since', '?')},"
             raise RecipeError(
                 f"{who} is writing to {self.path}: wait for its end, or choose another output_dir"
             ) from None
         self.read()
-        writer = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-        self.save(writer)
+        self.writer = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        self.save()
         if self.writing:
             self.sweep(self.writing)
+
+    def last_writer(self) -> dict[str, Any]:
+        return (read_object(self.path / MANIFEST) or {}).get("writer") or {}
+
+    def writer_lives(self) -> bool:
+        writer = self.last_writer()
+        if writer.get("host") != socket.gethostname() or not isinstance(writer.get("pid"), int):
+            return True  # as far as one can know here
+        try:
+            os.kill(writer["pid"], 0)
+        except OSError as error:
+            return not isinstance(error, ProcessLookupError)
+        return True
 
     def close(self) -> None:
         """Let others write; a folder in which nothing was written disappears."""
         if not self.lock.is_locked:
             return
-        with suppress(OSError):
-            if self.files:
+        self.writer = None
+        if self.files:
+            with suppress(OSError):
                 self.save()
-            else:
-                (self.path / MANIFEST).unlink(missing_ok=True)
-                (self.path / LOCK).unlink(missing_ok=True)
-                for folder in self.made:
-                    folder.rmdir()
+        else:
+            for path in self.made:
+                with suppress(OSError):
+                    path.rmdir() if path.is_dir() else path.unlink()
         self.lock.release(force=True)
 
     # -- what runs wrote
 
     def read(self) -> None:
         content = read_object(self.path / MANIFEST) or {}
+        if os.path.lexists(self.path / MANIFEST) and not {"version", "writing", "files"} <= content.keys():
+            raise RecipeError(f"{self.path / MANIFEST} is not the list of files that runs write: move it away")
         if isinstance(content.get("files"), dict):
             self.files = {name: entry for name, entry in content["files"].items() if is_run_name(name)}
             self.notes = content.get("notes") or {}
@@ -108,12 +127,10 @@ class RunFolder:
             # A run of before there were manifests, or one whose manifest was lost.
             self.files = {name: None for name in self.found() if is_earlier(name)}
 
-    def save(self, writer: dict[str, Any] | None = None) -> None:
-        if writer is not None:
-            self.writer = writer
+    def save(self) -> None:
         content = {
             "version": 1,
-            "writer": self.writer if self.lock.is_locked else None,
+            "writer": self.writer,
             "writing": self.writing,
             "notes": self.notes,
             "files": self.files,

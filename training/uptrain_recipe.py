@@ -73,7 +73,7 @@ class UptrainRecipe(Recipe):
     def inputs(self) -> list[tuple[str, str]]:
         """What the run reads, each in words and as it was named."""
         models = (("student", self.student), ("teacher", self.teacher))
-        return [*super().inputs(), *((what, name) for what, name in models if name)]
+        return [*((what, name) for what, name in models if name), *super().inputs()]
 
     def training_budget(self) -> float | None:
         """Return the tokens to train on, where they are given as a share of pretraining's (2305.13245, section 2.1)."""

@@ -49,7 +49,7 @@ def write_texts(folder: Path, count: int = 10) -> Path:
 
 def snapshot(folder: Path) -> dict[str, str]:
     """Every file below `folder`, with what it holds; less what says who is writing."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in (".lock", "manifest.json")]
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in (".run.lock", "manifest.json")]
     return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 

@@ -82,8 +82,8 @@ def test_nothing_leaks(start, tmp_path, monkeypatch, whole):
 
     recipe = home / "uptrain.yaml"
     recipe.write_text(
-        f"student: {home}/converted\nteacher: {run}/final\ndata_files: [{text}]\nsequence_length: 32\nmax_steps: {LAST}\n"
-        "per_device_train_batch_size: 2\nmax_eval_blocks: 2\nvalidation_fraction: 0.2\n"
+        f"student: {home}/converted\nteacher: {run}/final\ndata_files: [{text}]\nmax_steps: {LAST}\n"
+        "sequence_length: 32\nper_device_train_batch_size: 2\nmax_eval_blocks: 2\nvalidation_fraction: 0.2\n"
     )
     uptrain([str(recipe), "--output_dir", str(home / "healed")])
     assert leaks(home / "healed" / "final", TELL_TALE, TOKEN) == []

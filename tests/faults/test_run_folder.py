@@ -38,6 +38,19 @@ def test_the_users_files_under_our_names_are_refused(start, tmp_path, name, over
     assert {item.name for item in (tmp_path / "run").iterdir()} == {name.split("/")[0]}
 
 
+def test_a_manifest_of_somebody_else_is_refused(start, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "manifest.json").write_text('{"name": "my web application"}')
+    refused(lambda: start("run"), "manifest.json is not the list of files that runs write")
+    assert (tmp_path / "run" / "manifest.json").read_text() == '{"name": "my web application"}'
+    assert len(list((tmp_path / "run").iterdir())) == 1
+
+
+def test_a_folder_in_which_nothing_was_written_disappears(start, tmp_path):
+    refused(lambda: start("deep/er/run", "--data_files", str(tmp_path / "absent")), "nothing to read")
+    assert not (tmp_path / "deep").exists()
+
+
 def test_other_files_stay_beside_a_run(start, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("years of work")

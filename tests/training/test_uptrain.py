@@ -424,3 +424,29 @@ def test_teachers_that_do_not_fit(write, pair, tmp_path):
     train_tokenizer(make_texts(40), 320).save_pretrained(tmp_path / "large")
     assert "has 320 tokens and the student's vocab_size is 300" in refused(tokenizer=str(tmp_path / "large"))
     assert "are the same model" in refused(student=str(pair[0]))
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+@pytest.mark.parametrize("place", ["final", "data/model", "mine"])
+def test_a_model_in_the_output_folder_is_kept(here, pair, tmp_path, role, place):
+    folder = tmp_path / "run" / place
+    shutil.copytree(pair[role == "student"], folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for options in ((), ("--overwrite",)):
+        with pytest.raises(RecipeError, match=f"output_dir {tmp_path}/run overlaps the {role} {folder}"):
+            here(tmp_path / "run", *options, **{role: str(folder)})
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_another_teacher_is_refused_on_resume(here, pair, tmp_path):
+    teacher = tmp_path / "teacher"
+    shutil.copytree(pair[0], teacher)
+    here(tmp_path / "run", teacher=str(teacher))
+    shutil.rmtree(tmp_path / "run" / "checkpoint-8")
+    here(tmp_path / "run", "--resume", teacher=str(teacher))
+    other = build(["mha", "mha"], 7)
+    other.save_pretrained(teacher)
+    before = sorted((tmp_path / "run").rglob("*"))
+    with pytest.raises(RecipeError, match=r"the teacher has other weights than when the run .* began"):
+        here(tmp_path / "run", "--resume", teacher=str(teacher))
+    assert sorted((tmp_path / "run").rglob("*")) == before
