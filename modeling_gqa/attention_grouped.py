@@ -101,7 +101,7 @@ class GroupedAttention(nn.Module):
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)  # (B, G, S, D)
-            attention_mask, key, value = filled_part(attention_mask, past_key_values, self.layer_idx, key, value)
+            attention_mask, key, value = filled_part(self, attention_mask, past_key_values, key, value)
 
         backend = self.config._attn_implementation or "eager"
         attention_mask = lone_layer_mask(

@@ -106,9 +106,7 @@ class LatentAttention(nn.Module):
             key_rope = rotate(key_rope, *position_embeddings, interleaved=self.rope_interleave)
         if past_key_values is not None:
             latent, key_rope = past_key_values.update(latent, key_rope, self.layer_idx)  # (B, 1, S, R), (B, 1, S, P)
-            attention_mask, latent, key_rope = filled_part(
-                attention_mask, past_key_values, self.layer_idx, latent, key_rope
-            )
+            attention_mask, latent, key_rope = filled_part(self, attention_mask, past_key_values, latent, key_rope)
 
         backend = self.config._attn_implementation or "eager"
         attention_mask = lone_layer_mask(

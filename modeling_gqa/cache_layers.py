@@ -62,36 +62,49 @@ class GrowingLayer(DynamicLayer):
     """The stock dynamic layer with amortised reallocation in place of a concatenation per token.
 
     `keys` and `values` are views of the filled part of a buffer. It is appended to in place only where it is filled
-    exactly as far as this layer's tokens reach; after a crop, and in the second of two continuations of one cache, it
-    is copied. Every other replacement of `keys` or `values` leaves the buffer. A prompt is kept as it comes, and what
-    has gradients or is traced is concatenated.
+    exactly as far as this layer's tokens reach; after a crop, and in a copy of the layer, it is copied. Every other
+    replacement of `keys` or `values` leaves the buffer. A prompt is kept as it comes, and what has gradients or is
+    traced is concatenated.
     """
 
-    buffer: KeyValueBuffer | None = None
+    # A slot, because tools that walk a cache (`torch.export`) take every tensor under `__dict__` for a state.
+    __slots__ = ("buffer",)
+    buffer: KeyValueBuffer | None
+
+    def __new__(cls, *args, **kwargs):
+        layer = super().__new__(cls)
+        layer.buffer = None
+        return layer
+
+    def __getstate__(self):
+        # Copies and pickles hold the tokens alone: a pickled buffer and `keys` would no longer be the same memory.
+        return self.__dict__
 
     def __setattr__(self, name, value):
         if name in ("keys", "values"):
-            self.__dict__["buffer"] = None
-        self.__dict__[name] = value
+            super().__setattr__("buffer", None)
+        super().__setattr__(name, value)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append `key_states` (B, G, T, D) and `value_states` (B, G, T, V); return all keys and values."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return super().update(key_states, value_states, *args, **kwargs)
         buffer = self.buffer
         if buffer is None or buffer.filled != self.keys.shape[2] or not buffer.takes(key_states, value_states):
             buffer = self._new_buffer(key_states, value_states)
-        if buffer is None or torch.is_grad_enabled():
+        if buffer is None:
             return super().update(key_states, value_states, *args, **kwargs)
         keys, values = buffer.append(key_states, value_states)
         # Past `__setattr__`: these are views of the buffer.
-        self.__dict__.update(keys=keys, values=values, buffer=buffer)
+        self.__dict__.update(keys=keys, values=values)
+        self.buffer = buffer
         return keys, values
 
     def _new_buffer(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeyValueBuffer | None:
         """A buffer with this layer's tokens and room for the new ones; `None` where a concatenation is wanted."""
-        traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if traced or torch.is_grad_enabled() or self.get_seq_length() == 0 or self.keys.ndim != 4:
+        if self.get_seq_length() == 0 or self.keys.ndim != 4:
             return None
         if self.keys.shape[:3] != self.values.shape[:3] or self.keys.device != self.values.device:
             return None

@@ -23,19 +23,24 @@ MASK_BUILDERS: dict[str, Callable] = {"eager": eager_mask, "sdpa": sdpa_mask, "f
 
 
 def filled_part(
-    attention_mask, past_key_values, layer_idx: int, key: torch.Tensor, value: torch.Tensor
+    module: nn.Module, attention_mask, past_key_values, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """Cut what a static cache hands out, and the mask, to the tokens it holds; traced shapes must stay as they are.
 
     Args:
+        module: the layer; under eager nothing is cut, because it returns weights, which are as wide as the cache.
         attention_mask: anything that `lone_layer_mask` takes; only `None` and masks (B, 1, T, S) are cut.
         key, value: what the cache's `update` has returned, (B, G, S, D).
     """
-    layer = past_key_values.layers[layer_idx]
+    layer = past_key_values.layers[module.layer_idx]
+    config: Any = module.config
+    eager = (config._attn_implementation or "eager") == "eager"
     finished = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4
-    if not layer.is_compileable or layer.is_sliding or not (finished or attention_mask is None) or is_tracing(key):
+    if eager or not layer.is_compileable or layer.is_sliding or is_tracing(key):
         return attention_mask, key, value
-    filled = int(past_key_values.get_seq_length(layer_idx))
+    if not finished and attention_mask is not None:
+        return attention_mask, key, value
+    filled = int(past_key_values.get_seq_length(module.layer_idx))
     if finished:
         attention_mask = attention_mask[..., :filled]
     return attention_mask, key[:, :, :filled], value[:, :, :filled]
@@ -76,13 +81,18 @@ def lone_layer_mask(
     if finished or backend not in MASK_BUILDERS:
         return attention_mask
     causal = is_causal is not False
+    if not causal and past_key_values is not None and past_key_values.layers[module.layer_idx].is_sliding:
+        raise ValueError(
+            "is_causal=False with a cache of a sliding window, which drops keys that a two-sided window sees: "
+            "give a cache that keeps all tokens, such as DynamicCache(), or none"
+        )
     batch, length = hidden_states.shape[:2]
     window = sliding_window if sliding_window is not None and sliding_window < kv_length else None
     total = kv_length if past_key_values is None else int(past_key_values.get_seq_length(module.layer_idx))
     seen = min(total, kv_length)  # a window holds the last ones, a static cache has room for more
     if attention_mask is None and window is None:
         unmasked = seen == kv_length and (length == 1 or not causal)
-        if unmasked or (backend == "sdpa" and seen == length and causal):
+        if unmasked or (backend == "sdpa" and seen == length > 1 and causal):
             return None
     if attention_mask is None and seen < kv_length:
         attention_mask = hidden_states.new_ones(batch, seen)
@@ -104,7 +114,8 @@ def lone_layer_mask(
         batch_size=batch,
         q_length=length,
         kv_length=kv_length,
-        q_offset=seen - length,
+        # Cross-attention may have more queries than keys; transformers masks a query whose index is negative.
+        q_offset=max(seen - length, 0),
         mask_function=mask_function,
         attention_mask=attention_mask,
         dtype=hidden_states.dtype,

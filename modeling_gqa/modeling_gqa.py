@@ -24,6 +24,13 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
@@ -170,7 +177,10 @@ class GQAModel(GQAPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
+            refuse_without_tokens("input_ids", input_ids, self.config.bos_token_id)
             inputs_embeds = self.embed_tokens(input_ids)
+        else:
+            refuse_without_tokens("inputs_embeds", inputs_embeds, self.config.bos_token_id)
         # Before a cache is made: transformers looks for packed documents only where there is none.
         arguments = self.layer_arguments(inputs_embeds, attention_mask, position_ids, past_key_values)
         if use_cache and past_key_values is None:
@@ -220,6 +230,15 @@ class GQAModel(GQAPreTrainedModel):
             if documents.any():
                 arguments["and_mask_function"] = packed_sequence_mask_function(documents)
         return {kind: MASK_FUNCTIONS[kind](**arguments) for kind in dict.fromkeys(self.config.layer_types)}
+
+
+def refuse_without_tokens(name: str, inputs: torch.Tensor, bos_token_id: int | None) -> None:
+    """Raise where `inputs` (B, T) or (B, T, hidden) holds no token; transformers would fail at some reshape."""
+    if not is_tracing(inputs) and 0 in inputs.shape[:2]:
+        raise ValueError(
+            f"{name} has shape {tuple(inputs.shape)}, which holds no token to compute: "
+            f"give at least one, such as config.bos_token_id={bos_token_id}"
+        )
 
 
 class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
@@ -299,6 +318,11 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         large = self.logits_at_once is not None and tokens * self.vocab_size > self.logits_at_once
         return self.training and large and can_chunk_loss(self.lm_head, hidden_states, self.loss_function)
 
+    def _prepare_model_inputs(self, *args, **kwargs):
+        inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
+        refuse_without_tokens(name, inputs, self.config.bos_token_id)
+        return inputs, name, model_kwargs
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         given = model_kwargs.get("past_key_values")
         result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
@@ -367,5 +391,15 @@ AUTO_CLASSES = {
     "AutoModelForTokenClassification": GQAForTokenClassification,
     "AutoModelForQuestionAnswering": GQAForQuestionAnswering,
 }
+# Where transformers' own tools look the names of classes up: `Trainer` shifts labels under label smoothing, pipelines,
+# model cards and `transformers serve` tell the task. Registering with an Auto class does not fill these.
+NAME_TABLES: dict[str, Any] = {
+    "AutoModel": MODEL_MAPPING_NAMES,
+    "AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForQuestionAnswering": MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+}
 for _auto_class, _model_class in AUTO_CLASSES.items():
     _model_class.register_for_auto_class(_auto_class)
+    NAME_TABLES[_auto_class][GQAConfig.model_type] = _model_class.__name__
