@@ -12,6 +12,8 @@ from modeling_gqa import ATTENTION_CLASSES, GQAConfig
 from modeling_gqa.attention_functions import masked_softmax
 from modeling_gqa.layers import GQARMSNorm
 
+compat = pytest.mark.compat
+
 HIDDEN, BATCH, WINDOW = 66, 3, 4
 BIASES = {"attention_bias": True}
 # Every kind, and what each kind can do besides: name -> kind, configuration.
@@ -131,8 +133,9 @@ def who_sees_whom(length, keys=None, causal=True, window=None, padding=None) -> 
 
 
 def padding_mask(keys: int, side: str) -> torch.Tensor:
+    """Padding of as many tokens as a row's index on the side `left` or `right`, or of none."""
     mask = torch.ones(BATCH, keys, dtype=torch.long)
-    for row in range(1, BATCH):
+    for row in range(1, BATCH if side != "none" else 0):
         mask[row, slice(0, row) if side == "left" else slice(keys - row, keys)] = 0
     return mask
 
@@ -193,19 +196,30 @@ def test_flex_attention_alone_is_causal_too(name, padding):
     # Flex attention has no gradients on a CPU, and compiling it takes long.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         output, _ = layer(x.float(), attention_mask=mask)
+        crossed, _ = layer(
+            x.float(), key_value_states=x[:, 1:].float(), attention_mask=None if mask is None else mask[:, 1:]
+        )
     allowed = who_sees_whom(9, padding=mask)
     assert_same(output.double(), formula(name, layer.double(), x, allowed), allowed, tolerance=1e-4)
+    allowed = who_sees_whom(9, 8, causal=False, padding=None if mask is None else mask[:, 1:])
+    assert_same(crossed.double(), formula(name, layer, x, allowed, source=x[:, 1:]), tolerance=1e-4)
 
 
+@compat
 @pytest.mark.parametrize("backend", [None, "sdpa"])
-@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("padding", [None, "none", "left", "right"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_cross_attention_sees_all_keys_that_are_not_padding(name, padding, backend):
-    layer, x, source = make_layer(name, backend, sliding_window=WINDOW), make_input(5), make_input(8, seed=1)
-    mask = None if padding is None else padding_mask(8, padding)
-    output, _ = layer(x, key_value_states=source, attention_mask=mask)
-    allowed = who_sees_whom(5, 8, causal=False, padding=mask)
-    assert_same(output, formula(name, layer, x, allowed, source=source))
+    layer = make_layer(name, backend, sliding_window=WINDOW)
+    for queries, keys in [(1, 8), (5, 8), (8, 8), (9, 8), (13, 8), (3, 4), (9, 4), (4, 3)]:
+        x, source = make_input(queries), make_input(keys, seed=1)
+        mask = None if padding is None else padding_mask(keys, padding)
+        output, weights = layer(x, key_value_states=source, attention_mask=mask)
+        allowed = who_sees_whom(queries, keys, causal=False, padding=mask)
+        assert_same(output, formula(name, layer, x, allowed, source=source))
+        if backend is None:
+            assert weights.shape == (BATCH, layer.config.num_attention_heads, queries, keys)
+            assert ((weights > 0) == allowed[:, None]).all()
 
 
 @pytest.mark.parametrize("backend", [None, "sdpa"])
@@ -221,24 +235,65 @@ def test_finished_masks_are_taken_as_they_are(name, backend):
     assert_same(layer(x, attention_mask=additive[:, None])[0], formula(name, layer, x, allowed, bias=bias))
 
 
+# Caches of a lone layer, and whether its window bounds what it sees: name -> maker, window.
+CACHES = {
+    "dynamic": (lambda config: DynamicCache(), None),
+    "window": (lambda config: DynamicCache(), WINDOW),
+    "sliding": (lambda config: DynamicCache(config=config), WINDOW),
+    "static": (lambda config: StaticCache(config, max_cache_len=15), None),
+    "static window": (lambda config: StaticCache(config, max_cache_len=15), WINDOW),
+}
+
+
+def attend_in_chunks(layer, x, cache, lengths, mask=None, embeddings=None, **kwargs) -> torch.Tensor:
+    """Output (B, T, hidden) of `x` given in chunks over a cache."""
+    outputs, start = [], 0
+    for length in lengths:
+        end = start + length
+        turned = None if embeddings is None else tuple(part[:, start:end] for part in embeddings)
+        seen = None if mask is None else mask[:, :end]
+        outputs.append(layer(x[:, start:end], turned, seen, past_key_values=cache, **kwargs)[0])
+        start = end
+    return torch.cat(outputs, 1)
+
+
+@compat
+@pytest.mark.parametrize("lengths", [(4, 3, 1, 1, 2, 1), (1, 5, 6)], ids=str)
 @pytest.mark.parametrize("backend", [None, "sdpa"])
 @pytest.mark.parametrize("padding", [None, "left"])
-@pytest.mark.parametrize("cache", ["dynamic", "window", "static"])
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("name", LAYERS)
-def test_chunks_over_a_cache_equal_the_whole(name, cache, padding, backend):
-    window = WINDOW if cache == "window" else None
+def test_chunks_over_a_cache_equal_the_whole(name, cache, padding, backend, lengths):
+    make_cache, window = CACHES[cache]
     layer, x = make_layer(name, backend, sliding_window=window), make_input(12)
     mask = None if padding is None else padding_mask(12, padding)
-    angles, (cos, sin) = angles_and_embeddings(layer, 12)
-    cache = StaticCache(layer.config, max_cache_len=15) if cache == "static" else DynamicCache()
-    outputs, start = [], 0
-    for length in (4, 3, 1, 1, 2, 1):
-        end = start + length
-        turned, seen = (cos[:, start:end], sin[:, start:end]), None if mask is None else mask[:, :end]
-        outputs.append(layer(x[:, start:end], turned, seen, past_key_values=cache)[0])
-        start = end
+    angles, embeddings = angles_and_embeddings(layer, 12)
+    output = attend_in_chunks(layer, x, make_cache(layer.config), lengths, mask, embeddings)
     allowed = who_sees_whom(12, window=window, padding=mask)
-    assert_same(torch.cat(outputs, 1), formula(name, layer, x, allowed, angles=angles), allowed)
+    assert_same(output, formula(name, layer, x, allowed, angles=angles), allowed)
+
+
+@compat
+@pytest.mark.parametrize("backend", [None, "sdpa"])
+@pytest.mark.parametrize("padding", [None, "none", "left"])
+@pytest.mark.parametrize("cache", ["dynamic", "window", "static"])
+def test_what_is_not_causal_sees_its_own_chunk_and_all_before(kind, cache, padding, backend):
+    make_cache, window = CACHES[cache]
+    layer, x = make_layer(kind, backend, sliding_window=window), make_input(12)
+    mask = None if padding is None else padding_mask(12, padding)
+    lengths = (4, 3, 1, 4)
+    output = attend_in_chunks(layer, x, make_cache(layer.config), lengths, mask, is_causal=False)
+    ends = torch.tensor(lengths).cumsum(0).repeat_interleave(torch.tensor(lengths))
+    allowed = who_sees_whom(12, causal=False, window=window, padding=mask) & (torch.arange(12) < ends[:, None])
+    assert_same(output, formula(kind, layer, x, allowed), allowed)
+
+
+@compat
+@pytest.mark.parametrize("cache", ["sliding", "static window"])
+def test_a_two_sided_window_over_a_cache_that_drops_its_keys_is_refused(kind, cache):
+    layer = make_layer(kind, sliding_window=WINDOW)
+    with pytest.raises(ValueError, match="is_causal=False with a cache of a sliding window"):
+        layer(make_input(9), past_key_values=CACHES[cache][0](layer.config), is_causal=False)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -5,6 +5,7 @@ Shapes: B batch, G key/value heads, T new tokens, D key size, V value size.
 
 import contextlib
 import copy
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -39,6 +40,10 @@ def storages(layer) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in held}
 
 
+def pickled(layer):
+    return pickle.loads(pickle.dumps(layer))
+
+
 class Twins:
     """A stock and a growing layer to which the same is done; they must hold the same after it."""
 
@@ -64,6 +69,9 @@ class Twins:
         return Twins(*(how(layer) for layer in self.layers))
 
 
+DUPLICATES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickled}
+
+
 def change_rows(name: str, batch: int, number: int):
     """A reordering, choice or repetition of the batch entries, drawn by `number`."""
     generator = torch.Generator().manual_seed(number)
@@ -77,7 +85,7 @@ def change_rows(name: str, batch: int, number: int):
 
 def operations(resets: bool):
     twin, number = st.integers(0, 50), st.integers(0, 12)
-    names = ["crop", "reorder", "select", "repeat", "copy", "deepcopy", "offload", "prefetch", *["reset"] * resets]
+    names = ["crop", "reorder", "select", "repeat", *DUPLICATES, "offload", "prefetch", *["reset"] * resets]
     tokens = st.just(1) | st.just(1) | st.integers(1, 70)
     update = st.tuples(st.just("update"), twin, tokens, st.sampled_from(list(MODES)))
     other = st.tuples(st.sampled_from(names), twin, number, st.sampled_from(list(MODES)))
@@ -108,8 +116,8 @@ def test_any_operations_leave_what_the_stock_layer_holds(heads, resets):
                     handed_out += [(tensor, tensor.clone()) for tensor in actual]
                     row = batch * heads * (KEY_SIZE + VALUE_SIZE) * 4
                     assert sum(storages(growing).values()) <= (1.25 * growing.get_seq_length() + BLOCK) * row
-                elif name in ("copy", "deepcopy"):
-                    live.append(twins.duplicate(getattr(copy, name)))
+                elif name in DUPLICATES:
+                    live.append(twins.duplicate(DUPLICATES[name]))
                 elif name in ("reorder", "select", "repeat"):
                     if batch < 9 or name != "repeat":
                         twins.apply(change_rows(name, batch, number))
@@ -125,18 +133,35 @@ def test_any_operations_leave_what_the_stock_layer_holds(heads, resets):
 
 
 @compat
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
+@pytest.mark.parametrize("duplicate", DUPLICATES)
 @pytest.mark.parametrize("heads", [1, 3])
 def test_two_continuations_of_one_layer(heads, duplicate):
     with torch.no_grad():
         first = Twins(DynamicLayer(), GrowingLayer())
         for tokens in (11, 1):
             first.apply(lambda layer, tokens=tokens: append(layer, tokens, heads=heads))
-        second = first.duplicate(duplicate)
+        second = first.duplicate(DUPLICATES[duplicate])
         for tokens in (2, 3, 1):
             first.apply(lambda layer, tokens=tokens: append(layer, tokens, heads=heads))
             second.apply(lambda layer, tokens=tokens: append(layer, tokens + 4, heads=heads))
             first.check()
+
+
+@compat
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [1, 3])
+def test_tools_that_walk_a_layer_see_keys_and_values_alone(heads):
+    layer = GrowingLayer()
+    append(layer, 11, heads=heads), append(layer, 1, heads=heads)
+    assert layer.buffer is not None
+    assert vars(layer).keys() == vars(DynamicLayer()).keys() | {"dtype", "device"}
+    assert [name for name, value in vars(layer).items() if hasattr(value, "__dict__")] == ["keys", "values"]
+    # As `torch.export` makes a layer again from what it has walked.
+    again = GrowingLayer.__new__(GrowingLayer)
+    again.__dict__.update(vars(layer))
+    twins = Twins(copy.deepcopy(layer), again)
+    for tokens in (2, 1):
+        twins.apply(lambda one, tokens=tokens: append(one, tokens, heads=heads))
 
 
 @compat
@@ -390,6 +415,22 @@ def test_the_model_makes_a_growing_cache_and_leaves_a_given_one(model_name):
         token = ids[:, position : position + 1]
         expected = model(token, past_key_values=given).logits
         torch.testing.assert_close(model(token, past_key_values=made).logits, expected, rtol=1e-10, atol=1e-10)
+
+
+@compat
+@torch.no_grad()
+@pytest.mark.parametrize("model_name", ["mqa", "mixed"])
+def test_a_growing_cache_is_continued_by_a_compiled_model(model_name):
+    model, ids = make_endless_model(model_name), make_batch()["input_ids"]
+    expected = model(ids, use_cache=False).logits
+    cache = grow_in_place(DynamicCache(config=model.config))
+    model(ids[:, :6], past_key_values=cache), model(ids[:, 6:7], past_key_values=cache)
+    assert all(layer.buffer is not None for layer in cache.layers)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for position, one in ((7, compiled), (8, compiled), (9, model), (10, model)):
+        logits = one(ids[:, position : position + 1], past_key_values=cache).logits
+        torch.testing.assert_close(logits[:, 0], expected[:, position], rtol=1e-10, atol=1e-10)
 
 
 def decode(model, batch, cache, sizes):

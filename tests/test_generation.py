@@ -1,11 +1,24 @@
 """`generate` and the text-generation pipeline give the same tokens whatever the cache and the way of decoding."""
 
+import re
+
 import accelerate
 import pytest
 import torch
 from small_models import MODELS, SIZES, make_batch, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import DynamicCache, GenerationConfig, PreTrainedTokenizerFast, StaticCache, pipeline, set_seed
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    pipeline,
+    set_seed,
+)
+
+from modeling_gqa import ATTENTION_CLASSES
 
 compat = pytest.mark.compat
 
@@ -188,24 +201,72 @@ def test_scores_and_attentions_of_generated_tokens(model_name):
 
 
 @compat
-@pytest.mark.parametrize("model_name", ["mixed", "mixed-window"])
-def test_static_cache_decodes_in_one_graph(model_name):
+def test_weights_of_a_static_cache_are_as_wide_as_stock_ones(model_name):
     model, batch = make_endless_model(model_name), make_batch(padding="left")
+    stock = LlamaForCausalLM(LlamaConfig(**{**SIZES, "head_dim": 14, "eos_token_id": None}))
+    arguments = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_attentions": True}
+    static = {"cache_implementation": "static"}
+    for one in (model, stock):
+        one.set_attn_implementation("eager")
+    widths = [layers[0].shape[2:] for layers in stock.generate(**batch, **arguments, **static).attentions]
+    assert widths == [(11, 14), (1, 14), (1, 14), (1, 14)]
+    held = model.generate(**batch, **arguments).attentions
+    for step, layers in enumerate(model.generate(**batch, **arguments, **static).attentions):
+        real = slice(3, None) if step == 0 else slice(None)  # what padding sees means nothing
+        for weights, expected, kind in zip(layers, held[step], model.config.layer_types, strict=True):
+            if kind == "full_attention":
+                assert weights.shape[2:] == widths[step]
+                used = weights[:, :, real, : 11 + step]
+                torch.testing.assert_close(used, expected[:, :, real], rtol=1e-4, atol=1e-5)
+                assert weights[:, :, real, 11 + step :].eq(0).all()
+
+
+# In float32 the tokens of the dynamic cache, too; bfloat16 rounds them differently.
+@compat
+@pytest.mark.parametrize(
+    ("model_name", "dtype"),
+    [(name, torch.bfloat16) for name in ATTENTION_CLASSES]
+    + [(name, torch.float32) for name in ("mla-q-lora", "mixed", "mixed-window")],
+    ids=str,
+)
+def test_static_cache_decodes_in_one_graph_that_is_not_compiled_again(model_name, dtype):
+    model, batch = make_endless_model(model_name).to(dtype), make_batch(padding="left")
     expected = generate(model, batch)
     torch._dynamo.reset()
     model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
-    assert generate(model, batch, cache_implementation="static").tolist() == expected.tolist()
+    first = generate(model, batch, cache_implementation="static")
+    assert dtype == torch.bfloat16 or first.tolist() == expected.tolist()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert generate(model, batch, cache_implementation="static").tolist() == first.tolist()
 
 
 @compat
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_compiled_decoding_is_not_compiled_again(model_name, dtype):
-    model, batch = make_endless_model(model_name).to(dtype), make_batch()
-    torch._dynamo.reset()
-    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
-    first = generate(model, batch, cache_implementation="static")
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        assert generate(model, batch, cache_implementation="static").tolist() == first.tolist()
+@pytest.mark.parametrize("given", ["input_ids", "inputs_embeds"])
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_a_prompt_without_tokens_is_refused_in_one_line(kind, rows, given):
+    model, tokens = make_model(kind), 5 if rows == 0 else 0
+    empty = torch.zeros(rows, tokens, dtype=torch.long)
+    if given == "inputs_embeds":
+        empty = torch.zeros(rows, tokens, SIZES["hidden_size"])
+    cache = model(make_batch(batch=rows or 1)["input_ids"], use_cache=True).past_key_values
+    calls = [{}, {"use_cache": False}, {"past_key_values": cache}, {"attention_mask": torch.ones(rows, tokens)}]
+    message = rf"^{given} has shape {re.escape(str(tuple(empty.shape)))}, which holds no token .*bos_token_id=1$"
+    for call in calls:
+        for function in (model, model.model):
+            with pytest.raises(ValueError, match=message):
+                function(**{given: empty}, **call)
+    for arguments in ({}, {"cache_implementation": "static"}, {"num_beams": 2}):
+        with pytest.raises(ValueError, match=message):
+            model.generate(**{given: empty}, max_new_tokens=3, **arguments)
+
+
+@compat
+def test_without_a_prompt_generation_begins_with_bos():
+    model = make_endless_model("mixed")
+    assert torch.equal(model.generate(max_new_tokens=3)[:, 0], torch.tensor([1]))
+    embeddings = model.model.embed_tokens(make_batch()["input_ids"])
+    expected = model.generate(inputs_embeds=embeddings, max_new_tokens=3)
+    assert torch.equal(model.generate(torch.zeros(3, 0).long(), inputs_embeds=embeddings, max_new_tokens=3), expected)
 
 
 @compat

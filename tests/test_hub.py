@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from small_models import MODELS, SIZES, make_batch, make_config, make_model
+from test_stock_tools import TABLES, smoothed_loss
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files, get_relative_imports
 
@@ -193,12 +194,23 @@ stored = AutoModelForCausalLM.from_pretrained("run/checkpoint-4", trust_remote_c
 for model in (resumed, stored):
     for name, tensor in full.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
-print(json.dumps({"module": type(stored).__module__, "dropout": stored.config.attention_dropout}))
+arguments = TrainingArguments("smoothed", label_smoothing_factor=0.1, use_cpu=True, report_to=[], disable_tqdm=True)
+smoothed = Trainer(stored, arguments, eval_dataset=rows).evaluate()["eval_loss"]
+names = {name: table["gqa"] for name, table in vars(transformers.models.auto.modeling_auto).items()
+         if name.endswith("MAPPING_NAMES") and "gqa" in table}
+print(json.dumps({"module": type(stored).__module__, "dropout": stored.config.attention_dropout,
+                  "smoothed": smoothed, "names": names}))
 """
     result = run_python(code, workplace)
     assert result["module"].startswith("transformers_modules.")
     assert result["dropout"] == 0.2
     assert_complete(workplace / "run" / "checkpoint-2")
+    # Transformers' tools know the copied classes by name: labels are shifted under label smoothing, as Llama's are.
+    assert result["names"] == {f"{table}_NAMES": CLASSES[auto_class] for auto_class, table in TABLES.items()}
+    torch.manual_seed(5)
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(3, 101, (8, 10))]
+    stored = GQAForCausalLM.from_pretrained(workplace / "run" / "checkpoint-4")
+    assert result["smoothed"] == pytest.approx(smoothed_loss(stored, rows), rel=1e-5)
 
 
 def test_installed_package_and_remote_code_save_each_other(workplace):
