@@ -1,9 +1,11 @@
 """Attention layers alone, against formulas in float64 that are written here and share no code with the package."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
+from pairs import all_pairs
 from small_models import make_config
 from torch import nn
 from transformers import DynamicCache, StaticCache
@@ -170,10 +172,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("backend", [None, "sdpa"])
-@pytest.mark.parametrize("rotary", [False, True], ids=["no rotary", "rotary"])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("name", "case", "rotary", "backend"), all_pairs(LAYERS, CASES, [False, True], [None, "sdpa"]))
 def test_a_layer_alone_computes_its_formula(name, case, rotary, backend):
     arguments, fields = CASES[case]
     layer, x = make_layer(name, backend, **fields), make_input(9)
@@ -257,12 +256,16 @@ def attend_in_chunks(layer, x, cache, lengths, mask=None, embeddings=None, **kwa
     return torch.cat(outputs, 1)
 
 
+CHUNKS = CACHES, [None, "left"], [None, "sdpa"], [(4, 3, 1, 1, 2, 1), (1, 5, 6)]
+
+
 @compat
-@pytest.mark.parametrize("lengths", [(4, 3, 1, 1, 2, 1), (1, 5, 6)], ids=str)
-@pytest.mark.parametrize("backend", [None, "sdpa"])
-@pytest.mark.parametrize("padding", [None, "left"])
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    ("name", "cache", "padding", "backend", "lengths"),
+    # Which mask is built depends on all of these; what a layer computes under it, on each of them.
+    [*product(["gqa", "mla"], *CHUNKS), *all_pairs(LAYERS, *CHUNKS)],
+    ids=str,
+)
 def test_chunks_over_a_cache_equal_the_whole(name, cache, padding, backend, lengths):
     make_cache, window = CACHES[cache]
     layer, x = make_layer(name, backend, sliding_window=window), make_input(12)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import transformers
-from small_models import make_batch, make_config, make_model
+from pairs import all_pairs
+from small_models import MODELS, make_batch, make_config, make_model
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -172,11 +173,11 @@ def test_holes_in_the_padding_mask_are_not_documents(model_name):
 
 
 @pytest.mark.compat
-@pytest.mark.parametrize("mask", ["no mask", "mask of ones", "right padding"])
-@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no-cache"])
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-def test_packed_documents_do_not_see_each_other(model_name, backend, training, use_cache, mask):
+@pytest.mark.parametrize(
+    ("model_name", "mask", "backend", "training", "use_cache"),
+    all_pairs(MODELS, ["no mask", "mask of ones", "right padding"], ["eager", "sdpa"], [True, False], [True, False]),
+)
+def test_packed_documents_do_not_see_each_other(model_name, mask, backend, training, use_cache):
     model, ids = make_model(model_name).train(training), make_batch(batch=2)["input_ids"]
     model.set_attn_implementation(backend)
     # Documents begin at another place in each row.
