@@ -99,7 +99,7 @@ class GrowingLayer(DynamicLayer):
         keys, values = buffer.append(key_states, value_states)
         # Past `__setattr__`: these are views of the buffer.
         self.__dict__.update(keys=keys, values=values)
-        self.buffer = buffer
+        super().__setattr__("buffer", buffer)
         return keys, values
 
     def _new_buffer(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeyValueBuffer | None:

@@ -28,17 +28,17 @@ def filled_part(
     """Cut what a static cache hands out, and the mask, to the tokens it holds; traced shapes must stay as they are.
 
     Args:
-        module: the layer; under eager nothing is cut, because it returns weights, which are as wide as the cache.
+        module: the layer. Under eager it returns weights, as wide as the cache: there, only a narrower mask cuts.
         attention_mask: anything that `lone_layer_mask` takes; only `None` and masks (B, 1, T, S) are cut.
         key, value: what the cache's `update` has returned, (B, G, S, D).
     """
     layer = past_key_values.layers[module.layer_idx]
     config: Any = module.config
-    eager = (config._attn_implementation or "eager") == "eager"
     finished = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4
-    if eager or not layer.is_compileable or layer.is_sliding or is_tracing(key):
+    if not layer.is_compileable or layer.is_sliding or not (finished or attention_mask is None) or is_tracing(key):
         return attention_mask, key, value
-    if not finished and attention_mask is not None:
+    whole = not finished or attention_mask.shape[-1] == key.shape[2]
+    if whole and (config._attn_implementation or "eager") == "eager":
         return attention_mask, key, value
     filled = int(past_key_values.get_seq_length(module.layer_idx))
     if finished:

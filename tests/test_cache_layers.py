@@ -487,7 +487,7 @@ def test_only_the_filled_part_of_a_static_cache_is_attended_to(model_name, backe
 
 @compat
 @torch.no_grad()
-@pytest.mark.parametrize("masked", [False, True], ids=["no-mask", "padding-mask"])
+@pytest.mark.parametrize("masked", [None, "padding", "finished"])
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_a_lone_layer_attends_to_the_filled_part(kind, backend, masked, key_lengths):
     config = make_config(kind, num_hidden_layers=1, **KIND_SIZES.get(kind, {}))
@@ -502,9 +502,11 @@ def test_a_lone_layer_attends_to_the_filled_part(kind, backend, masked, key_leng
         steps, start = [], 0
         for size in (6, 1, 2, 1, 1):
             mask = padding[:, : start + size] if masked else None
+            if masked == "finished":  # no wider than the tokens held
+                mask = mask.bool()[:, None, None] & torch.ones(size, start + size).tril(start).bool()
             steps.append(layer(x[:, start : start + size], None, mask, past_key_values=cache)[0])
             start += size
         outputs.append(torch.cat(steps, dim=1))
-        assert masked or backend == "eager" or key_lengths == [6, 7, 9, 10, 11]
+        assert masked == "padding" or backend == "eager" or key_lengths == [6, 7, 9, 10, 11]
     static, dynamic = (output[padding.bool()] if masked else output for output in outputs)
     torch.testing.assert_close(static, dynamic, rtol=1e-10, atol=1e-10)
