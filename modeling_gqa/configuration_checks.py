@@ -1,6 +1,8 @@
-"""What the attention fields of a layer must satisfy; every message names field, value and remedy."""
+"""What the attention fields of a layer must satisfy together; every message names field, value and remedy."""
 
 import warnings
+
+from .configuration_values import LARGEST, ROPE_LISTS, shown
 
 ATTENTION_KINDS = ("mha", "mqa", "gqa", "mla")
 # What an MLA layer needs and another kind must not have; `None` elsewhere, as serving engines read presence as MLA.
@@ -14,32 +16,13 @@ LATENT_FIELDS = (
     "rope_interleave",
     "latent_norm",
 )
-POSITIVE_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "sliding_window",
-    "rms_norm_eps",
-    "softmax_scale",
-    "rope_frequency_dim",
-    *(name for name in LATENT_FIELDS if name not in ("qk_nope_head_dim", "rope_interleave", "latent_norm")),
-    "head_dim",
-)
 
 
 def check_sizes(layer):
     if layer.attention_kind not in ATTENTION_KINDS:
-        raise ValueError(f"attention_kind={layer.attention_kind!r} is unknown: choose 'mha', 'mqa', 'gqa' or 'mla'")
-    for name in POSITIVE_FIELDS:
-        value = getattr(layer, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name}={value} must be positive")
-    if not 0 <= layer.attention_dropout <= 1:
-        raise ValueError(f"attention_dropout={layer.attention_dropout} must lie between 0 and 1")
+        raise ValueError(
+            f"attention_kind={shown(layer.attention_kind)} is unknown: choose 'mha', 'mqa', 'gqa' or 'mla'"
+        )
     heads = layer.num_attention_heads
     needed = (*LATENT_FIELDS[1:], "head_dim") if layer.attention_kind == "mla" else ("head_dim",)
     missing = next((name for name in needed if getattr(layer, name) is None), None)
@@ -47,13 +30,45 @@ def check_sizes(layer):
         raise ValueError(
             f"hidden_size={layer.hidden_size} is not divisible by num_attention_heads={heads}: set head_dim"
         )
+    if missing is None and layer.num_key_value_heads is None:
+        if heads % 4:
+            raise ValueError(f"num_key_value_heads must be given: num_attention_heads={heads} is not divisible by 4")
+        missing = "num_key_value_heads"
     if missing:
         raise ValueError(
             f"{missing}=None does not go with attention_kind={layer.attention_kind!r}: set it, or build the "
             "configuration with this kind, which derives it"
         )
-    if layer.num_key_value_heads is None:
-        raise ValueError(f"num_key_value_heads must be given: num_attention_heads={heads} is not divisible by 4")
+    widest = max(layer.head_dim, layer.qk_head_dim or 0, (layer.qk_nope_head_dim or 0) + (layer.v_head_dim or 0))
+    if heads * widest > LARGEST:
+        raise ValueError(
+            f"num_attention_heads={heads} heads of {widest} dimensions make a matrix of {heads * widest} rows: "
+            f"{LARGEST} are the most"
+        )
+
+
+def check_rotary(layer):
+    """Check how much of a head is rotated, and that the rope type can serve it."""
+    rope, size = layer.rope_parameters, layer.rotary_dim
+    name = "head_dim" if layer.rope_frequency_dim is None else "rope_frequency_dim"
+    partial, kind = rope.get("partial_rotary_factor", 1.0), rope["rope_type"]
+    rotated = size if kind == "proportional" else int(size * partial)
+    if rotated % 2 or not 0 < rotated <= size:
+        raise ValueError(
+            f"head_dim={size} with partial_rotary_factor={partial} rotates {rotated} dimensions of a head: "
+            "their number must be even, positive and at most head_dim"
+        )
+    if kind == "dynamic" and rotated == 2:
+        raise ValueError(
+            "rope_parameters['rope_type']='dynamic' needs more than 2 rotary dimensions, and a head of "
+            f"{name}={size} rotates 2: choose a larger head, or another rope_type"
+        )
+    for key in ROPE_LISTS if kind == "longrope" else ():
+        if len(rope[key]) != rotated // 2:
+            raise ValueError(
+                f"rope_parameters[{key!r}] has {len(rope[key])} entries, and a head of {name}={size} has "
+                f"{rotated // 2} rotary planes: give a factor for each"
+            )
 
 
 def check_frequencies(layer):
@@ -69,7 +84,7 @@ def check_frequencies(layer):
             f"rope_frequency_indices={indices} must lie in 0 to rope_frequency_dim / 2 - 1, and "
             f"rope_frequency_dim={size} must be even"
         )
-    partial = (layer.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    partial = layer.rope_parameters.get("partial_rotary_factor", 1.0)
     if partial != 1.0:
         raise ValueError(
             f"partial_rotary_factor={partial} does not go with rope_frequency_indices, which say what is rotated"
@@ -105,14 +120,6 @@ def check_grouped(layer):
             f"num_attention_heads={heads} is not divisible by num_key_value_heads={key_value_heads}: "
             f"choose one of {', '.join(str(g) for g in range(1, heads + 1) if heads % g == 0)}"
         )
-    partial = (layer.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-    proportional = (layer.rope_parameters or {}).get("rope_type") == "proportional"
-    rotary = layer.head_dim if proportional else int(layer.head_dim * partial)
-    if rotary % 2 or not 0 < rotary <= layer.head_dim:
-        raise ValueError(
-            f"head_dim={layer.head_dim} with partial_rotary_factor={partial} rotates {rotary} dimensions of a head: "
-            "their number must be even, positive and at most head_dim"
-        )
 
 
 def check_latent(layer):
@@ -122,17 +129,20 @@ def check_latent(layer):
             f"num_key_value_heads={layer.num_key_value_heads} contradicts attention_kind='mla', which has one per "
             f"query head ({heads}) and caches a latent instead: leave it out"
         )
-    if nope < 0:
-        raise ValueError(f"qk_nope_head_dim={nope} must not be negative")
     if rope % 2:
         raise ValueError(f"qk_rope_head_dim={rope} must be even: rotary dimensions come in pairs")
     if layer.qk_head_dim != nope + rope:
         raise ValueError(
             f"qk_head_dim={layer.qk_head_dim} must be qk_nope_head_dim + qk_rope_head_dim = {nope + rope}: leave it out"
         )
+    if layer.head_dim != rope:
+        raise ValueError(
+            f"head_dim={layer.head_dim} must be qk_rope_head_dim={rope} in a layer of attention_kind='mla': write "
+            "that, or build the configuration anew with this head_dim"
+        )
     if layer.qk_norm:
         raise ValueError("qk_norm=True does not go with attention_kind='mla': use latent_norm, or another kind")
-    partial = (layer.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+    partial = layer.rope_parameters.get("partial_rotary_factor", 1.0)
     if partial != 1.0:
         raise ValueError(
             f"partial_rotary_factor={partial} does not go with attention_kind='mla': qk_rope_head_dim says what is "
@@ -142,20 +152,3 @@ def check_latent(layer):
         rank, largest = getattr(layer, name), min(layer.hidden_size, heads * produced)
         if rank is not None and rank > largest:
             warnings.warn(f"{name}={rank} is larger than the {largest} dimensions that it compresses", stacklevel=2)
-
-
-def suggestion(name: str, known) -> str:
-    """`", did you mean ...?"` for a name one edit (insert, delete, replace, swap neighbours) from a known one."""
-    for other in sorted(known):
-        start = 0
-        while start < min(len(name), len(other)) and name[start] == other[start]:
-            start += 1
-        rest, other_rest = name[start:], other[start:]
-        if rest != other_rest and (
-            rest[1:] == other_rest
-            or rest == other_rest[1:]
-            or rest[1:] == other_rest[1:]
-            or (rest[1::-1] == other_rest[:2] and rest[2:] == other_rest[2:])
-        ):
-            return f", did you mean {other!r}?"
-    return ""

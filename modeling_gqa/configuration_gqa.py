@@ -1,6 +1,7 @@
 """Configuration of a decoder language model whose attention is MHA, MQA, GQA or MLA, layer by layer."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
 
@@ -14,31 +15,25 @@ if Version(transformers.__version__).release < (5, 17):
     )
 
 from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .configuration_checks import LATENT_FIELDS, check_frequencies, check_grouped, check_latent, check_sizes, suggestion
+from .configuration_checks import check_frequencies, check_grouped, check_latent, check_rotary, check_sizes
+from .configuration_overrides import (
+    CONVERSION_FIELDS,
+    FOLDED_KEYWORDS,
+    ROPE_KEYWORDS,
+    SIZE_FIELDS,
+    check_overrides,
+    derived_anew,
+    layer_type,
+    merged_rope,
+    overridden,
+)
+from .configuration_values import check_rope, check_token_ids, check_value, shown, suggestion
 
 FORMAT_VERSION = 2  # 2: softmax_scale, rope_frequency_indices, rope_frequency_dim
-
-# A change of one of these makes a layer derive its sizes anew.
-SIZE_FIELDS = ("attention_kind", "num_attention_heads", "num_key_value_heads", "head_dim", "qk_norm", *LATENT_FIELDS)
-# What a conversion leaves behind; nothing follows from them, and another attention kind does not keep them.
-CONVERSION_FIELDS = ("softmax_scale", "rope_frequency_indices", "rope_frequency_dim")
-PER_LAYER_FIELDS = (
-    *SIZE_FIELDS,
-    *CONVERSION_FIELDS,
-    "attention_bias",
-    "query_bias",
-    "key_value_bias",
-    "output_bias",
-    "attention_dropout",
-    "intermediate_size",
-    "mlp_bias",
-)
-# Keywords that are no fields and that transformers turns into fields.
-FOLDED_KEYWORDS = ("per_layer_config", "rope_theta", "partial_rotary_factor", "rope_scaling")
 
 
 @strict
@@ -144,11 +139,13 @@ class GQAConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         self._refuse_misspelled(kwargs)
+        for name, value in kwargs.items():
+            check_value(name, value)
         if self.rope_parameters is not None:
             self.rope_parameters = copy.deepcopy(self.rope_parameters)  # transformers completes it in place
+            self.rope_parameters = merged_rope(self.rope_parameters, kwargs)
         if self.layer_types is None:
-            layer_type = "full_attention" if self.sliding_window is None else "sliding_attention"
-            self.layer_types = [layer_type] * self.num_hidden_layers
+            self.layer_types = [layer_type(self.sliding_window)] * self.num_hidden_layers
         self.layer_types = list(self.layer_types)
         self._derive_sizes()
         super().__post_init__(**kwargs)
@@ -157,20 +154,40 @@ class GQAConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
         """Build from `config_dict`; keywords that are fields of ours count as written in it, so all is derived anew."""
         cls._refuse_misspelled(kwargs)
+        if kwargs.get("dtype") == "auto":  # no dtype, but the wish for the one that is stored
+            del kwargs["dtype"]
         own = {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
         overrides = {name: kwargs.pop(name) for name in (*own, *FOLDED_KEYWORDS) if name in kwargs}
-        return super().from_dict(_overridden(config_dict, overrides), **kwargs)
+        return super().from_dict(overridden(config_dict, overrides), **kwargs)
+
+    def __setattr__(self, name: str, value: Any):
+        """Set a field, or refuse a value that no configuration can have and a write that would change nothing."""
+        spec = self.__dict__.get("_heterogeneity_spec")
+        if spec is not None and name in spec.per_layer_attributes:
+            raise ValueError(
+                f"{name}={shown(value)} would not reach all layers, because {name} differs by layer: assign "
+                f"per_layer_config = {{layer index: {{{name!r}: value}}}} (None makes layers equal)"
+            )
+        if name in (*ROPE_KEYWORDS, "rope_scaling"):
+            if (self.rope_parameters or {}).get(name) == value:
+                return
+            raise ValueError(f"{name}={shown(value)} would change nothing here: write it to rope_parameters instead")
+        if not name.startswith("_") and name not in self.__dict__:
+            self._refuse_misspelled({name: value})
+        check_value(name, value)
+        super().__setattr__(name, value)
+        if name == "sliding_window" and len(set(self.__dict__.get("layer_types") or ())) == 1:
+            self.layer_types = [layer_type(value)] * len(self.layer_types)
 
     @property
-    def per_layer_config(self):
-        """Configuration of each layer; assign `{layer index: {field: value}}` to make layers differ."""
-        return PreTrainedConfig.per_layer_config.fget(self)
+    def per_layer_config(self) -> Sequence["GQALayerConfig"]:
+        """Configuration of each layer, to be read; assign `{layer index: {field: value}}` to make layers differ."""
+        return _Layers(PreTrainedConfig.per_layer_config.fget(self))  # type: ignore[attr-defined]
 
     @per_layer_config.setter
     def per_layer_config(self, overrides: dict[int | str, dict[str, Any]] | None):
         if overrides is not None:
-            if not isinstance(overrides, dict) or not all(isinstance(layer, dict) for layer in overrides.values()):
-                raise ValueError(f"per_layer_config={overrides!r} must be {{layer index: {{field: value}}}}")
+            check_overrides(overrides, self.num_hidden_layers)
             overrides = {index: self._resolve_layer(index, layer) for index, layer in overrides.items()}
         PreTrainedConfig.per_layer_config.fset(self, overrides)  # type: ignore[attr-defined]
 
@@ -222,22 +239,18 @@ class GQAConfig(PreTrainedConfig):
 
     def _resolve_layer(self, index: int | str, overrides: dict[str, Any]) -> dict[str, Any]:
         """One layer's overrides, completed by every size that follows from them."""
-        if not str(index).isdecimal():
-            raise ValueError(f"per_layer_config has the key {index!r}: keys are layer indices, counted from 0")
-        for name in overrides:
-            if name not in PER_LAYER_FIELDS:
-                raise ValueError(
-                    f"per_layer_config[{index}] sets {name!r}, which cannot differ by layer"
-                    f"{suggestion(name, PER_LAYER_FIELDS)}. These can: {', '.join(PER_LAYER_FIELDS)}"
-                )
-        if overrides.keys().isdisjoint(SIZE_FIELDS):
-            return overrides
         layer = copy.copy(self)
         layer.__dict__.pop("_heterogeneity_spec", None)
-        for name in derived_anew(layer.attention_kind, overrides):
-            setattr(layer, name, type(self).__dataclass_fields__[name].default)
-        for name, value in overrides.items():
-            setattr(layer, name, value)
+        sized = not overrides.keys().isdisjoint(SIZE_FIELDS)
+        try:
+            for name in derived_anew(layer.attention_kind, overrides) if sized else ():
+                setattr(layer, name, type(self).__dataclass_fields__[name].default)
+            for name, value in overrides.items():
+                setattr(layer, name, value)
+        except (ValueError, StrictDataclassError) as error:
+            raise ValueError(f"layer {index}: {error.__cause__ or error}") from None
+        if not sized:
+            return overrides
         layer._derive_sizes()
         return {**overrides, **{name: getattr(layer, name) for name in (*SIZE_FIELDS, *CONVERSION_FIELDS)}}
 
@@ -261,8 +274,11 @@ class GQAConfig(PreTrainedConfig):
             )
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act={self.hidden_act!r} is unknown: choose one of {', '.join(sorted(ACT2FN))}")
-        if self.initializer_range < 0:
-            raise ValueError(f"initializer_range={self.initializer_range} must not be negative")
+        check_rope(self.rope_parameters, self.is_heterogeneous)
+        if self.layer_types is None:
+            raise ValueError(
+                "layer_types=None is no longer derived: name each layer's, or build the configuration anew"
+            )
         unknown = sorted(set(self.layer_types) - {"full_attention", "sliding_attention"})
         if unknown:
             raise ValueError(f"layer_types has {unknown}: use 'full_attention' or 'sliding_attention'")
@@ -271,69 +287,52 @@ class GQAConfig(PreTrainedConfig):
         if self.sliding_window == 1:
             raise ValueError("sliding_window=1 lets a token see itself alone, which caches cannot hold: set 2 or more")
 
-    def validate_rope(self):
-        """Check the rotary parameters, which all layers share, before transformers' own checks read them."""
-        rope = self.rope_parameters or {}
-        if rope.get("rope_type", "default") not in ("default", *ROPE_INIT_FUNCTIONS):
-            raise ValueError(
-                f"rope_parameters['rope_type']={rope.get('rope_type')!r} is unknown: "
-                f"choose one of {', '.join(['default', *sorted(ROPE_INIT_FUNCTIONS)])}"
-            )
-        if any(isinstance(value, dict) for value in rope.values()):
-            raise ValueError("rope_parameters by layer type is not supported: give one set for all layers")
-        if not rope.get("rope_theta", 1.0) > 0:
-            raise ValueError(f"rope_parameters['rope_theta']={rope['rope_theta']} must be positive")
-        if self.is_heterogeneous and rope.get("rope_type") == "longrope":
-            raise ValueError(
-                "rope_parameters['rope_type']='longrope' lists a factor per rotary dimension and cannot serve the "
-                "layers of a mixed model (per_layer_config): use 'yarn', 'llama3', 'dynamic' or 'linear'"
-            )
-        super().validate_rope()
+    def validate_token_ids(self):
+        """Check that the special tokens are in the vocabulary."""
+        check_token_ids(self)
 
     def validate_layers(self):
         """Check each layer's attention."""
         for index, layer in enumerate(self.per_layer_config if self.is_heterogeneous else [self]):
             where = f"layer {index}: " if self.is_heterogeneous else ""
             check_kind = check_latent if layer.attention_kind == "mla" else check_grouped
-            for check in (check_sizes, check_kind, check_frequencies):
+            for check in (check_sizes, check_kind, check_frequencies, check_rotary):
                 try:
                     check(layer)
                 except ValueError as error:
                     raise ValueError(f"{where}{error}") from None
 
 
-def _overridden(stored: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """A stored configuration with fields replaced, less what was stored but follows from them."""
-    rope_parameters = overrides.get("rope_parameters", stored.get("rope_parameters"))
-    for name in ("rope_theta", "partial_rotary_factor"):
-        if name in overrides and rope_parameters is not None:
-            rope_parameters = overrides["rope_parameters"] = {**rope_parameters, name: overrides.pop(name)}
-    by_layer = {} if "per_layer_config" in overrides else stored.get("per_layer_config") or {}
-    for name in overrides.keys() & {name for layer in by_layer.values() for name in layer}:
+class GQALayerConfig(GQAConfig):
+    """One layer's configuration, as `GQAConfig.per_layer_config` gives it: it can be read, and copies be written."""
+
+    __eq__ = PreTrainedConfig.__eq__
+
+    def __setattr__(self, name: str, value: Any):
         raise ValueError(
-            f"{name}={overrides[name]!r} would reach no layer, because this configuration's per_layer_config sets "
-            f"{name} layer by layer: give per_layer_config as well (None for equal layers)"
+            f"{name}={shown(value)} written to a layer's configuration would change nothing: assign "
+            f"config.per_layer_config = {{layer index: {{{name!r}: {shown(value)}}}}}"
         )
-    stale: set[str] = set()
-    if not overrides.keys().isdisjoint(SIZE_FIELDS):
-        stale |= derived_anew(stored.get("attention_kind", GQAConfig.attention_kind), overrides)
-    same_type = len(set(stored.get("layer_types") or [])) == 1
-    if same_type and not overrides.keys().isdisjoint(("sliding_window", "num_hidden_layers")):
-        stale.add("layer_types")
-    return {**{name: value for name, value in stored.items() if name not in stale}, **overrides}
+
+    def __reduce__(self):
+        return GQAConfig.__new__, (GQAConfig,), self.__dict__
 
 
-def derived_anew(kind: str, overrides: dict[str, Any]) -> set[str]:
-    """The size fields that follow from `overrides` instead of being kept from a configuration of `kind`."""
-    new_kind = overrides.get("attention_kind", kind)
-    names = {"qk_head_dim"}
-    if (new_kind, kind) != ("gqa", "gqa"):
-        names.add("num_key_value_heads")
-    if new_kind != kind and "mla" in (new_kind, kind):
-        names |= {*LATENT_FIELDS, *CONVERSION_FIELDS, "qk_norm" if new_kind == "mla" else "head_dim"}
-    elif new_kind == "mla" and "head_dim" in overrides:
-        names |= {"kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
-    return names - overrides.keys()
+class _Layers(Sequence):
+    """transformers' view of the layers; it makes a configuration at each access, or gives the model's own."""
+
+    def __init__(self, layers):
+        self._layers = layers
+
+    def __len__(self):
+        return len(self._layers)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        layer = GQALayerConfig.__new__(GQALayerConfig)
+        layer.__dict__.update(self._layers[index].__dict__)
+        return layer
 
 
 GQAConfig.register_for_auto_class()

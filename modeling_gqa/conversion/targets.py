@@ -7,7 +7,8 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 
 from ..configuration_checks import ATTENTION_KINDS
-from ..configuration_gqa import PER_LAYER_FIELDS, GQAConfig
+from ..configuration_gqa import GQAConfig
+from ..configuration_overrides import PER_LAYER_FIELDS
 from .errors import ConversionError
 
 Fields = dict[str, Any]
