@@ -49,7 +49,7 @@ TYPES: dict[str, type] = {
     **dict.fromkeys(("id2label", "label2id"), dict),
     **dict.fromkeys(("problem_type", "transformers_version"), str),
     "architectures": list,
-    "chunk_size_feed_forward": int,
+    **dict.fromkeys(("chunk_size_feed_forward", "num_labels"), int),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -58,6 +58,8 @@ def check_value(name: str, value: Any):
     """Check what can be said of one field without the others; its type is `@strict`'s concern."""
     if value is None and name != "num_labels":
         return
+    if name in TYPES and not isinstance(value, TYPES[name]):
+        raise ValueError(f"{name}={shown(value)} must be of type {TYPES[name].__name__}")
     if name in RANGES:
         check_range(name, value, RANGES[name])
     elif name in ("rope_parameters", "rope_scaling"):
@@ -69,8 +71,6 @@ def check_value(name: str, value: Any):
         and (getattr(torch, value, None) if isinstance(value, str) else value) not in DTYPES
     ):
         raise ValueError(f"{name}={shown(value)} is no dtype of weights: choose one of {', '.join(map(str, DTYPES))}")
-    elif name in TYPES and not isinstance(value, TYPES[name]):
-        raise ValueError(f"{name}={shown(value)} must be of type {TYPES[name].__name__}")
     elif name == "is_encoder_decoder" and value:
         raise ValueError("is_encoder_decoder=True does not go with a decoder: leave it out")
     elif name == "id2label" and not all(str(label).isdecimal() for label in value):

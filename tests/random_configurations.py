@@ -138,21 +138,21 @@ FIELDS = sorted({field.name for field in fields(GQAConfig)} | set(KEYWORDS))
 
 
 @st.composite
-def spoilt(draw) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """A sound configuration, the change of one of its fields to hold an odd value, and where that stands."""
+def spoilt(draw) -> tuple[dict[str, Any], dict[str, Any], str, Any]:
+    """A sound configuration, the change of one of its fields to hold an odd value, where that stands, and the value."""
     given = draw(sound())
     rope, by_layer = given.get("rope_parameters"), given.get("per_layer_config")
     place = draw(st.sampled_from(["field", "field", "rope_parameters", "per_layer_config"]))
     odd = copy.deepcopy(draw(st.sampled_from(ODD)))
     if place == "rope_parameters" and rope:
         name = draw(st.sampled_from([*rope, "partial_rotary_factor", "factor", "original_max_position_embeddings"]))
-        return given, {place: {**rope, name: odd}}, name
+        return given, {place: {**rope, name: odd}}, name, odd
     if place == "per_layer_config" and by_layer:
         index = draw(st.sampled_from(sorted(by_layer)))
         name = draw(st.sampled_from([*by_layer[index], "kv_lora_rank", "qk_norm"]))
-        return given, {place: {**by_layer, index: {**by_layer[index], name: odd}}}, name
+        return given, {place: {**by_layer, index: {**by_layer[index], name: odd}}}, name, odd
     name = draw(st.sampled_from(FIELDS))
-    return given, {name: odd}, name
+    return given, {name: odd}, name, odd
 
 
 # -- the ways in which a value reaches a configuration

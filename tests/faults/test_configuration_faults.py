@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from random_configurations import ARRIVALS, built, lives, refusal, sound, spoilt
 
 from modeling_gqa import GQAConfig
+from modeling_gqa.configuration_values import shown
 
 pytestmark = [pytest.mark.compat, pytest.mark.filterwarnings("ignore")]
 FAULTS_ROUNDS = int(os.environ.get("FAULTS_ROUNDS", "1"))
@@ -26,12 +27,14 @@ def test_a_sound_configuration_lives(fields):
 @settings(max_examples=40 * FAULTS_ROUNDS, suppress_health_check=SLOW)
 @given(spoilt(), st.sampled_from(sorted(ARRIVALS)))
 def test_an_odd_value_is_refused_in_one_line_or_lives(drawn, arrival):
-    fields, change, name = drawn
+    fields, change, name, odd = drawn
     try:
         model = built(ARRIVALS[arrival](fields, change))
     except (ValueError, StrictDataclassError) as error:
         message = refusal(error)
         assert "\n" not in message
         assert ALIASES.get(name, name) in message
+        if odd is not None and not isinstance(odd, dict):  # None is called left out, and of a dict a part is named
+            assert shown(odd)[:60] in message
         return
     lives(model)
