@@ -110,6 +110,9 @@ WRONG = {
                                    r"'dynamic' needs more than 2 rotary dimensions, .* head_dim=2 rotates 2: choose a"),
     "dynamic and two dimensions, mla": ("mla", {"qk_rope_head_dim": 2, "rope_parameters": ROPE["dynamic"]},
                                         r"head_dim=2 rotates 2: choose a larger head"),
+    **{f"scaling {value}": ("gqa", {"rope_scaling": value}, rf"rope_scaling={value} must be a dict, such as")
+       for value in (0, 3)},
+    "older name of dtype": ("gqa", {"torch_dtype": "float33"}, r"torch_dtype='float33' is no dtype of weights"),
     "misspelled rope": ("gqa", {"rope_parameters": {"rope_typ": "yarn"}}, r"no key 'rope_typ', did you mean 'rope_typ"),
     **{f"{name} {value}": ("gqa", {name: value}, rf"{name}={value} is not in the vocabulary: choose from 0 to 100 \(vo")
        for name in ("pad_token_id", "bos_token_id", "eos_token_id") for value in (101, -1)},
