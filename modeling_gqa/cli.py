@@ -3,7 +3,9 @@
 modeling-gqa convert SOURCE TARGET --attention-kind mla --cache-size 128 --text corpus/
 """
 
+import errno
 import json
+import re
 import signal
 import sys
 import warnings
@@ -11,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 try:
     import typer
@@ -44,7 +46,10 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
 )
-out, err = Console(soft_wrap=False), Console(stderr=True)
+# Paths may hold brackets and colons.
+out = Console(soft_wrap=False, markup=False, emoji=False)
+err = Console(stderr=True, markup=False, emoji=False)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @app.callback()
@@ -58,7 +63,7 @@ def main_options() -> None:
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    warnings.showwarning = lambda message, *_: err.print(f"warning: {message}", markup=False, soft_wrap=True)
+    warnings.showwarning = lambda message, *_: err.print(f"warning: {message}", soft_wrap=True)
 
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of a checkpoint, or name of a model on the Hub.")]
@@ -70,10 +75,11 @@ def parse_layers(text: str) -> list[int]:
     """`0,2-5` as `[0, 2, 3, 4, 5]`."""
     layers: set[int] = set()
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or (dash and int(last) < int(first)):
+        found = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if last < first:
             raise typer.BadParameter(f"{part!r} is no layer and no range of layers such as 2-5")
-        layers.update(range(int(first), int(last if dash else first) + 1))
+        layers.update(range(first, last + 1))
     return sorted(layers)
 
 
@@ -187,7 +193,7 @@ def convert(
     is lossy, and a short training heals it. TARGET gets weights, configuration, code, tokenizer, a model card and the
     report `conversion.json`.
     """
-    with user_errors():
+    with user_errors(target):
         arguments = {name: value for name, value in context.params.items() if name not in ("force", "dry_run")}
         arguments["layers"] = None if layers is None else parse_layers(layers)
         job = Job(**arguments)
@@ -201,7 +207,7 @@ def convert(
             report = job.run(force, stage)
         show(report)
         out.print(describe_cost(report))
-        out.print(f"Saved {target}: report in conversion.json, card in README.md.", soft_wrap=True)
+        saved(target, "report in conversion.json, card in README.md")
 
 
 @app.command("import")
@@ -210,9 +216,9 @@ def import_(source: Source, target: Target, force: Force = False) -> None:
 
     Weights are copied tensor by tensor, in their dtype; tokenizer and generation configuration are carried over.
     """
-    with user_errors(), progress_bars() as stage:
+    with user_errors(target), progress_bars() as stage:
         config = import_checkpoint(source, target, force=force, progress=stage("importing tensors"))
-    out.print(f"Saved {target}: {config.num_hidden_layers} layers.", soft_wrap=True)
+    saved(target, f"{config.num_hidden_layers} layers")
 
 
 @app.command()
@@ -229,9 +235,9 @@ def export(
 
     Refused with the reason where the class cannot express the model: mixed kinds, chosen frequencies, other biases.
     """
-    with user_errors(), progress_bars() as stage:
+    with user_errors(target), progress_bars() as stage:
         config = export_checkpoint(source, target, family=family, force=force, progress=stage("exporting tensors"))
-    out.print(f"Saved {target}: a {config.model_type} model.", soft_wrap=True)
+    saved(target, f"a {config.model_type} model")
 
 
 @app.command()
@@ -246,15 +252,49 @@ def inspect(source: Source, as_json: Annotated[bool, typer.Option("--json", help
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """What the user can put right as one line on stderr and exit code 1; anything else is a defect, with traceback."""
+def user_errors(target: Path | None = None) -> Iterator[None]:
+    """What the user can put right or has asked for as one line on stderr; anything else is a defect, with traceback."""
+    before = identity(target)
+
+    def kept() -> str:
+        how = "as it was" if identity(target) == before else "written and complete"
+        return f": {target} is {how}, nothing half-written is left" if target else ""
+
     try:
         yield
-    except (ConversionError, StrictDataclassError, OSError, SafetensorError, torch.OutOfMemoryError) as error:
+    except (ConversionError, StrictDataclassError, SafetensorError) as error:
         # A field's own check is the cause of what the configuration class raises.
-        said = error.__cause__ if isinstance(error, StrictDataclassError) else error
-        typer.echo(f"error: {' '.join(str(said).split())}", err=True)
-        raise typer.Exit(1) from None
+        stop(str(error.__cause__ if isinstance(error, StrictDataclassError) else error))
+    except OSError as error:
+        said = ": ".join(str(part) for part in (error.filename, error.strerror) if part) or str(error)
+        stop(f"{said}{kept()}; make room and run the command again" if error.errno in FULL else said)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        stop(f"there is not enough memory{kept()}; a smaller --batch-size may help: {str(error)[:200]}")
+    except KeyboardInterrupt:
+        stop(f"stopped by Ctrl-C{kept()}", 130)
+    except SystemExit as error:  # by `main`'s handler of signals
+        stop(f"stopped by a signal{kept()}", int(error.code or 0))
+
+
+def identity(path: Path | None) -> tuple[int, int] | None:
+    """Which folder lies at `path`: another one where it was replaced."""
+    try:
+        status = path.stat() if path else None
+    except OSError:
+        status = None
+    return status and (status.st_dev, status.st_ino)
+
+
+def stop(said: str, code: int = 1) -> NoReturn:
+    typer.echo(f"error: {printable(' '.join(said.split()))}", err=True)
+    raise typer.Exit(code) from None
+
+
+def printable(text: str | Path) -> str:
+    """Names may hold what a terminal takes for commands, or cannot show."""
+    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in str(text))
 
 
 @contextmanager
@@ -274,6 +314,10 @@ def progress_bars() -> Iterator[Stage]:
             progress.stop()
 
 
+def saved(target: Path, what: str) -> None:
+    out.print(f"Saved {printable(target)}: {what}.", soft_wrap=True)
+
+
 def show(report: dict[str, Any]) -> None:
     table = Table("", "before", "after")
     for cells in summary(report):
@@ -286,7 +330,9 @@ def show(report: dict[str, Any]) -> None:
 
 def show_inspection(found: dict[str, Any]) -> None:
     family = "" if found["family"] == "gqa" else f", a {found['family']} model that can be imported"
-    out.print(f"{found['source']}{family}: {found['parameters']:,} parameters, {found['dtype']}", soft_wrap=True)
+    out.print(
+        f"{printable(found['source'])}{family}: {found['parameters']:,} parameters, {found['dtype']}", soft_wrap=True
+    )
     table = Table("layers", "attention", "window", "cache, bytes per token and layer")
     columns = ("attention", "sliding_window", "cache_bytes_per_token")
     for where, (what, window, size) in runs(tuple(layer[name] for name in columns) for layer in found["layers"]):
@@ -300,16 +346,21 @@ def show_inspection(found: dict[str, Any]) -> None:
     for name, reason in can["impossible"].items():
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
-        out.print(f"Not: {', '.join(names)}: {reason}.", soft_wrap=True, markup=False)
+        out.print(f"Not: {', '.join(names)}: {reason}.", soft_wrap=True)
     export = found["export"]
     how = f"to transformers' own class, as {export['family']}" if export["family"] else ""
     text = ": ".join(filter(None, (how, export["reason"])))
-    out.print(f"Export: {text.rstrip('.')}.", soft_wrap=True, markup=False)
+    out.print(f"Export: {text.rstrip('.')}.", soft_wrap=True)
 
 
 def main() -> None:
-    # So that what is half-written is removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores the second
+            # So that what is half-written is removed.
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     app()
 
 

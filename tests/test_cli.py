@@ -1,5 +1,6 @@
 """The command `modeling-gqa`, called as its users call it; and every wrong input, which must leave nothing behind."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -309,6 +310,12 @@ def test_inspect_counts_what_the_model_has(checkpoints):
     assert "mla" in printed and "latent_norm" in printed and "bytes per token" in printed
 
 
+def old_checkpoint(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "precious"}')
+    (folder / "model.safetensors").write_text("precious")
+
+
 def without_weights(folder):
     (folder / "model.safetensors").unlink()
 
@@ -403,8 +410,7 @@ def test_wrong_input_is_one_line_and_leaves_all_as_it_was(
     shutil.copytree(checkpoints / name, source)
     if damage:
         damage(source)
-    target.mkdir()
-    (target / "config.json").write_text("precious")
+    old_checkpoint(target)
     before = contents(tmp_path)
     options = [str(option).replace("CORPUS", str(corpus)) for option in options]
     result = call("convert", source, target, *options, "--force")
@@ -431,9 +437,9 @@ def test_targets_that_are_refused(checkpoints, tmp_path):
         (tmp_path / "texts", ("--force",), "holds other things than a checkpoint"),
         (tmp_path / "texts", ("--force", "--text", str(tmp_path / "texts")), "is the text, or holds it"),
         (tmp_path / "file", ("--force",), "is a file"),
-        (tmp_path / "file" / "out", (), "Not a directory"),
+        (tmp_path / "file" / "out", (), "file is a file"),
     ):
-        for further in ((), ("--dry-run",)) if message != "Not a directory" else ((),):
+        for further in ((), ("--dry-run",)) if target.parent.is_dir() else ((),):
             result = call("convert", source, target, *to_mha, *options, *further)
             assert result.exit_code == 1 and message in result.stderr and result.stderr.count("\n") == 1, result.stderr
     assert call("import", checkpoints / "gqa", tmp_path / "out").exit_code == 1  # no import of what is imported
@@ -451,9 +457,9 @@ def test_what_takes_long_is_named_on_the_bars(checkpoints, corpus, tmp_path):
 
 @pytest.mark.filterwarnings("default::UserWarning")
 def test_a_warning_is_one_line(checkpoints, tmp_path):
-    arguments = ("convert", checkpoints / "mqa", tmp_path / "out", *MLA, "--kv-lora-rank", 9999)
+    arguments = ("convert", checkpoints / "mha", tmp_path / "out", *MLA, "--kv-lora-rank", 99)
     (warning,) = [line for line in call(*arguments, "--dry-run").stderr.splitlines() if line]
-    assert warning.startswith("warning: kv_lora_rank=9999 is larger than the"), warning
+    assert warning.startswith("warning: kv_lora_rank=99 is larger than the"), warning
 
 
 @pytest.mark.parametrize("options", [
@@ -467,7 +473,7 @@ def test_wrong_usage_exits_with_2(options, checkpoints, tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(OSError(28, "No space left on device"), 1), (KeyboardInterrupt(), 130), (RuntimeError("a defect"), 1)],
+    [(OSError(errno.ENOSPC, "No space left on device"), 1), (KeyboardInterrupt(), 130), (RuntimeError("a defect"), 1)],
     ids=["disk full", "Ctrl-C", "defect"],
 )
 def test_interrupted_while_writing(error, code, checkpoints, tmp_path, monkeypatch):
@@ -476,24 +482,26 @@ def test_interrupted_while_writing(error, code, checkpoints, tmp_path, monkeypat
         raise error
 
     monkeypatch.setattr(job, "save", write_half)
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "config.json").write_text("precious")
+    old_checkpoint(tmp_path / "old")
+    before = contents(tmp_path)
     for target in ("old", "new", "deep/new"):
         result = call("convert", checkpoints / "gqa", tmp_path / target, "--attention-kind", "mha", "--force")
         assert result.exit_code == code
-    assert contents(tmp_path) == {"old/config.json": b"precious"} and len(list(tmp_path.iterdir())) == 1
-    if isinstance(error, OSError):
-        assert "error: [Errno 28] No space left on device" in result.stderr
+    assert contents(tmp_path) == before and len(list(tmp_path.iterdir())) == 1
+    if not isinstance(error, RuntimeError):
+        said = "No space left on device" if isinstance(error, OSError) else "stopped by Ctrl-C"
+        (line,) = [line for line in result.stderr.splitlines() if line and "━" not in line]
+        assert line.startswith(f"error: {said}: {tmp_path / target} is as it was, nothing half-written is left")
     if isinstance(error, RuntimeError):
         assert result.exception is error  # not dressed up as the user's mistake
 
 
 def test_force_replaces_the_whole_target(checkpoints, tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "stale.txt").write_text("stale")
-    (tmp_path / "out" / "config.json").write_text("{}")
-    run("convert", checkpoints / "gqa", tmp_path / "out", "--attention-kind", "mha", "--force")
-    assert not (tmp_path / "out" / "stale.txt").exists() and (tmp_path / "out" / "config.json").exists()
+    old_checkpoint(tmp_path / "out")
+    for _ in range(2):  # what was here before, and then what this command writes
+        (tmp_path / "out" / "vocab.txt").write_text("stale")
+        run("convert", checkpoints / "gqa", tmp_path / "out", "--attention-kind", "mha", "--force")
+        assert not (tmp_path / "out" / "vocab.txt").exists() and (tmp_path / "out" / "conversion.json").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

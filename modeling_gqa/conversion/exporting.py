@@ -11,23 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from ..attention_latent import _yarn_scale
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
+from .aside import refuse_overlap, written_aside
 from .errors import ConversionError
 from .families import SHARED
 from .files import (
     MAX_SHARD_SIZE,
     LazyTensor,
+    check_companions,
     local_folder,
     one_line,
     open_tensors,
-    refuse_overlap,
     write_checkpoint,
-    written_aside,
 )
 from .importing import meta_model, own_tensors, read_config
 from .padding import padded_latent, zero_where_missing
@@ -108,6 +107,7 @@ def export_checkpoint(
     config = read_config(folder)
     if not isinstance(config, GQAConfig):
         raise ConversionError(f"{source} is a {config.model_type} model: only GQA models are exported")
+    check_companions(folder, config.vocab_size)
     tensors = own_tensors(meta_model(GQAForCausalLM, config), open_tensors(folder))
     if config.dtype is None:
         config.dtype = next((tensor.dtype for tensor in tensors.values()), None)
@@ -246,7 +246,7 @@ def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
         fields |= _window_fields(config)
     try:
         return CONFIG_MAPPING[family](**fields)
-    except (StrictDataclassError, ValueError, TypeError) as error:
+    except Exception as error:  # each class checks its own way
         raise ConversionError(f"transformers' {family} class refuses this model: {one_line(error)}") from error
 
 

@@ -221,8 +221,8 @@ FAMILIES = {
 
 def find_family(model_type: str) -> Family:
     """How a family is read; a `ConversionError` with the reason, where one is known, for others."""
-    if model_type not in FAMILIES:
-        reason = REFUSED_TYPES.get(model_type)
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        reason = REFUSED_TYPES.get(model_type) if isinstance(model_type, str) else None
         raise ConversionError(
             f"model_type={model_type!r} is not supported{f', because {reason}' if reason else ''}: "
             f"these can be imported: {', '.join(FAMILIES)}"

@@ -1,11 +1,11 @@
-"""Checkpoint folders: found, read lazily, and written aside so that a failure leaves nothing behind."""
+"""Checkpoint folders: found, read tensor by tensor, and written."""
 
 import json
+import os
 import re
 import shutil
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from .types import Progress
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_SIZE = 4 * 2**30  # bytes; what is held in memory while writing
+TEMPLATES = "additional_chat_templates"  # the one folder in a checkpoint
 LICENCES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 # What goes with the weights unchanged; a tokenizer with code of its own needs that code.
 COMPANIONS = (
@@ -30,14 +31,23 @@ COMPANIONS = (
     "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab*",
+    "vocab.*",
     "merges.txt",
     "*.model",
     "*.tiktoken",
     "chat_template.*",
-    "additional_chat_templates/*.jinja",
+    f"{TEMPLATES}/*.jinja",
     "tokenization_*.py",
     *LICENCES,
+)
+# What earlier versions of transformers, and other tools, left in tokenizers: where the file lay on somebody's machine.
+PATH_FIELDS = (
+    "name_or_path",
+    "_name_or_path",
+    "tokenizer_file",
+    "vocab_file",
+    "merges_file",
+    "special_tokens_map_file",
 )
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -85,64 +95,37 @@ def local_folder(source: str | Path) -> Path:
         ) from error
 
 
-@contextmanager
-def written_aside(target: str | Path, force: bool = False) -> Iterator[Path]:
-    """Give a new folder beside `target`, which takes its place at the end; on any failure all is as it was.
-
-    Raises:
-        ConversionError: `target` exists, at the start or at the end, and not `force`; or it is a file, or a folder of
-            other things than a checkpoint.
-    """
-    target = Path(target).resolve()
-    check_target(target, force)
-    made = [folder for folder in target.parents if not folder.exists()]
-    aside, old = (target.with_name(f".{target.name}.{role}-{uuid.uuid4().hex[:8]}") for role in ("new", "old"))
-    try:
-        aside.mkdir(parents=True)
-        yield aside
-        check_target(target, force)
-        if target.exists():
-            target.rename(old)
-        aside.rename(target)
-    except BaseException:
-        if old.exists():
-            old.rename(target)
-        shutil.rmtree(aside, ignore_errors=True)
-        for folder in made:
-            with suppress(OSError):
-                folder.rmdir()
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+def within(folder: Path, path: Path) -> Path:
+    """`path`, which a checkpoint in `folder` names: refused where it, or what it links to, lies elsewhere, since
+    whoever made the checkpoint would choose which of the user's files are read. A Hub cache links to its blobs."""
+    home, real = folder.resolve(), path.resolve()
+    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+    if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
+        raise ConversionError(
+            f"{path} leads out of the checkpoint, to {real}: put the file itself into {folder} if you trust it"
+        )
+    return path
 
 
-def check_target(target: Path, force: bool):
-    """Refuse a file, a folder that exists and is not to be replaced (`force`), and one of other things."""
-    if target.is_file():
-        raise ConversionError(f"{target} is a file: give a folder to write to")
-    if target.exists() and not force:
-        raise ConversionError(f"{target} exists already: choose another target, or overwrite it with force (--force)")
-    if target.exists() and any(target.iterdir()) and not (target / "config.json").is_file():
-        raise ConversionError(f"{target} holds other things than a checkpoint, which force (--force) does not replace")
-
-
-def refuse_overlap(source: Path, target: str | Path, what: str = "source"):
-    """Refuse a target that is, or holds, what is read: overwriting it would lose that."""
-    source, target = source.resolve(), Path(target).resolve()
-    if source == target or target in source.parents:
-        raise ConversionError(f"the target {target} is the {what}, or holds it: choose another target")
+def unreadable(path: Path, error: OSError) -> ConversionError:
+    return ConversionError(f"{path} cannot be read: {(error.strerror or one_line(error)).lower()}")
 
 
 def read_json(path: Path) -> dict:
     """The object in a JSON file.
 
     Raises:
-        ConversionError: the file is missing or does not hold one.
+        ConversionError: the file is missing, does not hold one, or is a link out of its folder.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(within(path.parent, path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConversionError(f"{path.parent} has no {path.name}: it is not the folder of a checkpoint") from None
-    except (OSError, ValueError) as error:
+    except RecursionError:
+        raise ConversionError(f"{path} cannot be read: its brackets are nested too deep") from None
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
         raise ConversionError(f"{path} cannot be read: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise ConversionError(f"{path} does not hold a JSON object")
@@ -153,7 +136,7 @@ def open_tensors(folder: Path) -> dict[str, LazyTensor]:
     """Tensors of a checkpoint in safetensors, single or sharded, by name; each is read when it is loaded.
 
     Raises:
-        ConversionError: there are no safetensors, a shard is missing or truncated, or a tensor is quantized.
+        ConversionError: there are no safetensors, a shard is missing, truncated or elsewhere, or a tensor is quantized.
     """
     weight_map: dict[str, str] = {}
     if (folder / WEIGHTS).is_file():
@@ -165,7 +148,7 @@ def open_tensors(folder: Path) -> dict[str, LazyTensor]:
         raise ConversionError(f"{folder} has no safetensors weights ({WEIGHTS} or {INDEX}){_other_weights(folder)}")
     tensors: dict[str, LazyTensor] = {}
     for shard in shards:
-        tensors |= _open_shard(folder / shard)
+        tensors |= _open_shard(within(folder, folder / shard))
     missing = next((name for name in weight_map if name not in tensors), None)
     if missing:
         raise ConversionError(f"{folder / INDEX} says that {weight_map[missing]} holds {missing}, but it does not")
@@ -193,6 +176,10 @@ def _other_weights(folder: Path) -> str:
 def _open_shard(path: Path) -> dict[str, LazyTensor]:
     if not path.is_file():
         raise ConversionError(f"{path.parent / INDEX} names {path.name}, which is missing: fetch the checkpoint again")
+    try:
+        path.open("rb").close()  # says better what is wrong
+    except OSError as error:
+        raise unreadable(path, error) from error
     try:
         # Kept open by the tensors' loaders; pages are mapped when they are read.
         file = safe_open(path, framework="pt")
@@ -227,9 +214,14 @@ def write_checkpoint(
         progress: wraps the iteration over the tensors' names.
         max_shard_size: bytes of a file, and of the tensors held in memory at a time.
     """
-    model.save_pretrained(folder, state_dict={})
-    (folder / WEIGHTS).unlink(missing_ok=True)  # an empty one
-    copy_files(source, folder, COMPANIONS)
+    with disk_errors(folder):
+        model.save_pretrained(folder, state_dict={})
+        (folder / WEIGHTS).unlink(missing_ok=True)  # an empty one
+        copy_files(source, folder, COMPANIONS)
+        write_tensors(folder, tensors, progress, max_shard_size)
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, LazyTensor], progress: Progress, max_shard_size: int):
     plan = split_state_dict_into_shards_factory(
         dict(tensors),  # type: ignore[arg-type]
         get_storage_size=lambda tensor: tensor.nbytes,  # type: ignore[attr-defined]
@@ -240,6 +232,7 @@ def write_checkpoint(
     for name in progress([name for names in plan.filename_to_tensors.values() for name in names]):
         filename = plan.tensor_to_filename[name] if plan.is_sharded else WEIGHTS
         shard[name] = tensors[name].load().contiguous()
+        check_finite(name, shard[name])
         if name == plan.filename_to_tensors[filename][-1]:
             save_file(shard, folder / filename, metadata={"format": "pt"})
             shard = {}
@@ -248,13 +241,56 @@ def write_checkpoint(
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def check_finite(name: str, tensor: torch.Tensor):
+    """Refuse a tensor with nan or inf, of which one makes every output of a model nan."""
+    # A sum takes one pass and no memory; it may also overflow.
+    if tensor.sum().isfinite() or tensor.isfinite().all():
+        return
+    value, dtype = "nan" if tensor.isnan().any() else "inf", str(tensor.dtype).removeprefix("torch.")
+    too_small = ", or its numbers are too large for this dtype" if tensor.dtype == torch.float16 else ""
+    raise ConversionError(f"{name} holds {value} in {dtype}: the checkpoint is damaged{too_small}")
+
+
+@contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """What safetensors says of a full disk, as the system's own error."""
+    try:
+        yield
+    except SafetensorError as error:
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
+        raise
+
+
 def copy_files(source: Path, target: Path, patterns: Iterable[str]):
     """Copy the files in `source` that match one of `patterns`, other than weights, to the same places in `target`."""
-    for path in (path for pattern in patterns for path in source.glob(pattern)):
-        if path.is_file() and path.suffix != ".safetensors":
-            copied = target / path.relative_to(source)
-            copied.parent.mkdir(exist_ok=True)
+    for path in companions(source, patterns):
+        copied = target / path.relative_to(source)
+        copied.parent.mkdir(exist_ok=True)
+        content = read_json(path) if path.name == "tokenizer_config.json" else {}
+        if any(name in content for name in PATH_FIELDS):
+            kept = {name: value for name, value in content.items() if name not in PATH_FIELDS}
+            copied.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        else:
             shutil.copyfile(path, copied)
+
+
+def companions(folder: Path, patterns: Iterable[str] = COMPANIONS) -> list[Path]:
+    """Files in `folder` that match one of `patterns`, other than weights; refused where one leads out of it."""
+    paths = {path for pattern in patterns for path in folder.glob(pattern)}
+    return [within(folder, path) for path in sorted(paths) if path.is_file() and path.suffix != ".safetensors"]
+
+
+def check_companions(folder: Path, vocab_size: int):
+    """Refuse what `copy_files` could not copy, and a tokenizer that does not fit: before anything takes long."""
+    for path in companions(folder):
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise unreadable(path, error) from error
+    if (folder / "tokenizer_config.json").is_file():
+        read_json(folder / "tokenizer_config.json")
+    check_tokenizer(folder, vocab_size)
 
 
 def check_tokenizer(folder: Path, vocab_size: int):

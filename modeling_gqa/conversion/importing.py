@@ -5,26 +5,27 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
+from .aside import refuse_overlap, written_aside
 from .errors import ConversionError
 from .families import SHARED, find_family, refuse_fields
 from .files import (
     MAX_SHARD_SIZE,
     LazyTensor,
-    check_tokenizer,
+    check_companions,
+    check_finite,
     local_folder,
     one_line,
     open_tensors,
     read_json,
-    refuse_overlap,
     write_checkpoint,
-    written_aside,
 )
 from .types import Progress
+
+MOST_LAYERS = 100_000  # a list of more would fill the memory before anything is compared with the weights
 
 
 def import_config(config: PreTrainedConfig) -> GQAConfig:
@@ -39,7 +40,7 @@ def import_config(config: PreTrainedConfig) -> GQAConfig:
         fields = {name: copy.deepcopy(getattr(config, name)) for name in SHARED} | family.translate(config)
         fields["attention_dropout"] = fields["attention_dropout"] or 0.0
         return GQAConfig(**fields)
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # a wrong value may break any step
         raise ConversionError(f"this {config.model_type} model cannot be imported: {one_line(error)}") from error
 
 
@@ -49,13 +50,18 @@ def read_config(folder: Path) -> PreTrainedConfig:
     Raises:
         ConversionError: there is none, its family is not supported, or its class refuses it.
     """
-    model_type = read_json(folder / "config.json").get("model_type")
+    fields = read_json(folder / "config.json")
+    model_type, layers = fields.get("model_type"), fields.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise ConversionError(
+            f"{folder / 'config.json'} is not valid: num_hidden_layers={layers} is more than any model has"
+        )
     if model_type != GQAConfig.model_type:
         find_family(model_type)
     config_class = GQAConfig if model_type == GQAConfig.model_type else CONFIG_MAPPING[model_type]
     try:
         return config_class.from_pretrained(folder)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+    except Exception as error:  # each class checks its own way, or not at all
         raise ConversionError(f"{folder / 'config.json'} is not valid: {one_line(error)}") from error
 
 
@@ -83,7 +89,7 @@ def import_checkpoint(
     refuse_overlap(folder, target)
     source_config = read_config(folder)
     config = import_config(source_config)
-    check_tokenizer(folder, config.vocab_size)
+    check_companions(folder, config.vocab_size)
     tensors = open_tensors(folder)
     if config.dtype is None:
         config.dtype = next((tensor.dtype for tensor in tensors.values()), None)
@@ -103,7 +109,7 @@ def load_source(source: str | Path, dtype=None, device=None) -> GQAForCausalLM:
         device: where the model goes; the CPU where left out.
 
     Raises:
-        ConversionError: the source is not supported or incomplete.
+        ConversionError: the source is not supported or incomplete, or a weight is nan or inf.
     """
     folder = local_folder(source)
     source_config = read_config(folder)
@@ -112,7 +118,10 @@ def load_source(source: str | Path, dtype=None, device=None) -> GQAForCausalLM:
     own_tensors(meta_model(GQAForCausalLM, config), open_tensors(folder), further_layers(source_config))
     # The names are the same in all families, so transformers' own loader reads any of them.
     model = GQAForCausalLM.from_pretrained(folder, config=config, dtype=dtype or "auto", local_files_only=True)
-    return model.to(device) if device is not None else model
+    model = model.to(device) if device is not None else model
+    for name, tensor in model.state_dict().items():
+        check_finite(name, tensor)
+    return model
 
 
 def meta_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
@@ -120,7 +129,7 @@ def meta_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
     try:
         with torch.device("meta"):
             return model_class._from_config(config, dtype=config.dtype or torch.float32)
-    except (StrictDataclassError, ValueError, TypeError, AssertionError) as error:
+    except Exception as error:  # as above
         raise ConversionError(f"the model of this configuration cannot be built: {one_line(error)}") from error
 
 

@@ -14,7 +14,7 @@ from .allocation import numbers_per_token
 from .changes import changed_layers, lossy_layers
 from .errors import ConversionError
 from .exporting import export_config, inexactness
-from .files import check_tokenizer, local_folder, open_tensors
+from .files import check_companions, local_folder, open_tensors
 from .importing import further_layers, import_config, meta_model, own_tensors, read_config
 from .matrices import read_heads
 from .report import describe_layer
@@ -62,7 +62,7 @@ def find_checkpoint(source: str | Path) -> Found:
     assert isinstance(config, GQAConfig)
     dtype = config.dtype
     if Path(source).is_dir():
-        check_tokenizer(folder, config.vocab_size)
+        check_companions(folder, config.vocab_size)
         model = meta_model(GQAForCausalLM, config)
         tensors = own_tensors(model, open_tensors(folder), further_layers(source_config))
         dtype = dtype or next(iter(tensors.values())).dtype

@@ -16,9 +16,10 @@ from ..accounting import cache_bytes_per_token, count_parameters
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
 from .allocation import allocate, smallest_target
+from .aside import check_target, refuse_overlap, written_aside
 from .convert import SELECTION_TOKENS, convert, describe
 from .errors import ConversionError
-from .files import LazyTensor, check_target, local_folder, one_line, write_checkpoint, written_aside
+from .files import LazyTensor, local_folder, one_line, write_checkpoint
 from .importing import load_source
 from .inspection import Found, check_convertible, find_checkpoint
 from .measuring import layer_errors, measure
@@ -84,6 +85,7 @@ class Job(Options):
         with written_aside(self.target, force) as aside:
             folder = local_folder(self.source)
             if not self.is_local:  # its weights and tokenizer are here only now
+                refuse_overlap(folder, self.target)
                 found, target, exact = self.prepare(folder)
             with self.timed("reading text"):
                 batches = self.read_text(folder, found.config, exact)

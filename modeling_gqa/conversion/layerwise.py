@@ -5,10 +5,10 @@ Shapes: B rows, T tokens, E hidden size.
 """
 
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from contextlib import contextmanager, suppress
+from io import BytesIO
+from tempfile import TemporaryFile, gettempdir
+from typing import IO, Any
 
 import torch
 
@@ -21,46 +21,60 @@ MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
 class Scratch(MutableMapping[int, Any]):
-    """What memory should not hold all at once, by number, in files of a temporary folder.
+    """What memory should not hold all at once, by number, one after another in a file.
 
     Args:
-        folder: that of the files, which `scratch` makes and removes.
+        file: a temporary one without a name, which the system removes however the process ends.
         device: where tensors are read to.
     """
 
-    def __init__(self, folder: str, device: torch.device) -> None:
-        self.folder, self.device, self.numbers = Path(folder), device, set[int]()
+    def __init__(self, file: IO[bytes], device: torch.device) -> None:
+        self.file, self.device = file, device
+        self.places: dict[int, tuple[int, int]] = {}  # start and length
+        self.end = 0
 
     def __setitem__(self, number: int, value: Any) -> None:
+        content = BytesIO()
+        torch.save(value, content)
+        start, room = self.places.get(number, (0, 0))
+        if content.tell() > room:
+            start, self.end = self.end, self.end + content.tell()
         try:
-            torch.save(value, self.folder / str(number))
-        except (OSError, RuntimeError) as error:
+            self.file.seek(start)
+            self.file.write(content.getbuffer())
+            self.file.flush()
+        except OSError as error:
             raise ConversionError(
-                f"temporary files cannot be written to {self.folder}: set TMPDIR to a folder with more room"
+                f"temporary files cannot be written to {gettempdir()} ({error.strerror}): set TMPDIR to a folder with "
+                "more room"
             ) from error
-        self.numbers.add(number)
+        self.places[number] = (start, content.tell())
 
     def __getitem__(self, number: int) -> Any:
-        if number not in self.numbers:
-            raise KeyError(number)
-        return torch.load(self.folder / str(number), map_location=self.device, weights_only=False)  # its own files
+        start, length = self.places[number]
+        self.file.seek(start)
+        content = BytesIO(self.file.read(length))
+        return torch.load(content, map_location=self.device, weights_only=False)  # its own
 
     def __delitem__(self, number: int) -> None:
-        self.numbers.remove(number)
-        (self.folder / str(number)).unlink()
+        del self.places[number]
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.numbers)
+        return iter(self.places)
 
     def __len__(self) -> int:
-        return len(self.numbers)
+        return len(self.places)
 
 
 @contextmanager
 def scratch(device: torch.device) -> Iterator[Scratch]:
-    """A `Scratch` whose folder is made where the environment variable TMPDIR says."""
-    with TemporaryDirectory(prefix="modeling-gqa-") as folder:
-        yield Scratch(folder, device)
+    """A `Scratch` whose file is made where the environment variable TMPDIR says."""
+    file = TemporaryFile(prefix="modeling-gqa-")  # noqa: SIM115 (closing what a full disk refused fails again)
+    try:
+        yield Scratch(file, device)
+    finally:
+        with suppress(OSError):
+            file.close()
 
 
 class LayerwiseText:

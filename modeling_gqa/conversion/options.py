@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from .aside import refuse_overlap
 from .convert import METHODS
 from .errors import ConversionError
-from .files import one_line, refuse_overlap
+from .files import one_line
 from .text import list_files
 
 SIZES = ("num_key_value_heads", "kv_lora_rank", "qk_rope_head_dim", "cache_size", "cache_bytes")
@@ -59,6 +60,8 @@ class Options:
         for name in ("budget", "cache_bytes"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ConversionError(f"{option(name)}={getattr(self, name)} must be positive")
+        if not 0 <= self.seed < 2**63:
+            raise ConversionError(f"--seed={self.seed} must be from 0 to 2**63 - 1")
         if self.cache_size is not None and self.cache_bytes is not None:
             raise ConversionError("--cache-size and --cache-bytes say the same: leave one out")
         if self.method not in METHODS:

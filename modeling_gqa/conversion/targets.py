@@ -160,6 +160,7 @@ def latent_fields(
         layer.qk_rope_head_dim,
     ):
         return {}
+    sizes = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim, "cache_size": cache_size}
     planes, head_dim, key_heads = rotary_planes(layer), layer_head_dim(layer), layer.num_key_value_heads
     most = 2 * planes * key_heads
     if cache_size is not None:
@@ -176,6 +177,13 @@ def latent_fields(
         kv_lora_rank = 2 * (head_dim - planes)
     if kv_lora_rank is None:
         raise ConversionError("mla needs kv_lora_rank (and qk_rope_head_dim), or cache_size")
+    given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
+    largest = max(layer.hidden_size, 2 * key_heads * head_dim)
+    if given and kv_lora_rank > largest:
+        raise ConversionError(
+            f"{' and '.join(given)}: a latent of {kv_lora_rank} is larger than layer {index}'s input, and than all its "
+            f"keys and values: choose at most {largest}"
+        )
     if qk_rope_head_dim is None:
         qk_rope_head_dim = min(max(kv_lora_rank // 2 * 2, 2), most)
     if qk_rope_head_dim % 2 or qk_rope_head_dim > most:

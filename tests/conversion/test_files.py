@@ -1,4 +1,4 @@
-"""Checkpoint folders are found, read, and replaced whole or not at all."""
+"""Checkpoint folders are found and read, and nothing outside them is."""
 
 import json
 
@@ -14,8 +14,6 @@ from modeling_gqa.conversion.files import (
     check_tokenizer,
     local_folder,
     open_tensors,
-    refuse_overlap,
-    written_aside,
 )
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
@@ -63,98 +61,6 @@ def test_a_file_is_no_checkpoint(tmp_path):
     (tmp_path / "weights").touch()
     with pytest.raises(ConversionError, match="weights is a file: give the folder"):
         local_folder(tmp_path / "weights")
-
-
-# -- written aside
-
-
-def test_a_target_appears_when_it_is_complete(tmp_path):
-    target = tmp_path / "made" / "on" / "the" / "way"
-    with written_aside(target, force=False) as aside:
-        assert aside.parent == target.parent
-        (aside / "new").touch()
-        assert not target.exists()
-    assert [path.name for path in target.iterdir()] == ["new"]
-    assert list(target.parent.iterdir()) == [target]
-
-
-def test_an_existing_target_needs_force_and_is_replaced_at_the_end(tmp_path):
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "config.json").touch()
-    with (
-        pytest.raises(ConversionError, match=r"target exists already: .*\(--force\)"),
-        written_aside(target, force=False),
-    ):
-        pytest.fail("entered")
-    with written_aside(target, force=True) as aside:
-        (aside / "new").touch()
-        assert [path.name for path in target.iterdir()] == ["config.json"]
-    assert [path.name for path in target.iterdir()] == ["new"]
-    assert list(tmp_path.iterdir()) == [target]
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("existing", [True, False])
-def test_a_failure_leaves_nothing_behind(existing, error, tmp_path):
-    target = tmp_path / "made" / "target"
-    if existing:
-        target.mkdir(parents=True)
-        (target / "config.json").touch()
-
-    def fail():
-        with written_aside(target, force=True) as aside:
-            (aside / "half").touch()
-            raise error
-
-    with pytest.raises(error):
-        fail()
-    if existing:
-        assert [path.name for path in target.iterdir()] == ["config.json"]
-        assert list(target.parent.iterdir()) == [target]
-    else:
-        assert list(tmp_path.iterdir()) == []
-
-
-def test_a_failing_rename_puts_the_old_target_back(tmp_path):
-    target = tmp_path / "target"
-    target.mkdir()
-    (target / "config.json").touch()
-    with pytest.raises(FileNotFoundError), written_aside(target, force=True) as aside:
-        aside.rmdir()  # so that it cannot take the target's place
-    assert [path.name for path in target.iterdir()] == ["config.json"]
-    assert list(tmp_path.iterdir()) == [target]
-
-
-@pytest.mark.parametrize(("kind", "force"), [("folder", False), ("file", True)])
-def test_a_target_that_appears_meanwhile_is_kept(kind, force, tmp_path):
-    target = tmp_path / "target"
-    kept = target / "precious" if kind == "folder" else target
-
-    def write():
-        with written_aside(target, force) as aside:
-            (aside / "new").touch()
-            kept.parent.mkdir(exist_ok=True)
-            kept.write_text("kept")
-
-    with pytest.raises(ConversionError, match="target exists already" if kind == "folder" else "target is a file"):
-        write()
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_a_file_is_no_target(tmp_path):
-    (tmp_path / "target").write_text("kept")
-    with pytest.raises(ConversionError, match="target is a file"), written_aside(tmp_path / "target", force=True):
-        pytest.fail("entered")
-    assert (tmp_path / "target").read_text() == "kept"
-
-
-@pytest.mark.parametrize("target", ["a/b", "a", "a/b/../b"])
-def test_a_target_around_the_source_is_refused(target, tmp_path):
-    with pytest.raises(ConversionError, match="is the source, or holds it"):
-        refuse_overlap(tmp_path / "a" / "b", tmp_path / target)
-    refuse_overlap(tmp_path / "a" / "b", tmp_path / "a" / "c")
 
 
 # -- tensors

@@ -274,9 +274,13 @@ def test_a_target_that_exists_is_replaced_only_by_force(saved, tmp_path):
     with pytest.raises(ConversionError, match="holds other things than a checkpoint"):
         import_checkpoint(source, target, force=True)
     assert [path.name for path in target.iterdir()] == ["old"]
-    (target / "config.json").touch()
+    (target / "old").unlink()
+    (target / "config.json").write_text('{"model_type": "old"}')
+    with pytest.raises(ConversionError, match="is no checkpoint"):
+        import_checkpoint(source, target, force=True)
+    (target / "model-old.safetensors").touch()
     import_checkpoint(source, target, force=True)
-    assert not (target / "old").exists()
+    assert not (target / "model-old.safetensors").exists()
     assert (target / "config.json").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
 

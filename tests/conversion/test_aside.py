@@ -1,0 +1,384 @@
+"""A target is replaced whole or not at all, by one process at a time, and only where it is a checkpoint or new."""
+
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from modeling_gqa.conversion.aside import check_target, refuse_overlap, why_kept, written_aside
+from modeling_gqa.conversion.errors import ConversionError
+
+
+def checkpoint(folder, content="old"):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (folder / "model.safetensors").write_text(content)
+    return folder
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+OLD = ["config.json", "model.safetensors"]
+
+
+def test_a_target_appears_when_it_is_complete(tmp_path):
+    target = tmp_path / "made" / "on" / "the" / "way"
+    with written_aside(target, force=False) as aside:
+        assert aside.parent == target.parent
+        (aside / "new").touch()
+        assert not target.exists()
+    assert names(target) == ["new"]
+    assert names(target.parent) == ["way"]
+
+
+def test_an_existing_target_needs_force_and_is_replaced_at_the_end(tmp_path):
+    target = checkpoint(tmp_path / "target")
+    with (
+        pytest.raises(ConversionError, match=r"target exists already: .*\(--force\)"),
+        written_aside(target, force=False),
+    ):
+        pytest.fail("entered")
+    with written_aside(target, force=True) as aside:
+        (aside / "new").touch()
+        assert names(target) == OLD
+    assert names(target) == ["new"]
+    assert names(tmp_path) == ["target"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("existing", [True, False])
+def test_a_failure_leaves_nothing_behind(existing, error, tmp_path):
+    target = tmp_path / "made" / "target"
+    if existing:
+        checkpoint(target)
+
+    def fail():
+        with written_aside(target, force=True) as aside:
+            (aside / "half").touch()
+            raise error
+
+    with pytest.raises(error):
+        fail()
+    if existing:
+        assert names(target) == OLD
+        assert names(target.parent) == ["target"]
+    else:
+        assert names(tmp_path) == []
+
+
+def test_a_failing_rename_puts_the_old_target_back(tmp_path):
+    target = checkpoint(tmp_path / "target")
+    with pytest.raises(FileNotFoundError), written_aside(target, force=True) as aside:
+        aside.rename(tmp_path / "elsewhere")  # so that it cannot take the target's place
+    assert names(target) == OLD
+    assert names(tmp_path) == ["elsewhere", "target"]
+
+
+@pytest.mark.parametrize(("kind", "force"), [("folder", False), ("file", True)])
+def test_a_target_that_appears_meanwhile_is_kept(kind, force, tmp_path):
+    target = tmp_path / "target"
+    kept = target / "precious" if kind == "folder" else target
+
+    def write():
+        with written_aside(target, force) as aside:
+            (aside / "new").touch()
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_text("kept")
+
+    with pytest.raises(ConversionError, match="target exists already" if kind == "folder" else "target is a file"):
+        write()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
+    assert names(tmp_path) == ["target"]
+
+
+def test_a_file_is_no_target(tmp_path):
+    (tmp_path / "target").write_text("kept")
+    with pytest.raises(ConversionError, match="target is a file"), written_aside(tmp_path / "target", force=True):
+        pytest.fail("entered")
+    assert (tmp_path / "target").read_text() == "kept"
+
+
+@pytest.mark.parametrize("target", ["a/b", "a", "a/b/../b", "link"])
+def test_a_target_around_what_is_read_is_refused(target, tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("a/b")
+    with pytest.raises(ConversionError, match="is the text, or holds it"):
+        refuse_overlap(tmp_path / "a" / "b", tmp_path / target, "text")
+    refuse_overlap(tmp_path / "a" / "b", tmp_path / "a" / "c")
+
+
+@pytest.mark.parametrize("target", ["a/b", "a/b/c", "link/b"])
+def test_a_target_in_what_is_read_is_refused(target, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    with pytest.raises(ConversionError, match="lies in the source"):
+        refuse_overlap(tmp_path / "a", tmp_path / target)
+
+
+# -- what force replaces
+
+
+def test_what_our_commands_and_the_hub_keep_in_a_checkpoint_is_replaced(tmp_path):
+    folder = checkpoint(tmp_path / "target")
+    (folder / "additional_chat_templates").mkdir()
+    for name in (
+        "README.md", "LICENSE.txt", ".gitattributes", "conversion.json", "generation_config.json", "vocab.json",
+        "tokenizer.model", "tokenizer_config.json", "model-00001-of-00002.safetensors", "pytorch_model.bin.index.json",
+        "model.safetensors.index.json", "additional_chat_templates/tool_use.jinja", "rotary.py",
+    ):  # fmt: skip
+        (folder / name).touch()
+    (folder / "modeling_own.py").write_text("import torch\nfrom .layers import Norm\n")
+    (folder / "layers.py").write_text("from .rotary import rotate\n")
+    assert why_kept(folder) is None
+    (tmp_path / "empty").mkdir()
+    assert why_kept(tmp_path / "empty") is None
+
+
+FOREIGN = [
+    "thesis.docx", ".git/HEAD", "data/a.txt", "checkpoint-500/model.safetensors", "train.py", "vocab_of_mine.txt",
+    "optimizer.pt", "training_args.bin", "recipe.yaml", "notes/README.md", "additional_chat_templates/mine.txt",
+    "additional_chat_templates/deep/a.jinja", "vocab.txt/mine", "readme.md.bak", "layers.py",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_no_part_of_a_checkpoint_is_kept(name, tmp_path):
+    target = checkpoint(tmp_path / "target")
+    (target / name).parent.mkdir(exist_ok=True, parents=True)
+    (target / name).write_text("mine")
+    first = name if name.startswith("additional") else name.split("/")[0]
+    first = "additional_chat_templates/deep" if "deep" in name else first
+    with (
+        pytest.raises(ConversionError, match=rf"holds other things than a checkpoint \({first}\)"),
+        written_aside(target, True),
+    ):
+        pytest.fail("entered")
+    assert (target / name).read_text() == "mine"
+    assert names(tmp_path) == ["target"]
+
+
+def test_links_are_kept_but_for_those_to_files(tmp_path):
+    """Deleting one deletes no file; what a link to a folder or to nothing is for is not known."""
+    target = checkpoint(tmp_path / "target")
+    (tmp_path / "blob").touch()
+    (target / "model-2.safetensors").symlink_to("../blob")
+    assert why_kept(target) is None
+    for link, to in (("additional_chat_templates", ".."), ("vocab.txt", "nowhere")):
+        (target / link).symlink_to(to)
+        assert why_kept(target) == f"holds other things than a checkpoint ({link})"
+        (target / link).unlink()
+
+
+@pytest.mark.parametrize(
+    "config", [None, "", "[]", "{}", '{"model_type": 3}', "[" * 100_000], ids=lambda text: str(text)[:20]
+)
+def test_a_folder_with_a_config_is_no_checkpoint_yet(config, tmp_path):
+    folder = checkpoint(tmp_path / "target")
+    (folder / "config.json").write_text(config or "")
+    if config is None:
+        (folder / "config.json").unlink()
+    assert why_kept(folder).startswith("is no checkpoint")
+
+
+def test_weights_make_a_checkpoint(tmp_path):
+    folder = checkpoint(tmp_path / "target")
+    (folder / "model.safetensors").unlink()
+    assert why_kept(folder).startswith("is no checkpoint")
+
+
+@pytest.mark.parametrize("inner", ["", "inner"])
+def test_the_folder_one_is_in_is_kept(inner, tmp_path, monkeypatch):
+    target = checkpoint(tmp_path / "target")
+    (target / inner).mkdir(exist_ok=True)
+    monkeypatch.chdir(target / inner)
+    with pytest.raises(ConversionError, match="is the folder you are in, or holds it"):
+        check_target(target, force=True)
+
+
+def test_a_mount_point_is_kept():
+    with pytest.raises(ConversionError, match=r"^/(dev|proc) is a mount point"):
+        check_target(next(path for path in map(Path, ("/proc", "/dev")) if os.path.ismount(path)), True)
+
+
+def test_a_link_to_a_checkpoint_stays_and_the_checkpoint_is_replaced(tmp_path):
+    target = checkpoint(tmp_path / "disk" / "target")
+    (tmp_path / "link").symlink_to("disk/target")
+    with written_aside(tmp_path / "link", force=True) as aside:
+        assert aside.parent == target.parent
+        (aside / "new").touch()
+    assert (tmp_path / "link").is_symlink() and names(target) == ["new"] and names(target.parent) == ["target"]
+
+
+# -- killed processes, and living ones
+
+FORK = multiprocessing.get_context("fork")  # what is imported here is imported there
+
+
+def write_and_wait(target, pipe):
+    with written_aside(target, force=True) as folder:
+        (folder / "half").touch()
+        pipe.send(folder)
+        time.sleep(600)
+
+
+@pytest.fixture
+def writer(tmp_path):
+    """A living process that writes `target`, and the folder in which it does."""
+    here, there = FORK.Pipe()
+    process = FORK.Process(target=write_and_wait, args=(tmp_path / "target", there), daemon=True)
+    process.start()
+    yield process, here.recv()
+    process.kill()
+    process.join()
+
+
+def test_one_process_at_a_time_and_what_a_dead_one_leaves_is_swept(writer, tmp_path):
+    process, folder = writer
+    target = checkpoint(tmp_path / "target")
+    before = names(tmp_path)
+    with (
+        pytest.raises(ConversionError, match=f"process {process.pid} is writing {target} now"),
+        written_aside(target, force=True),
+    ):
+        pytest.fail("entered")
+    assert names(tmp_path) == before and (folder / "half").exists()  # the other's are left alone
+    process.kill()
+    process.join()
+    assert names(tmp_path) == before
+    with written_aside(target, force=True) as aside:
+        assert not (folder / "half").exists()
+        (aside / "new").touch()
+    assert names(tmp_path) == ["target"] and names(target) == ["new"]
+
+
+def test_two_writers_in_one_process(tmp_path):
+    with written_aside(tmp_path / "target"):
+        with (
+            pytest.raises(ConversionError, match=f"process {os.getpid()} is writing"),
+            written_aside(tmp_path / "target"),
+        ):
+            pytest.fail("entered")
+        with written_aside(tmp_path / "other"):
+            pass
+    assert names(tmp_path) == ["other", "target"]
+
+
+def left_by_kill(tmp_path, *roles):
+    for role in roles:
+        checkpoint(tmp_path / f".target.{role}-12ab", content=role)
+
+
+def weights(tmp_path):
+    return (tmp_path / "target" / "model.safetensors").read_text()
+
+
+def test_what_was_moved_away_when_the_kill_came_is_put_back(tmp_path):
+    left_by_kill(tmp_path, "old", "new")
+    with pytest.raises(ConversionError, match="target exists already"), written_aside(tmp_path / "target"):
+        pytest.fail("entered")
+    assert names(tmp_path) == ["target"] and weights(tmp_path) == "old"
+
+
+def test_what_was_replaced_when_the_kill_came_is_swept(tmp_path):
+    left_by_kill(tmp_path, "old")
+    checkpoint(tmp_path / "target", content="new")
+    with pytest.raises(ConversionError, match="target exists already"), written_aside(tmp_path / "target"):
+        pytest.fail("entered")
+    assert names(tmp_path) == ["target"] and weights(tmp_path) == "new"
+
+
+def test_what_was_moved_away_is_kept_where_something_else_took_its_place(tmp_path):
+    left_by_kill(tmp_path, "old", "new")
+    checkpoint(tmp_path / "target", content="someone's")
+    before = names(tmp_path)
+    with (
+        pytest.raises(ConversionError, match=r"\.target\.old-12ab is what a killed command had moved"),
+        written_aside(tmp_path / "target", force=True),
+    ):
+        pytest.fail("entered")
+    assert names(tmp_path) == before and weights(tmp_path) == "someone's"
+
+
+@pytest.mark.parametrize("name", [".target.new-thesis", ".target.new-12ab.txt", ".target2.new-12", ".xtarget.old-12"])
+def test_only_names_of_ours_are_swept(name, tmp_path):
+    (tmp_path / name).mkdir()
+    (tmp_path / ".target.new-12").write_text("a file is none of ours")
+    with written_aside(tmp_path / "target"):
+        pass
+    assert names(tmp_path) == sorted([name, ".target.new-12", "target"])
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_stopped_between_any_two_renames(step, tmp_path, monkeypatch):
+    """Each rename is interrupted before it is done, and after: the target is old or new, and nothing else is left."""
+    target = checkpoint(tmp_path / "target")
+    rename, count = Path.rename, [0]
+
+    def interrupted(path, to):
+        number, after = divmod(step, 2)
+        count[0] += 1
+        if count[0] - 1 != number:
+            return rename(path, to)
+        if after:
+            rename(path, to)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), written_aside(target, force=True) as aside:
+        (aside / "new").touch()
+    assert names(tmp_path) == ["target"] and names(target) == (["new"] if step == 3 else OLD)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"), [("file/target", "/file is a file"), ("long" * 70, "file name too long")]
+)
+def test_what_cannot_be_written_is_said(target, message, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConversionError, match=f"cannot be written: .*{message}"), written_aside(tmp_path / target):
+        pytest.fail("entered")
+    assert names(tmp_path) == ["file"]
+
+
+def as_another_user(function, *arguments):
+    """What a function raises where file permissions count, as they do not for root."""
+
+    def call(pipe):
+        if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+        try:
+            pipe.send(function(*arguments))
+        except Exception as error:
+            pipe.send(error)
+
+    here, there = FORK.Pipe()
+    process = FORK.Process(target=call, args=(there,), daemon=True)
+    process.start()
+    answer = here.recv()
+    process.join()
+    return answer
+
+
+def write(target):
+    with written_aside(target, force=True):
+        pytest.fail("entered")
+
+
+def test_a_folder_that_cannot_be_written_to_is_said():
+    with tempfile.TemporaryDirectory() as name:  # pytest's own are closed to others
+        folder = Path(name)
+        checkpoint(folder / "target")
+        folder.chmod(0o555)
+        said = as_another_user(write, folder / "target")
+        folder.chmod(0o755)
+        assert (
+            isinstance(said, ConversionError) and str(said) == f"{folder}/target cannot be written: permission denied"
+        )
+        assert names(folder) == ["target"]
