@@ -49,6 +49,7 @@ app = typer.Typer(
 # Paths may hold brackets and colons.
 out = Console(soft_wrap=False, markup=False, emoji=False)
 err = Console(stderr=True, markup=False, emoji=False)
+LONGEST = 2000  # characters; a checkpoint chooses what its tensors are called
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -57,9 +58,14 @@ def main_options() -> None:
     """Change the attention of a trained language model: between MHA, MQA, GQA and MLA, and to and from transformers'
     own classes.
 
-    A SOURCE is a folder with a checkpoint in safetensors, or the name of a model on the Hub. A TARGET is a folder that
-    is written whole or not at all. Exit codes: 0 done, 1 an error that the message explains, 2 wrong usage, 130 or 143
-    stopped by a signal.
+    A SOURCE is a folder with a checkpoint in safetensors, or the name of a model on the Hub; it is only read, and no
+    file outside it is. A TARGET is a folder that is written whole or not at all: beside it as `.TARGET.new-PID`, then
+    renamed. What a killed command left there the next one to the same TARGET sweeps, and puts back what was moved.
+
+    Refused: a TARGET that exists, without `--force`; with it, all but checkpoints and empty folders; one that another
+    process is writing; one that is, holds or lies in the SOURCE or the text; the folder you are in.
+
+    Exit codes: 0 done, 1 an error that the message explains, 2 wrong usage, 129, 130 or 143 stopped by a signal.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -68,7 +74,11 @@ def main_options() -> None:
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of a checkpoint, or name of a model on the Hub.")]
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write: a complete Hub repository.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace TARGET where it exists.")]
+FORCE = (
+    "Delete the checkpoint at TARGET when the new one is complete. Refused where TARGET holds anything else: files or "
+    "folders that checkpoints do not consist of, or no weights, or no config.json with a model_type."
+)
+Force = Annotated[bool, typer.Option("--force", help=FORCE)]
 
 
 def parse_layers(text: str) -> list[int]:
@@ -176,7 +186,9 @@ def convert(
     sequence_length: Annotated[
         int | None, text_panel(min=2, help="Tokens of a block. Default: 2048, or what the model was made for.")
     ] = None,
-    batch_size: Annotated[int, text_panel(min=1, help="Blocks computed at a time.", show_default=True)] = 4,
+    batch_size: Annotated[
+        int, text_panel(min=1, max=1_000_000, help="Blocks computed at a time.", show_default=True)
+    ] = 4,
     dtype: Annotated[
         Dtype, running(help="Of the result, and for computing; auto: the checkpoint's own.", show_default=True)
     ] = "auto",
@@ -185,7 +197,7 @@ def convert(
         bool,
         running("--dry-run", help="Check all but the weights, show what would be done, write nothing."),
     ] = False,
-    force: Annotated[bool, running("--force", help="Replace TARGET where it exists.")] = False,
+    force: Annotated[bool, running("--force", help=FORCE)] = False,
 ) -> None:
     """Give a trained model another attention, say what that cost, and save it as a Hub repository.
 
@@ -288,7 +300,7 @@ def identity(path: Path | None) -> tuple[int, int] | None:
 
 
 def stop(said: str, code: int = 1) -> NoReturn:
-    typer.echo(f"error: {printable(' '.join(said.split()))}", err=True)
+    typer.echo(f"error: {printable(' '.join(said.split()))[:LONGEST]}", err=True)
     raise typer.Exit(code) from None
 
 

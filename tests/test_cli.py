@@ -101,7 +101,10 @@ def test_help_names_commands_and_options():
     listed = set(re.findall(r"--[a-z-]+", plain("convert", "--help")))
     fields = {option.replace("_", "-") for option in job.Job.__dataclass_fields__} - {"source", "target", "seconds"}
     assert {f"--{name}" for name in fields} <= listed
-    assert "130 or 143" in " ".join(plain("--help").split())
+    said = " ".join(plain("--help").split())
+    assert "130 or 143" in said and "Refused: a TARGET that exists" in said
+    for name in ("convert", "import", "export"):
+        assert "Delete the checkpoint at TARGET when" in re.sub(r"[│\s]+", " ", plain(name, "--help"))
     assert "a multiple of the key/value heads" in " ".join(plain("convert", "--help").split())
     for name in ("import", "export", "inspect"):
         assert "SOURCE" in plain(name, "--help")
@@ -143,20 +146,47 @@ def test_convert_measures_reports_and_saves_a_repository(checkpoints, corpus, tm
     assert sorted(path.name for path in tmp_path.rglob("*") if path.name.startswith(".")) == []
 
 
-def test_what_is_saved_tells_no_path_of_this_machine(checkpoints, corpus, tmp_path, monkeypatch):
-    monkeypatch.chdir(checkpoints.parent)  # where the name of the source alone is no folder
-    files = [corpus / f"{i}.txt" for i in range(20)]
-    texts = [argument for file in files for argument in ("--text", file)]
-    run("convert", checkpoints / "mha", tmp_path / "out", *MQA, *texts, "--evaluation-text", corpus, "--method", "mean",
-        *TEXT_OPTIONS)  # fmt: skip
-    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    names = [file.name for file in files]
-    assert report["source"] == report["command"]["source"] == "mha" and report["command"]["target"] == "out"
-    assert report["command"]["text"] == report["text"]["files"] == names
-    assert report["command"]["evaluation_text"] == report["text"]["evaluation_files"] == [corpus.name]
-    assert "base_model" not in (tmp_path / "out" / "README.md").read_text()
-    for path in (tmp_path / "out").glob("*.[jm]*"):
-        assert not any(str(folder).encode() in path.read_bytes() for folder in (tmp_path, corpus, checkpoints)), path
+@pytest.mark.parametrize("name", ["convert", "import", "export"])
+def test_what_is_saved_tells_nothing_of_this_machine(name, checkpoints, corpus, tmp_path, monkeypatch):
+    """Of what a command was given, the result holds the last part of each path and no more."""
+    home = tmp_path / "TELLTALE-home" / "TELLTALE-work"
+    shutil.copytree(checkpoints / "mha", home / "source")
+    if name == "import":
+        run("export", home / "source", home / "llama")
+        shutil.rmtree(home / "source")
+        (home / "llama").rename(home / "source")
+    shutil.copytree(corpus, home / "TELLTALE-texts" / "corpus")
+    rows = [json.dumps({"text": path.read_text()}) for path in corpus.iterdir()]
+    (home / "TELLTALE-texts" / "rows.jsonl").write_text("\n".join(rows))
+    for file, key in (("config.json", "_name_or_path"), ("tokenizer_config.json", "name_or_path")):
+        content = json.loads((home / "source" / file).read_text())
+        (home / "source" / file).write_text(json.dumps({**content, key: str(home / "source")}))
+    monkeypatch.chdir(home)
+    monkeypatch.setenv("USER", "TELLTALE-user")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr("platform.node", lambda: "TELLTALE-host")
+    monkeypatch.setattr("socket.gethostname", lambda: "TELLTALE-host")
+    texts = ("--text", "TELLTALE-texts/rows.jsonl", "--evaluation-text", home / "TELLTALE-texts" / "corpus")
+    run(
+        name,
+        "source",
+        "TELLTALE-results/out",
+        *((*MQA, *texts, "--method", "mean", *TEXT_OPTIONS) * (name == "convert")),
+    )
+
+    files = [path for path in (home / "TELLTALE-results" / "out").rglob("*") if path.is_file()]
+    assert {"config.json", "tokenizer_config.json", "model.safetensors"} <= {path.name for path in files}
+    for path in files:
+        # None of these is packed, so that their bytes are what they say.
+        assert path.suffix in (".json", ".md", ".py", ".safetensors"), path
+        assert b"TELLTALE" not in path.read_bytes() and str(tmp_path).encode() not in path.read_bytes(), path
+    if name == "convert":
+        report = json.loads((home / "TELLTALE-results" / "out" / "conversion.json").read_text())
+        assert report["source"] == report["command"]["source"] == "source" and report["command"]["target"] == "out"
+        assert report["command"]["text"] == report["text"]["files"] == ["rows.jsonl"]
+        assert report["command"]["evaluation_text"] == report["text"]["evaluation_files"] == ["corpus"]
+        assert "base_model" not in (home / "TELLTALE-results" / "out" / "README.md").read_text()
+    assert inspected(home / "TELLTALE-results" / "out")["source"] == "out"
 
 
 @pytest.fixture
@@ -331,6 +361,27 @@ def missing_tensor(folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def weight(value):
+    def change(folder):
+        tensors = load_file(folder / "model.safetensors")
+        tensors["model.norm.weight"][3] = value
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return change
+
+
+large_weight, nan_weight = weight(1e6), weight(torch.nan)
+
+
+def linked_tokenizer(folder):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("/etc/passwd")
+
+
+def damaged_generation(folder):
+    (folder / "generation_config.json").write_text("[" * 100_000)
+
+
 def large_tokenizer(folder):
     byte_tokenizer(BYTES + 9).save_pretrained(folder)
 
@@ -398,6 +449,20 @@ WRONG = {
     "short text": (None, "mha", (*MQA, "--text", "CORPUS/0.txt", "--sequence-length", 64), "the text is too short"),
     "long blocks": (None, "mha", (*MQA, *BLOCKS, 257), "--sequence-length=257 is more than max_position_embeddings="),
     "evaluation alone": (None, "mha", (*MQA, "--evaluation-text", "CORPUS"), "--evaluation-text needs --text"),
+    "huge latent": (None, "mha", (*MLA, "--kv-lora-rank", 10**9), "a latent of 1000000000 is larger than layer 0's"),
+    "huge cache": (None, "mha", (*MLA, "--cache-bytes", 10**12), "--cache-bytes=1000000000000: a latent of"),
+    "huge seed": (None, "mha", (*MQA, "--seed", 2**70), f"--seed={2**70} must be from 0 to 2**63 - 1"),
+    "negative seed": (None, "mha", (*MQA, "--seed", -1), "--seed=-1 must be from 0"),
+    "no memory": (None, "mha", (*MQA, "--device", "meta"), "--device=meta cannot be used"),
+    "large for float16": (
+        large_weight,
+        "mha",
+        (*MQA, "--dtype", "float16"),
+        "norm.weight holds inf in float16: the checkpoint is damaged, or",
+    ),
+    "not finite": (nan_weight, "mha", MQA, "model.norm.weight holds nan in float32: the checkpoint is damaged"),
+    "linked tokenizer": (linked_tokenizer, "mha", MQA, "tokenizer.json leads out of the checkpoint, to /"),
+    "damaged generation": (damaged_generation, "mha", MQA, "generation_config.json cannot be read: its brackets are"),
     "no such device": (None, "mha", (*MQA, "--device", "abacus"), "--device=abacus cannot be used"),
 }
 
@@ -464,8 +529,9 @@ def test_a_warning_is_one_line(checkpoints, tmp_path):
 
 @pytest.mark.parametrize("options", [
     ("--attention-kind", "sparse"), ("--dtype", "float99"), ("--layers", "3-1"), ("--layers", "a"), ("--batch-size", 0),
-    ("--no-such-option",), ("--method", "magic"),
-], ids=lambda options: " ".join(map(str, options)))  # fmt: skip
+    ("--no-such-option",), ("--method", "magic"), ("--layers", "0-999999999999"), ("--layers", "9" * 5000),
+    ("--batch-size", 2**70),
+], ids=lambda options: " ".join(map(str, options))[:30])  # fmt: skip
 def test_wrong_usage_exits_with_2(options, checkpoints, tmp_path):
     result = call("convert", checkpoints / "mha", tmp_path / "out", *MQA, *options)
     assert result.exit_code == 2 and "Traceback" not in result.output and not list(tmp_path.iterdir())
@@ -494,6 +560,16 @@ def test_interrupted_while_writing(error, code, checkpoints, tmp_path, monkeypat
         assert line.startswith(f"error: {said}: {tmp_path / target} is as it was, nothing half-written is left")
     if isinstance(error, RuntimeError):
         assert result.exception is error  # not dressed up as the user's mistake
+
+
+@pytest.mark.parametrize("name", ["[red]x", "[bad", "a\nb", "a\x1b[31mb", ":smile:", "-x", "é 日本", "x" * 200])
+def test_odd_names(name, checkpoints, tmp_path):
+    shutil.copytree(checkpoints / "gqa", tmp_path / name)
+    shown = ascii(name)[1:-1] if not name.isprintable() else name
+    assert f"Saved {tmp_path}/out {shown}:" in call("export", tmp_path / name, tmp_path / f"out {name}").stdout
+    assert shown in call("inspect", tmp_path / name).stdout
+    said = call("convert", tmp_path / name, tmp_path / f"out {name}", *MQA).stderr
+    assert shown.replace("\\n", " ") in said and said.count("\n") == 1
 
 
 def test_force_replaces_the_whole_target(checkpoints, tmp_path):

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -58,7 +58,7 @@ def written_aside(target: str | Path, force: bool = False) -> Iterator[Path]:
                     target.rename(old)
                 aside.rename(target)
             finally:
-                settle(target, old, aside)
+                insist(lambda: settle(target, old, aside))
     except BaseException:
         for folder in made:
             with suppress(OSError):
@@ -71,6 +71,12 @@ def writing(target: Path) -> Iterator[None]:
     """Hold the lock on `target`, which a dead process does not hold; its folder is made where it is missing."""
     path = target.with_name(f".{target.name}.lock")
     lock = FileLock(path)
+
+    def release():
+        with suppress(OSError):
+            path.unlink()  # still locked, so that it is nobody else's
+        lock.release()
+
     nearest = next(folder for folder in target.parents if folder.exists())
     if not nearest.is_dir():
         raise ConversionError(f"{target} cannot be written: {nearest} is a file")
@@ -78,6 +84,8 @@ def writing(target: Path) -> Iterator[None]:
         target.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
     except Timeout:
+        if not path.exists():
+            raise ConversionError(f"{target} cannot be written: {target.parent} takes no files") from None
         writers = [number for role, number, _ in leftovers(target) if role == "new"]
         who = f"process {writers[0]}" if len(writers) == 1 else "another process"
         raise ConversionError(
@@ -88,9 +96,16 @@ def writing(target: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(OSError):
-            path.unlink()  # still locked, so that it is nobody else's
-        lock.release()
+        insist(release)
+
+
+def insist(clean_up: Callable[[], None]) -> None:
+    """Clean up to the end, also where Ctrl-C comes meanwhile."""
+    try:
+        clean_up()
+    except (KeyboardInterrupt, SystemExit):
+        clean_up()
+        raise
 
 
 def recover(target: Path) -> None:

@@ -21,6 +21,7 @@ from .errors import ConversionError
 from .types import Progress
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+LONGEST_LINE = 400  # characters
 MAX_SHARD_SIZE = 4 * 2**30  # bytes; what is held in memory while writing
 TEMPLATES = "additional_chat_templates"  # the one folder in a checkpoint
 LICENCES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
@@ -66,8 +67,9 @@ class LazyTensor(NamedTuple):
 
 
 def one_line(error: BaseException) -> str:
-    """What an exception, or the one that caused it, says, without line breaks."""
-    return " ".join(str(error.__cause__ or error).split())
+    """What an exception, or the one that caused it, says, without line breaks and not endlessly."""
+    said = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+    return said if len(said) <= LONGEST_LINE else said[:LONGEST_LINE] + " ..."
 
 
 def local_folder(source: str | Path) -> Path:
@@ -98,7 +100,10 @@ def local_folder(source: str | Path) -> Path:
 def within(folder: Path, path: Path) -> Path:
     """`path`, which a checkpoint in `folder` names: refused where it, or what it links to, lies elsewhere, since
     whoever made the checkpoint would choose which of the user's files are read. A Hub cache links to its blobs."""
-    home, real = folder.resolve(), path.resolve()
+    try:
+        home, real = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, and what is no name at all
+        raise ConversionError(f"{path} cannot be read: {one_line(error)}") from error
     blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
     if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
         raise ConversionError(
@@ -117,8 +122,9 @@ def read_json(path: Path) -> dict:
     Raises:
         ConversionError: the file is missing, does not hold one, or is a link out of its folder.
     """
+    within(path.parent, path)
     try:
-        content = json.loads(within(path.parent, path).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConversionError(f"{path.parent} has no {path.name}: it is not the folder of a checkpoint") from None
     except RecursionError:
@@ -126,7 +132,9 @@ def read_json(path: Path) -> dict:
     except OSError as error:
         raise unreadable(path, error) from error
     except ValueError as error:
-        raise ConversionError(f"{path} cannot be read: {one_line(error)}") from error
+        digits = "integer string conversion" in str(error)
+        said = "a number has more digits than Python reads" if digits else one_line(error)
+        raise ConversionError(f"{path} cannot be read: {said}") from error
     if not isinstance(content, dict):
         raise ConversionError(f"{path} does not hold a JSON object")
     return content
@@ -288,8 +296,8 @@ def check_companions(folder: Path, vocab_size: int):
             path.open("rb").close()
         except OSError as error:
             raise unreadable(path, error) from error
-    if (folder / "tokenizer_config.json").is_file():
-        read_json(folder / "tokenizer_config.json")
+        if path.name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
+            read_json(path)
     check_tokenizer(folder, vocab_size)
 
 

@@ -51,11 +51,13 @@ def read_config(folder: Path) -> PreTrainedConfig:
         ConversionError: there is none, its family is not supported, or its class refuses it.
     """
     fields = read_json(folder / "config.json")
-    model_type, layers = fields.get("model_type"), fields.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > MOST_LAYERS:
-        raise ConversionError(
-            f"{folder / 'config.json'} is not valid: num_hidden_layers={layers} is more than any model has"
-        )
+    model_type = fields.get("model_type")
+    for name in ("num_hidden_layers", "num_nextn_predict_layers"):
+        layers = fields.get(name)
+        if isinstance(layers, int) and layers > MOST_LAYERS:
+            raise ConversionError(
+                f"{folder / 'config.json'} is not valid: {name} must be at most {MOST_LAYERS:,}, and is {layers:.3g}"
+            )
     if model_type != GQAConfig.model_type:
         find_family(model_type)
     config_class = GQAConfig if model_type == GQAConfig.model_type else CONFIG_MAPPING[model_type]
@@ -117,8 +119,13 @@ def load_source(source: str | Path, dtype=None, device=None) -> GQAForCausalLM:
     config = source_config if ours else import_config(source_config)
     own_tensors(meta_model(GQAForCausalLM, config), open_tensors(folder), further_layers(source_config))
     # The names are the same in all families, so transformers' own loader reads any of them.
-    model = GQAForCausalLM.from_pretrained(folder, config=config, dtype=dtype or "auto", local_files_only=True)
-    model = model.to(device) if device is not None else model
+    try:
+        model = GQAForCausalLM.from_pretrained(folder, config=config, dtype=dtype or "auto", local_files_only=True)
+        model = model.to(device) if device is not None else model
+    except (OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # files beside the weights are read as well, and an index's other fields
+        raise ConversionError(f"{folder} cannot be loaded: {one_line(error)}") from error
     for name, tensor in model.state_dict().items():
         check_finite(name, tensor)
     return model

@@ -118,7 +118,8 @@ def inspect_checkpoint(source: str | Path) -> dict[str, Any]:
     except ConversionError as error:
         family_out, reason = None, str(error)
     return {
-        "source": str(source),
+        # What is passed on tells no path of this machine.
+        "source": Path(source).resolve().name if Path(source).exists() else str(source),
         "family": family,
         "parameters": count_parameters(config),
         "dtype": str(dtype).removeprefix("torch."),

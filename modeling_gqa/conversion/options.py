@@ -75,8 +75,8 @@ class Options:
         list_files(texts)
         self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            torch.zeros(1, device=self.device).item()
+        except (RuntimeError, AssertionError, ImportError) as error:
             raise ConversionError(f"--device={self.device} cannot be used: {one_line(error)}") from error
 
     @property

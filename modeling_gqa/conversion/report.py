@@ -11,6 +11,7 @@ from huggingface_hub.utils import yaml_dump
 from yaml import YAMLError
 
 from ..configuration_gqa import GQAConfig
+from .files import within
 
 Item = TypeVar("Item")
 REPORT_NAME = "conversion.json"
@@ -173,7 +174,7 @@ def write_card(folder: Path, title: str, report: dict[str, Any], config: GQAConf
 
 def kept_metadata(card: Path | None) -> dict[str, Any]:
     try:
-        found = metadata_load(card) if card and card.is_file() else None
-    except (ValueError, YAMLError):  # a card that is not well formed costs no conversion
+        found = metadata_load(within(card.parent, card)) if card and card.is_file() else None
+    except (ValueError, YAMLError, OSError, RecursionError):  # a card that is not well formed costs no conversion
         found = None
     return {name: found[name] for name in KEPT_METADATA if name in found} if found else {}

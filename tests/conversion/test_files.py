@@ -1,6 +1,9 @@
 """Checkpoint folders are found and read, and nothing outside them is."""
 
+import errno
+import io
 import json
+import os
 
 import pytest
 import torch
@@ -11,9 +14,13 @@ from safetensors.torch import save_file
 from modeling_gqa.conversion import files
 from modeling_gqa.conversion.errors import ConversionError
 from modeling_gqa.conversion.files import (
+    check_companions,
+    check_finite,
     check_tokenizer,
+    copy_files,
     local_folder,
     open_tensors,
+    read_json,
 )
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
@@ -61,6 +68,87 @@ def test_a_file_is_no_checkpoint(tmp_path):
     (tmp_path / "weights").touch()
     with pytest.raises(ConversionError, match="weights is a file: give the folder"):
         local_folder(tmp_path / "weights")
+
+
+# -- nothing outside the folder
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """A snapshot as the Hub's cache has it: links to blobs, in a folder that is itself reached by a link."""
+    blobs = tmp_path / "disk" / "models--org--name" / "blobs"
+    snapshot = blobs.parent / "snapshots" / ("1" * 40)
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (tmp_path / "hub").symlink_to("disk")
+    save_file(TENSORS, blobs / "12ab")
+    (blobs / "34cd").write_text("{}")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/12ab")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/34cd")
+    return tmp_path / "hub" / "models--org--name" / "snapshots" / ("1" * 40)
+
+
+def test_a_hub_caches_links_are_followed_to_its_blobs_and_no_further(cache, tmp_path):
+    assert torch.equal(open_tensors(cache)["a"].load(), TENSORS["a"])
+    check_companions(cache, vocab_size=1)
+    (tmp_path / "copy").mkdir()
+    copy_files(cache, tmp_path / "copy", ["*.json"])
+    assert (tmp_path / "copy" / "tokenizer.json").read_text() == "{}"
+    assert not (tmp_path / "copy" / "tokenizer.json").is_symlink()
+    (tmp_path / "mine").write_text("secret")
+    (cache / "LICENSE").symlink_to(tmp_path / "mine")
+    for read in (lambda: check_companions(cache, 1), lambda: copy_files(cache, tmp_path / "copy", ["LICENSE*"])):
+        with pytest.raises(ConversionError, match=f"LICENSE leads out of the checkpoint, to {tmp_path}/mine: put the"):
+            read()
+    assert not (tmp_path / "copy" / "LICENSE").exists()
+
+
+def test_links_within_a_folder_are_its_own(tmp_path):
+    (tmp_path / "source").mkdir()
+    save_file(TENSORS, tmp_path / "source" / "real")
+    (tmp_path / "source" / "model.safetensors").symlink_to("real")
+    (tmp_path / "link").symlink_to("source")
+    assert open_tensors(tmp_path / "link").keys() == TENSORS.keys()
+
+
+def test_paths_that_tokenizers_remember_are_not_copied(tmp_path):
+    remembered = {"name_or_path": "/home/alice", "tokenizer_file": "/home/alice/tokenizer.json"}
+    kept = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 7, "unk_token": "é"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**remembered, **kept}))
+    (tmp_path / "copy").mkdir()
+    copy_files(tmp_path, tmp_path / "copy", ["*.json"])
+    assert json.loads((tmp_path / "copy" / "tokenizer_config.json").read_text()) == kept
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "LICENSE"])
+def test_what_may_not_be_read_is_said(name, tmp_path, monkeypatch):
+    """Root may read all, so that the system's answer is given here."""
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    (tmp_path / name).touch()
+    opened = io.open
+
+    def refuse(path, *arguments, **keywords):
+        if str(path).endswith(name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *arguments, **keywords)
+
+    monkeypatch.setattr(io, "open", refuse)
+    read = {"model.safetensors": open_tensors, "config.json": lambda folder: read_json(folder / name)}
+    with pytest.raises(ConversionError, match=f"{name} cannot be read: permission denied"):
+        read.get(name, lambda folder: check_companions(folder, 9))(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_sums_that_overflow_are_finite_all_the_same(dtype):
+    largest = torch.full((3, 4), torch.finfo(dtype).max, dtype=dtype)
+    check_finite("w", largest)
+    check_finite("w", torch.zeros(0, dtype=dtype))
+    for value in (torch.nan, torch.inf, -torch.inf):
+        for others in (largest, torch.zeros(3, 4, dtype=dtype)):
+            tensor = others.clone()
+            tensor[1, 2] = value
+            with pytest.raises(ConversionError, match=f"^w holds {str(value).lstrip('-')} in {str(dtype)[6:]}: the"):
+                check_finite("w", tensor)
 
 
 # -- tensors

@@ -199,6 +199,25 @@ def point_to_missing_file(source):
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
+def point_to(name):
+    def change(source):
+        names = dict.fromkeys(load_file(source / "model.safetensors"), name)
+        (source / "model.safetensors").rename(source.parent / "secrets" / "other.safetensors")
+        (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+
+    return change
+
+
+def link(name):
+    """As a downloaded archive could, to a file that is not its own."""
+
+    def change(source):
+        (source / name).unlink(missing_ok=True)
+        (source / name).symlink_to("../secrets/secret.jinja")
+
+    return change
+
+
 def untie(source):
     edit_json(source / "config.json", tie_word_embeddings=True)
 
@@ -228,6 +247,36 @@ BROKEN = {
     ),
     "no-tensors": (lambda source: rewrite(source, lambda tensors: tensors.clear()), "the weights have no tensor model"),
     "large-tokenizer": (lambda source: write_tokenizer(source, 103), "tokenizer does not match: .*token id 103, but"),
+    "no-heads": (lambda source: edit_json(source / "config.json", num_attention_heads=0), "config.json is not valid: "),
+    "listed-type": (
+        lambda source: edit_json(source / "config.json", model_type=["llama"]),
+        r"model_type=\['llama'\]",
+    ),
+    "nested": (lambda source: (source / "config.json").write_text('{"a":' * 100_000), "brackets are nested too deep"),
+    "digits": (
+        lambda source: (source / "config.json").write_text(f'{{"hidden_size": {"9" * 5000}}}'),
+        "a number has more digits than Python reads",
+    ),
+    "many-layers": (
+        lambda source: edit_json(source / "config.json", num_hidden_layers=10**9),
+        r"num_hidden_layers must be at most 100,000, and is 1e\+09",
+    ),
+    "nan": (add("model.norm.weight", torch.full((66,), torch.nan)), r"model\.norm\.weight holds nan in float32"),
+    "inf": (add("model.norm.weight", torch.full((66,), -torch.inf)), r"model\.norm\.weight holds inf in float32"),
+    "index-out": (point_to("../other.safetensors"), "other.safetensors leads out of the checkpoint, to /"),
+    "index-absolute": (point_to("/etc/passwd"), "/etc/passwd leads out of the checkpoint"),
+    "index-nul": (point_to("a\0b"), "cannot be read: embedded null byte"),
+    "linked-weights": (link("model.safetensors"), "model.safetensors leads out of the checkpoint, to .*secret"),
+    "linked-config": (link("config.json"), "config.json leads out of the checkpoint, to .*secret"),
+    "linked-licence": (link("LICENSE"), "LICENSE leads out of the checkpoint, to .*secret"),
+    "linked-folder": (
+        lambda source: (source / "additional_chat_templates").symlink_to("../secrets"),
+        "secret.jinja leads out of the checkpoint",
+    ),
+    "listed-generation": (
+        lambda source: (source / "generation_config.json").write_text("[]"),
+        "generation_config.json does not hold a JSON object",
+    ),
     "pad-outside": (lambda source: edit_json(source / "config.json", pad_token_id=200), "cannot be built: "),
 }
 
@@ -237,17 +286,25 @@ def test_a_broken_source_is_one_line_and_leaves_the_target_alone(damage, tmp_pat
     source, target = tmp_path / "source", tmp_path / "target"
     stock_model(stock_config("llama")).save_pretrained(source)
     target.mkdir()
-    (target / "mine").write_text("kept")
+    (target / "config.json").write_text('{"model_type": "old"}')
+    (target / "model.safetensors").write_text("kept")
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets" / "secret.jinja").write_text("secret")
     change, message = BROKEN[damage]
     change(source)
     with pytest.raises(ConversionError, match=message) as raised:
         import_checkpoint(source, target, force=True)
     assert "\n" not in str(raised.value)
-    if damage != "large-tokenizer":  # which a model in memory does not have
+    if damage not in (
+        "large-tokenizer",
+        "linked-licence",
+        "linked-folder",
+        "listed-generation",
+    ):  # which a model in memory does not have
         with pytest.raises(ConversionError, match=message):
             load_source(source)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
-    assert [path.name for path in target.iterdir()] == ["mine"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["secrets", "source", "target"]
+    assert (target / "model.safetensors").read_text() == "kept"
 
 
 def test_a_failure_while_writing_leaves_the_target_alone(saved, tmp_path):
