@@ -1,40 +1,53 @@
 """Text in, packed blocks out.
 
-A *document* is one file, or one row of a JSONL file, a Parquet file or a Hub data set. Documents are assigned to
-training or validation by a hash, tokenized, ended with the end-of-text token and laid end to end in blocks of L tokens.
-Position ids restart at every document, which is what keeps packed documents from attending to each other.
+A *document* is one file, or one row of a JSONL, JSON or Parquet file or a Hub data set. Documents are assigned to
+training or validation by a hash of their text, and packed into blocks (`packing.py`). Neither a long file nor
+all tokens are held in memory.
 """
 
 import glob
 import hashlib
 import json
+import re
 import sysconfig
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
+from modeling_gqa.conversion.errors import ConversionError
+from modeling_gqa.conversion.finding import Files, find_files
+from modeling_gqa.conversion.reading import Document, read_documents, row_text
+
+from .packing import PackedBlocks, example, pack, recipe_errors, save_blocks, tokenize
 from .recipe import Recipe, RecipeError
 
-FILE_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".parquet")
 # Tests are repetitive, packages are other people's text, and lib2to3's test data is broken on purpose.
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SHUFFLE_BUFFER = 10_000  # rows, of a streamed Hub data set
+SPLIT_RECORD = "split.json"
+PIECE = 2**18  # characters; a document of twice as many is tokenized in pieces
+# Where tokenizers cut a text into words anyway: a space after a character that is none, and a letter or digit that
+# begins a line.
+BOUNDARY = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=[^\W_])")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the text comes from. `documents` yields `(key, text)`; the key decides the document's part."""
+    """Where the text comes from, and a line for the user on each thing that was left out."""
 
     name: str
     license: str | None
-    documents: Callable[[], Iterator[tuple[str, str]]]
+    documents: Callable[[], Iterator[Document]]
+    notes: tuple[str, ...] = ()
 
 
 def open_source(recipe: Recipe) -> Source:
@@ -42,201 +55,169 @@ def open_source(recipe: Recipe) -> Source:
     if recipe.dataset_name:
         return Source(recipe.dataset_name, recipe.license, lambda: hub_documents(recipe))
     if recipe.data_files:
-        paths = list_files(recipe.data_files)
+        found = list_files(recipe.data_files, recipe.text_column)
         name = ", ".join(recipe.data_files)
-        return Source(name, recipe.license, lambda: file_documents(paths, recipe.text_column))
+        documents = partial(file_documents, found.paths, recipe.text_column)
+        return Source(name, recipe.license, documents, tuple(found.notes))
     return Source("the Python standard library's source code", recipe.license or "PSF-2.0", stdlib_documents)
 
 
-def stdlib_documents() -> Iterator[tuple[str, str]]:
+def stdlib_documents() -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if not STDLIB_SKIPPED.intersection(relative.parts):
             text = path.read_bytes().decode("utf-8", errors="replace")
             if text.strip():
-                yield relative.as_posix(), text
+                yield Document(partial(iter, (text,)), relative.as_posix())
 
 
-def list_files(patterns: list[str]) -> list[Path]:
+def list_files(patterns: list[str], text_column: str) -> Files:
     """Expand files, folders and globs into files, in a fixed order."""
-    paths: set[Path] = set()
+    named, matched = [], []
     for pattern in patterns:
         path = Path(pattern).expanduser()
-        if path.is_dir():
-            found = [item for item in path.rglob("*") if item.suffix in FILE_SUFFIXES and item.is_file()]
-        else:
-            found = [path] if path.is_file() else [Path(item) for item in glob.glob(str(path), recursive=True)]
-            found = [item for item in found if item.is_file()]
-        if not found:
-            raise RecipeError(f"data_files: nothing to read at {pattern}")
-        paths.update(found)
-    for path in sorted(paths):
-        if path.stat().st_size == 0:
-            raise RecipeError(f"data_files: {path} is empty")
-    return sorted(paths)
+        files = [] if path.exists() else [Path(item) for item in glob.glob(str(path), recursive=True)]
+        files = [item for item in files if item.is_file()]
+        matched += files
+        named += [] if files else [path]
+    with recipe_errors():
+        found = find_files(named, text_column, matched)
+    if not found.paths:
+        raise RecipeError(f"data_files: nothing to read at {', '.join(patterns)} ({'; '.join(found.notes)})")
+    return found
 
 
-def file_documents(paths: list[Path], text_column: str) -> Iterator[tuple[str, str]]:
+def file_documents(paths: list[Path], text_column: str) -> Iterator[Document]:
     for path in paths:
-        if path.suffix == ".parquet":
-            rows = parquet_rows(path, text_column)
-        elif path.suffix == ".jsonl":
-            rows = jsonl_rows(path)
-        else:
-            if (text := decode(path, path.read_bytes())).strip():
-                yield path.as_posix(), text
-            continue
-        for where, row in rows:
-            yield from row_document(row, text_column, where)
+        for document in read_documents(path, text_column):
+            if any(piece.strip() for piece in document.pieces()):
+                yield document
 
 
-def decode(path: Path, data: bytes) -> str:
-    try:
-        if b"\0" not in data:
-            return data.decode("utf-8")
-    except UnicodeDecodeError:
-        pass
-    raise RecipeError(f"data_files: {path} is not UTF-8 text")
-
-
-def jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    yield f"{path}, line {number}", json.loads(decode(path, line))
-                except json.JSONDecodeError as error:
-                    raise RecipeError(f"data_files: {path}, line {number} is not JSON: {error}") from error
-
-
-def parquet_rows(path: Path, text_column: str) -> Iterator[tuple[str, Any]]:
-    from pyarrow import ArrowInvalid
-    from pyarrow.parquet import ParquetFile
-
-    try:
-        file = ParquetFile(path)
-    except ArrowInvalid as error:
-        raise RecipeError(f"data_files: {path} is not a Parquet file: {error}") from error
-    column = [text_column] if text_column in file.schema_arrow.names else None
-    for batch in file.iter_batches(columns=column):
-        for row in batch.to_pylist():
-            yield str(path), row
-
-
-def hub_documents(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def hub_documents(recipe: Recipe) -> Iterator[Document]:
     import datasets
 
     try:
         rows = datasets.load_dataset(
             recipe.dataset_name, recipe.dataset_config_name, split=recipe.dataset_split, streaming=recipe.streaming
         )
+        if recipe.streaming:
+            rows = rows.shuffle(seed=recipe.data_seed or recipe.seed, buffer_size=SHUFFLE_BUFFER)
+        for number, row in enumerate(rows, 1):
+            text = row_text(row, recipe.text_column, f"{recipe.dataset_name}, row {number}")
+            if text.strip():
+                yield Document(partial(iter, (text,)))
+    except ConversionError:
+        raise
     except Exception as error:  # the network, the name, access rights: each has its own class
         message = " ".join(str(error).split())
         raise RecipeError(f"cannot load the Hub data set {recipe.dataset_name}: {message}") from error
-    if recipe.streaming:
-        rows = rows.shuffle(seed=recipe.data_seed or recipe.seed, buffer_size=SHUFFLE_BUFFER)
-    for row in rows:
-        yield from row_document(row, recipe.text_column, recipe.dataset_name or "")
 
 
-def row_document(row: Any, text_column: str, where: str) -> Iterator[tuple[str, str]]:
-    if not isinstance(row, dict) or not isinstance(row.get(text_column), str):
-        found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        raise RecipeError(f"{where}: no text in column {text_column!r} (found: {found}); set text_column")
-    # Keyed by its text, a row that occurs twice falls in one part.
-    if row[text_column].strip():
-        yield row[text_column], row[text_column]
-
-
-def hash_key(key: str) -> int:
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
+def hash_document(document: Document, rule: str) -> int:
+    """Hash a document's text, or by the rule "path" that of a file by its path as it was written."""
+    by_path = rule == "path" and document.path is not None
+    digest = hashlib.blake2b(digest_size=8)
+    for piece in (document.path,) if by_path else document.pieces():
+        digest.update(piece.encode("utf-8", "surrogateescape"))
+    return int.from_bytes(digest.digest(), "big")
 
 
 @dataclass(frozen=True)
 class Split:
     """Validation documents are those whose hash lies below `threshold`.
 
-    A single document has no other to hold out, so its end is: `tail` is that share of it.
+    A single document has no other to hold out, so its end is, from the character `cut` on.
     """
 
     source: Source
     threshold: int
-    tail: float | None = None
+    cut: int | None = None
+    rule: str = "content"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What says again which documents are held out, whatever has been added since; see `load_split`."""
+        return {"rule": self.rule, "threshold": self.threshold, "cut": self.cut}
 
     def documents(self, part: str) -> Iterator[str]:
-        for key, text in self.source.documents():
-            if self.tail is not None:
-                cut = round(len(text) * (1 - self.tail))
-                yield text[:cut] if part == "train" else text[cut:]
-            elif (hash_key(key) < self.threshold) == (part == "validation"):
-                yield text
+        """Yield the part's texts; a long one comes in pieces."""
+        return (text for text, _ in self.pieces(part))
+
+    def pieces(self, part: str) -> Iterator[tuple[str, bool]]:
+        """Yield the part's texts in pieces, and of each whether its document ends with it."""
+        with recipe_errors():
+            for document in self.source.documents():
+                if self.cut is not None:
+                    first, stop = (0, self.cut) if part == "train" else (self.cut, None)
+                    yield from cut_text(characters(document.pieces(), first, stop))
+                elif (hash_document(document, self.rule) < self.threshold) == (part == "validation"):
+                    yield from cut_text(document.pieces())
 
 
-def split_source(source: Source, recipe: Recipe) -> Split:
-    """Hold out `validation_fraction` of the documents; raises `RecipeError` where there are none."""
-    if recipe.streaming:
-        return Split(source, round(recipe.validation_fraction * 2**64))
-    hashes = sorted({hash_key(key) for key, _ in source.documents()})
-    if not hashes:
+def characters(pieces: Iterable[str], first: int, stop: int | None) -> Iterator[str]:
+    """`text[first:stop]` of a text that comes in pieces."""
+    at = 0
+    for piece in pieces:
+        yield piece[max(first - at, 0) : None if stop is None else max(stop - at, 0)]
+        at += len(piece)
+
+
+def cut_text(pieces: Iterable[str], length: int = PIECE) -> Iterator[tuple[str, bool]]:
+    """Cut a text that comes in pieces into others, from `length` to twice that; and say which is its last.
+
+    Cuts are at boundaries of words where there are any, and depend on the text alone: not on the pieces.
+    """
+    text, start = "", 0
+    for piece in pieces:
+        text, start = text[start:] + piece, 0
+        while len(text) - start > 2 * length:
+            found = BOUNDARY.search(text, start + length, start + 2 * length)
+            end = found.start() if found else start + length
+            yield text[start:end], False
+            start = end
+    yield text[start:], True
+
+
+def split_source(source: Source, recipe: Recipe, rule: str = "content") -> Split:
+    """Hold out `validation_fraction` of the documents; raises `RecipeError` where there are none.
+
+    The rule "path" is that of runs without a record of theirs: of files it goes by the path as it was written.
+    """
+    streamed = Split(source, round(recipe.validation_fraction * 2**64), rule=rule)
+    if recipe.streaming and (rule == "path" or recipe.dataset_name):
+        return streamed
+    hashes, length = array("Q"), 0
+    with recipe_errors():
+        for document in source.documents():
+            hashes.append(hash_document(document, rule))
+            if hashes[-1] != hashes[0] and recipe.streaming:
+                return streamed
+            length = sum(map(len, document.pieces())) if hashes[-1] == hashes[0] else 0
+    distinct = np.unique(np.array(hashes, np.uint64))
+    if not len(distinct):
         raise RecipeError(f"{source.name} holds no text")
-    if len(hashes) == 1:
-        return Split(source, 0, tail=recipe.validation_fraction)
-    held_out = min(max(1, round(len(hashes) * recipe.validation_fraction)), len(hashes) - 1)
-    return Split(source, hashes[held_out])
+    if len(distinct) == 1:
+        return Split(source, 0, round(length * (1 - recipe.validation_fraction)), rule)
+    held_out = min(max(1, round(len(distinct) * recipe.validation_fraction)), len(distinct) - 1)
+    return Split(source, int(distinct[held_out]), rule=rule)
 
 
-def tokenize(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Yield every document's token ids, ended with the end-of-text token."""
-    stream = iter(texts)
-    while batch := list(islice(stream, 128)):
-        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
-            yield [*ids, tokenizer.eos_token_id]
+def load_split(source: Source, recipe: Recipe, folder: Path) -> Split:
+    """Return the split that `write_blocks` recorded beside the tokens in `folder`; raises `RecipeError`.
 
-
-def pack(documents: Iterable[list[int]], length: int) -> Iterator[np.ndarray]:
-    """Lay documents end to end and cut them into blocks; an incomplete last block is dropped.
-
-    Yields (2, L) arrays: token ids, and position ids, which restart at every document and every block.
+    A run from before there was a record goes on by the rule of then.
     """
-    ids: list[int] = []
-    starts: list[bool] = []
-    for document in documents:
-        ids += document
-        starts += [True, *[False] * (len(document) - 1)]
-        done = len(ids) - len(ids) % length
-        for begin in range(0, done, length):
-            index = np.arange(length)
-            first = np.array(starts[begin : begin + length])
-            positions = index - np.maximum.accumulate(np.where(first, index, 0))
-            yield np.stack([np.array(ids[begin : begin + length]), positions]).astype(np.int32)  # (2, L)
-        ids, starts = ids[done:], starts[done:]
-
-
-def example(block: np.ndarray) -> dict[str, torch.Tensor]:
-    """Turn a packed block into a training example.
-
-    The first token of a document has no label: it is not to be predicted from the document before it.
-    """
-    input_ids, position_ids = torch.from_numpy(block.astype(np.int64)).unbind()
-    return {
-        "input_ids": input_ids,
-        "position_ids": position_ids,
-        "labels": input_ids.masked_fill(position_ids == 0, -100),
-    }
-
-
-class PackedBlocks(Dataset):
-    """Packed blocks of shape (blocks, 2, L), usually mapped from a file."""
-
-    def __init__(self, blocks: np.ndarray) -> None:
-        self.blocks = blocks
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return example(self.blocks[index])
+    path = folder / SPLIT_RECORD
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        cut = None if record["cut"] is None else int(record["cut"])
+        return Split(source, int(record["threshold"]), cut, {"content": "content", "path": "path"}[record["rule"]])
+    except FileNotFoundError:
+        return split_source(source, recipe, rule="path")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecipeError(f"{path} does not say which documents are held out ({error!r}): start again") from error
 
 
 class StreamedBlocks(IterableDataset):
@@ -246,27 +227,38 @@ class StreamedBlocks(IterableDataset):
         self.split, self.tokenizer, self.length = split, tokenizer, length
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        for block in pack(tokenize(self.split.documents("train"), self.tokenizer), self.length):
+        for block in pack(tokenize(self.split.pieces("train"), self.tokenizer), self.length):
             yield example(block)
 
 
 def write_blocks(split: Split, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, folder: Path) -> None:
-    """Tokenize once and save `train.npy` and `validation.npy`, which every process maps; raises `RecipeError`."""
+    """Tokenize once and save `train.npy` and `validation.npy`, which every process maps, and the split's record.
+
+    `validation.npy` comes last: where it is, all is. Raises `RecipeError` where the text is too short.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / SPLIT_RECORD).write_text(json.dumps(split.record) + "\n", encoding="utf-8")
     wanted = {"train": recipe.train_batch_size * recipe.world_size, "validation": 1}
+    length, most = recipe.sequence_length, recipe.max_eval_blocks
     for part in ("validation",) if recipe.streaming else ("train", "validation"):
-        packed = pack(tokenize(split.documents(part), tokenizer), recipe.sequence_length)
-        blocks = list(islice(packed, recipe.max_eval_blocks if recipe.streaming else None))
-        if part == "validation" and len(blocks) > recipe.max_eval_blocks:
-            # Spread over all documents: the first ones alone would be few, and alike.
-            blocks = [blocks[i * len(blocks) // recipe.max_eval_blocks] for i in range(recipe.max_eval_blocks)]
-        if len(blocks) < wanted[part]:
-            raise RecipeError(
-                f"{split.source.name} is too short: {len(blocks)} blocks of {recipe.sequence_length} tokens for {part},"
-                f" and at least {wanted[part]} are needed; give more text, or a smaller sequence_length or batch"
-            )
-        np.save(folder / f"{part}.tmp.npy", np.stack(blocks))  # (blocks, 2, L)
-        (folder / f"{part}.tmp.npy").replace(folder / f"{part}.npy")
+        path, every = folder / f"{part}.tmp.npy", folder / f"{part}.every.npy"
+        try:
+            packed = pack(tokenize(split.pieces(part), tokenizer), length)
+            count = save_blocks(path, islice(packed, most if recipe.streaming else None), length)
+            if count < wanted[part]:
+                raise RecipeError(
+                    f"{split.source.name} is too short: {count} blocks of {length} tokens for {part}, and at least"
+                    f" {wanted[part]} are needed; give more text, or a smaller sequence_length or batch"
+                )
+            if part == "validation" and count > most:
+                # Spread over all documents: the first ones alone would be few, and alike.
+                path.replace(every)
+                blocks = np.load(every, mmap_mode="r")
+                save_blocks(path, (blocks[i * count // most] for i in range(most)), length)
+            path.replace(folder / f"{part}.npy")
+        finally:
+            path.unlink(missing_ok=True)
+            every.unlink(missing_ok=True)
 
 
 def load_blocks(folder: Path, part: str) -> PackedBlocks:

@@ -10,6 +10,9 @@ from .recipe import RecipeError
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 # Merges settle long before this; a bigger corpus is read up to here.
 TRAINING_CHARACTERS = 100_000_000
+# Bytes after which training cuts a word: its time grows with the square of a word's length, and Base64 has no spaces.
+# Tokens are shorter than this.
+LONGEST_WORD = 256
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -18,7 +21,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     if vocab_size < smallest:
         raise RecipeError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {smallest}")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST_WORD)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -27,6 +31,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(first_characters(texts, TRAINING_CHARACTERS), trainer)
+    tokenizer.pre_tokenizer = words
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PAD, padding_side="left"
     )

@@ -4,23 +4,21 @@ No passage is in two of the three parts. Documents are read until the parts are 
 used and not with the corpus.
 """
 
-import glob
 import hashlib
 import random
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from .errors import ConversionError
+from .finding import Files, find_files
+from .reading import read_documents
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-# Suffix to the builder of the `datasets` library that reads its rows.
-ROW_SUFFIXES = {".jsonl": "json", ".parquet": "parquet"}
 SHUFFLE_WINDOW = 1000  # rows of one file
 CHARACTERS_PER_TOKEN = 4  # roughly; it only sets how long a section is
 
@@ -65,17 +63,17 @@ def read_batches(
 ) -> dict[str, list[dict[str, torch.Tensor]]]:
     """Read, tokenize and pack text into disjoint parts.
 
-    Documents are tokenized as the tokenizer does by default. The next one goes to the part that is furthest from what
-    it wants, so a short text is shared out in proportion; one that occurs again is left out. A long document is cut
-    into sections that count as documents, so that a single file will do.
+    Documents are tokenized as the tokenizer does by default, but special tokens written in them are text. The next one
+    goes to the part that is furthest from what it wants, so a short text is shared out in proportion; one that occurs
+    again is left out. A long document is cut into sections that count as documents, so that a single file will do.
 
     Args:
-        paths: files or folders of them: JSONL and Parquet (a document a row), or plain text (a document a file).
+        paths: files or folders of them: JSONL, JSON and Parquet (a document a row), or plain text (a document a file).
         tokens: how many tokens each part wants, for instance `{"calibration": 131072, "evaluation": 65536}`.
         sequence_length: tokens of a block.
         batch_size: blocks of a batch.
         evaluation_paths: text of its own for the part `"evaluation"`.
-        text_column: JSONL and Parquet column that holds the text.
+        text_column: column of the rows that holds the text.
         seed: order of the files, and of the rows within a window.
 
     Returns:
@@ -86,32 +84,61 @@ def read_batches(
         ConversionError: nothing to read, a file that is not what its suffix says, or too little text.
     """
     parts = {name: Part(name, max(wanted, sequence_length)) for name, wanted in tokens.items()}
-    section = section_length([*paths, *evaluation_paths], sum(part.wanted for part in parts.values()), sequence_length)
+    sources = {name: find_files(named, text_column) for name, named in (("", paths), ("evaluation", evaluation_paths))}
+    for files in sources.values():
+        for note in files.notes:
+            warnings.warn(note, stacklevel=2)
+    section = section_length(sources.values(), sum(part.wanted for part in parts.values()), sequence_length)
     seen: set[bytes] = set()
-    plan = [(paths, [part for part in parts.values() if not evaluation_paths or part.name != "evaluation"])]
-    if evaluation_paths:
-        # First, so that calibration leaves out what is evaluated on.
-        plan.insert(0, (evaluation_paths, [parts["evaluation"]]))
-    for sources, wanting in plan:
-        documents = distinct(read_documents(list_files(sources), text_column, section, seed), seen)
+    # The evaluation's own text first, so that calibration leaves out what is evaluated on.
+    for name in ("evaluation", "") if evaluation_paths else ("",):
+        wanting = [part for part in parts.values() if not evaluation_paths or (part.name == "evaluation") == bool(name)]
+        documents = distinct(read_sections(sources[name].paths, text_column, section, seed), seen)
         fill(wanting, documents, tokenizer)
     return {name: part.batches(sequence_length, batch_size) for name, part in parts.items()}
 
 
-def section_length(paths: Sequence[Path], wanted: int, sequence_length: int) -> int:
+def section_length(sources: Iterable[Files], wanted: int, sequence_length: int) -> int:
     """Characters after which a document is cut: such that the parts get several sections each of the text there is."""
-    available = sum(path.stat().st_size for path in list_files(paths))
+    available = sum(path.stat().st_size for path in {path for files in sources for path in files.paths})
     return max(CHARACTERS_PER_TOKEN * sequence_length, min(CHARACTERS_PER_TOKEN * wanted, available) // 32)
 
 
 def fill(parts: Sequence[Part], documents: Iterable[str], tokenizer: PreTrainedTokenizerBase):
+    encoder = TextEncoder(tokenizer)
     for text in documents:
         part = min(parts, key=lambda part: part.filled)
         if part.filled >= 1:
             return
-        ids = tokenizer(text, verbose=False)["input_ids"]
+        (ids,) = encoder([text])
         part.ids += ids
         part.positions += range(len(ids))
+
+
+class TextEncoder:
+    """Turns texts into token ids such that what is written in them is text: "</s>" never ends a document.
+
+    A tokenizer that has its special tokens among its words (Unigram, WordLevel) finds them all the same; of these a
+    text that holds one is refused.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, **options: bool) -> None:
+        self.tokenizer, self.options, self.found_anyway = tokenizer, {"verbose": False, **options}, []
+        if type(tokenizer).__name__ == "MistralCommonBackend":  # does so itself, and refuses to be told
+            return
+        self.options["split_special_tokens"] = True
+        for number, token in tokenizer.added_tokens_decoder.items():
+            probe = tokenizer(f"{token} {token}", add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            if token.special and str(token) != tokenizer.unk_token and number in probe:
+                self.found_anyway.append(str(token))
+
+    def __call__(self, texts: list[str]) -> list[list[int]]:
+        for token in self.found_anyway:
+            if any(token in text for text in texts):
+                raise ConversionError(
+                    f"the text holds {token!r}, which this tokenizer takes for its special token: take it out of there"
+                )
+        return self.tokenizer(texts, **self.options)["input_ids"]
 
 
 def distinct(documents: Iterable[str], seen: set[bytes]) -> Iterator[str]:
@@ -124,66 +151,30 @@ def distinct(documents: Iterable[str], seen: set[bytes]) -> Iterator[str]:
 
 def list_files(paths: Sequence[Path]) -> list[Path]:
     """Files at `paths`, folders searched for the suffixes that can be read; raises ConversionError."""
-    files: set[Path] = set()
-    suffixes = (*TEXT_SUFFIXES, *ROW_SUFFIXES)
-    for path in paths:
-        found = [item for item in path.rglob("*") if item.suffix.lower() in suffixes and item.is_file()]
-        if path.is_file():  # whatever its suffix, as it was named
-            found = [path]
-        if not found:
-            raise ConversionError(f"nothing to read at {path}: give files, or folders of {', '.join(suffixes)} files")
-        files.update(found)
-    return sorted(files)
+    return find_files(paths).paths
 
 
-def read_documents(files: Sequence[Path], column: str, section: int, seed: int) -> Iterator[str]:
+def read_sections(files: Sequence[Path], column: str, section: int, seed: int) -> Iterator[str]:
     """Yield every document, cut into pieces of at most `section` characters."""
     files = list(files)
     # A corpus is sorted by topic or date; the first files would be alike.
     random.Random(seed).shuffle(files)
     for path in files:
-        with one_line_errors(path):
-            if path.suffix.lower() not in ROW_SUFFIXES:
-                with path.open(encoding="utf-8-sig") as file:
-                    while piece := file.read(section):
-                        if "\0" in piece:
-                            raise ValueError("not text: it holds a NUL character")
-                        yield piece
-            else:
-                pieces = (sections(text, section) for text in read_rows(path, column, seed))
-                yield from chain.from_iterable(pieces)
+        documents = read_documents(path, column, newlines=True)
+        # One document where the file is one, else a window of rows.
+        while window := list(islice(documents, SHUFFLE_WINDOW)):
+            random.Random(seed).shuffle(window)
+            for document in window:
+                yield from sections(document.pieces(), section)
 
 
-def sections(text: str, length: int) -> Iterator[str]:
-    return (text[start : start + length] for start in range(0, len(text), length))
-
-
-def read_rows(path: Path, column: str, seed: int) -> Iterator[str]:
-    import datasets  # slow to import, and only these need it
-
-    if not path.stat().st_size:
-        return
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    rows = datasets.load_dataset(
-        ROW_SUFFIXES[path.suffix.lower()], data_files=[glob.escape(str(path))], split="train", streaming=True
-    )
-    stream = iter(rows)
-    while window := list(islice(stream, SHUFFLE_WINDOW)):
-        random.Random(seed).shuffle(window)
-        for row in window:
-            if not isinstance(row.get(column), str):
-                found = ", ".join(row)
-                raise ConversionError(f"{path}: no text in column {column!r} (it has: {found}); set --text-column")
-            yield row[column]
-
-
-@contextmanager
-def one_line_errors(path: Path):
-    try:
-        yield
-    except (ConversionError, OSError):
-        raise
-    except UnicodeDecodeError as error:
-        raise ConversionError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    except Exception as error:  # each format's reader has its own classes
-        raise ConversionError(f"cannot read {path}: {' '.join(str(error).split()) or type(error).__name__}") from error
+def sections(pieces: Iterable[str], length: int) -> Iterator[str]:
+    """Cut a text that comes in pieces after every `length` characters."""
+    rest = ""
+    for piece in pieces:
+        rest += piece
+        whole = len(rest) - len(rest) % length
+        yield from (rest[start : start + length] for start in range(0, whole, length))
+        rest = rest[whole:]
+    if rest:
+        yield rest

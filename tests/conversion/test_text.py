@@ -1,7 +1,6 @@
 """Text to batches: what is read, that parts share nothing, and what is refused."""
 
 import json
-from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -10,9 +9,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from modeling_gqa.conversion import ConversionError, text
+from modeling_gqa.conversion.reading import read_documents
 from modeling_gqa.conversion.text import read_batches
 
 LENGTH = 8
+pytestmark = pytest.mark.filterwarnings("ignore:not read .empty.")
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def test_evaluation_text_is_kept_apart(corpus, tmp_path, tokenizer):
     held_out.write_text("".join(json.dumps({"body": numbers(i, 30)}) + "\n" for i in range(3000, 3600, 30)))
     for i in range(20):  # the same documents again, in calibration's folder
         (corpus / f"copy{i}.txt").write_text(numbers(3000 + 30 * i, 30))
-    with pytest.raises(ConversionError, match=r"held-out.jsonl: no text in column 'text' \(it has: body\)"):
+    with pytest.raises(ConversionError, match=r"held-out.jsonl, line 1: no text in column 'text' \(found: body\)"):
         read([corpus], tokenizer, evaluation_paths=[held_out])
     held_out.write_text(held_out.read_text().replace("body", "text"))
     tokens = {"calibration": 4000, "selection": 1000, "evaluation": 400}
@@ -128,7 +129,9 @@ def test_reading_stops_when_the_parts_are_full(tmp_path, tokenizer, monkeypatch)
     for i in range(300):
         (tmp_path / f"{i:03}.txt").write_text(numbers(1 + 12 * i, 12))
     opened = []
-    monkeypatch.setattr(text, "one_line_errors", lambda path: nullcontext(opened.append(path)))
+    monkeypatch.setattr(
+        text, "read_documents", lambda path, *_, **__: (opened.append(path), read_documents(path, "text"))[1]
+    )
     read([tmp_path], tokenizer)
     assert 1400 / 12 < len(opened) < 1400 / 12 + 6
 
@@ -136,12 +139,16 @@ def test_reading_stops_when_the_parts_are_full(tmp_path, tokenizer, monkeypatch)
 REFUSED = {
     "missing": ("nothing.txt", None, "nothing to read at .*nothing.txt"),
     "binary": ("a.txt", b"\xff\xfe\x00", "a.txt is not UTF-8 text"),
-    "NUL": ("a.txt", b"text\0text", "cannot read .*a.txt: not text"),
-    "no JSON": ("a.jsonl", b'{"text": "x"}\n{"text": \n', "cannot read .*a.jsonl: JSON"),
-    "no rows": ("a.jsonl", b"[1, 2]\n[3]\n", "cannot read .*a.jsonl: "),
+    "NUL": ("a.txt", b"text\0text", "a.txt is not UTF-8 text: a NUL character in line 1"),
+    "no JSON": ("a.jsonl", b'{"text": "x"}\n{"text": \n', "a.jsonl, line 2 is not JSON: Expecting value"),
+    "no rows": (
+        "a.jsonl",
+        b"[1, 2]\n[3]\n",
+        r"a.jsonl, line 1: no text in column 'text' \(found: list\); set --text-column",
+    ),
     "no text": ("a.jsonl", b'{"text": 3}\n', "no text in column 'text'"),
-    "no Parquet": ("a.parquet", b"text", "cannot read .*a.parquet: "),
-    "empty": ("a.txt", b"", "too short: 0 tokens for calibration"),
+    "no Parquet": ("a.parquet", b"text", "a.parquet is not a Parquet file: "),
+    "empty": ("a.txt", b"", "a.txt is empty"),
     "blank": ("a.txt", b" \n\n", "too short: 0 tokens for calibration"),
     "short": ("a.txt", b"1 2 3", "too short: 3 tokens for calibration, and a block has 8"),
 }

@@ -35,6 +35,15 @@ def open_source(tmp_path, *files, **fields) -> data.Source:
     return data.open_source(Recipe(output_dir=str(tmp_path), data_files=[str(file) for file in files], **fields))
 
 
+def texts(source: data.Source) -> list[str]:
+    return ["".join(document.pieces()) for document in source.documents()]
+
+
+def whole(documents: list) -> list[tuple]:
+    """Documents none of which comes in pieces."""
+    return [(document, True) for document in documents]
+
+
 def write_rows(path: Path) -> Path:
     rows = [{"text": text, "n": n} for n, text in enumerate(TEXTS)]
     if path.suffix == ".parquet":
@@ -46,7 +55,7 @@ def write_rows(path: Path) -> Path:
 
 def test_standard_library_without_tests_and_packages(tmp_path):
     source = data.open_source(Recipe(output_dir=str(tmp_path)))
-    documents = dict(source.documents())
+    documents = {document.path: text for document, text in zip(source.documents(), texts(source), strict=True)}
     assert source.license == "PSF-2.0"
     assert {"argparse.py", "asyncio/tasks.py"} <= set(documents)
     assert documents["argparse.py"] == (Path(sysconfig.get_path("stdlib")) / "argparse.py").read_text(encoding="utf-8")
@@ -58,7 +67,7 @@ def test_formats_hold_the_same_text(tmp_path, corpus):
     jsonl, parquet = write_rows(tmp_path / "rows.jsonl"), write_rows(tmp_path / "rows.parquet")
     sources = [open_source(tmp_path, *files) for files in ([corpus], [f"{corpus}/*.txt"], [jsonl], [parquet])]
     for source in sources:
-        assert [text for _, text in source.documents()] == TEXTS
+        assert texts(source) == TEXTS
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -89,7 +98,7 @@ def test_single_document_gives_its_end(tmp_path):
 
 def test_packing_keeps_documents_apart():
     documents = [[10, 11, 0], [20, 0], [*range(30, 40), 0], [50, 51, 52, 53, 0]]
-    blocks = list(data.pack(documents, 7))
+    blocks = list(data.pack(whole(documents), 7))
     assert len(blocks) == 3
     flat = [token for document in documents for token in document]
     assert np.concatenate([ids for ids, _ in blocks]).tolist() == flat[:21]
@@ -104,7 +113,7 @@ def test_packing_keeps_documents_apart():
 def test_packing_any_lengths():
     draw = np.random.default_rng(0)
     documents = [[n + 1] * int(size) for n, size in enumerate(draw.integers(1, 30, 50))]
-    blocks = np.stack(list(data.pack(documents, 16)))
+    blocks = np.stack(list(data.pack(whole(documents), 16)))
     flat = np.concatenate(documents)
     assert blocks[:, 0].ravel().tolist() == flat[: blocks[:, 0].size].tolist()
     for ids, positions in blocks:
@@ -125,11 +134,11 @@ def test_streamed_blocks_equal_stored_ones(tmp_path, corpus, tokenizer):
     )
     split = data.split_source(open_source(tmp_path, corpus), recipe)
     streamed = list(data.StreamedBlocks(split, tokenizer, 32))
-    stored = list(data.pack(data.tokenize(split.documents("train"), tokenizer), 32))
+    stored = list(data.pack(data.tokenize(split.pieces("train"), tokenizer), 32))
     assert len(streamed) == len(stored) > 10
     assert torch.equal(streamed[7]["input_ids"], data.example(stored[7])["input_ids"])
     data.write_blocks(split, tokenizer, recipe, tmp_path / "data")
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["validation.npy"]
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["split.json", "validation.npy"]
 
 
 def test_validation_is_spread_over_all_documents(tmp_path, corpus, tokenizer):
@@ -137,7 +146,7 @@ def test_validation_is_spread_over_all_documents(tmp_path, corpus, tokenizer):
     split = data.split_source(open_source(tmp_path, corpus), recipe)
     data.write_blocks(split, tokenizer, recipe, tmp_path / "data")
     blocks = data.load_blocks(tmp_path / "data", "validation")
-    every = list(data.pack(data.tokenize(split.documents("validation"), tokenizer), 32))
+    every = list(data.pack(data.tokenize(split.pieces("validation"), tokenizer), 32))
     assert len(blocks) == 6 < len(every)
     assert np.array_equal(blocks.blocks[-1], every[5 * len(every) // 6])
 
@@ -147,8 +156,8 @@ def test_tokenizer_is_lossless_and_repeatable(tokenizer):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(tokenizer) <= 300 and tokenizer.eos_token_id != tokenizer.pad_token_id
     assert train_tokenizer(TEXTS, 300).get_vocab() == tokenizer.get_vocab()
-    documents = list(data.tokenize(TEXTS, tokenizer))
-    assert len(documents) == 40 and all(document[-1] == tokenizer.eos_token_id for document in documents)
+    documents = list(data.tokenize(whole(TEXTS), tokenizer))
+    assert len(documents) == 40 and all(ids[-1] == tokenizer.eos_token_id and ends for ids, ends in documents)
 
 
 def test_bigram_loss_by_counting():

@@ -1,0 +1,135 @@
+"""Texts to tokens, and tokens to packed blocks.
+
+Documents are ended with the end-of-text token and laid end to end in blocks of L tokens. Position ids restart at every
+document, which is what keeps packed documents from attending to each other.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from modeling_gqa.conversion.errors import ConversionError
+from modeling_gqa.conversion.text import TextEncoder
+
+from .recipe import RecipeError
+
+BATCH = 2**20  # characters tokenized at a time
+BATCH_PIECES = 1000
+PACKED = 2**16  # tokens packed at a time
+
+
+@contextmanager
+def recipe_errors() -> Iterator[None]:
+    try:
+        yield
+    except ConversionError as error:
+        # In the words of a recipe.
+        raise RecipeError(str(error).replace("--text-column", "text_column")) from error
+
+
+def tokenize(
+    pieces: Iterable[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[list[int], bool]]:
+    """Yield the token ids of every piece, and whether its document ends with it, as the end-of-text token then does.
+
+    What is written in the text is text: an end-of-text token in it ends no document.
+    """
+    encode = TextEncoder(tokenizer, add_special_tokens=False, return_attention_mask=False)
+    with recipe_errors():
+        for batch in batches(pieces):
+            for ids, (_, ends) in zip(encode([text for text, _ in batch]), batch, strict=True):
+                yield ([*ids, tokenizer.eos_token_id] if ends else ids), ends
+
+
+def batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    batch: list[tuple[str, bool]] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[0])
+        if size >= BATCH or len(batch) == BATCH_PIECES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def pack(documents: Iterable[tuple[list[int], bool]], length: int) -> Iterator[np.ndarray]:
+    """Lay documents end to end and cut them into blocks; an incomplete last block is dropped.
+
+    Takes token ids, and whether a document ends with them. Yields (2, L) arrays: token ids, and position ids, which
+    restart at every document and every block.
+    """
+    ids: list[int] = []
+    starts = [0]
+    for document, ends in documents:
+        ids += document
+        if ends:
+            starts.append(len(ids))
+        if len(ids) >= max(length, PACKED):
+            yield from blocks_of(ids, starts, length)
+            done = len(ids) - len(ids) % length
+            ids, starts = ids[done:], [start - done for start in starts if start >= done]
+    yield from blocks_of(ids, starts, length)
+
+
+def blocks_of(ids: list[int], starts: list[int], length: int) -> Iterator[np.ndarray]:
+    done = len(ids) - len(ids) % length
+    index = np.arange(length, dtype=np.int32)
+    begins = np.zeros(len(ids) + 1, bool)
+    begins[starts] = True
+    first = begins[:done].reshape(-1, length)  # (blocks, L)
+    positions = index - np.maximum.accumulate(np.where(first, index, 0), axis=1)
+    tokens = np.array(ids[:done], np.int32).reshape(-1, length)  # (blocks, L)
+    yield from np.stack([tokens, positions], axis=1)  # (blocks, 2, L)
+
+
+def example(block: np.ndarray) -> dict[str, torch.Tensor]:
+    """Turn a packed block into a training example.
+
+    The first token of a document has no label: it is not to be predicted from the document before it.
+    """
+    input_ids, position_ids = torch.from_numpy(block.astype(np.int64)).unbind()
+    return {
+        "input_ids": input_ids,
+        "position_ids": position_ids,
+        "labels": input_ids.masked_fill(position_ids == 0, -100),
+    }
+
+
+class PackedBlocks(Dataset):
+    """Packed blocks of shape (blocks, 2, L), usually mapped from a file."""
+
+    def __init__(self, blocks: np.ndarray) -> None:
+        self.blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return example(self.blocks[index])
+
+
+def save_blocks(path: Path, blocks: Iterable[np.ndarray], length: int) -> int:
+    """Write blocks as they come to a .npy file of shape (blocks, 2, L); return how many there were."""
+
+    def write_header(count: int) -> int:
+        shape = {"descr": np.lib.format.dtype_to_descr(np.dtype(np.int32)), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(file, {**shape, "shape": (count, 2, length)})
+        return file.tell()
+
+    count = 0
+    with path.open("wb") as file:
+        begin = write_header(0)
+        for block in blocks:
+            file.write(block.astype(np.int32, order="C", copy=False).data)
+            count += 1
+        file.seek(0)
+        # NumPy leaves room for the first axis to grow.
+        assert write_header(count) == begin
+    return count
