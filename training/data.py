@@ -76,8 +76,11 @@ def list_files(patterns: list[str], text_column: str) -> Files:
     """Expand files, folders and globs into files, in a fixed order."""
     named, matched = [], []
     for pattern in patterns:
-        path = Path(pattern).expanduser()
-        files = [] if path.exists() else [Path(item) for item in glob.glob(str(path), recursive=True)]
+        try:
+            path = Path(pattern).expanduser()
+            files = [] if path.exists() else [Path(item) for item in glob.glob(str(path), recursive=True)]
+        except (OSError, RuntimeError) as error:  # a name too long, a folder that is shut, an unknown ~user
+            raise RecipeError(f"data_files: nothing to read at {pattern[:200]}: {error}") from error
         files = [item for item in files if item.is_file()]
         matched += files
         named += [] if files else [path]

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from modeling_gqa.conversion import ConversionError, text
@@ -134,6 +134,49 @@ def test_reading_stops_when_the_parts_are_full(tmp_path, tokenizer, monkeypatch)
     )
     read([tmp_path], tokenizer)
     assert 1400 / 12 < len(opened) < 1400 / 12 + 6
+
+
+def byte_level(special: str, first: str) -> PreTrainedTokenizerFast:
+    """A byte for a token, `special` as end of text, and `first` before every text."""
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words.train_from_iterator([], trainers.BpeTrainer(special_tokens=[first, special], initial_alphabet=alphabet))
+    words.post_processor = processors.TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token=first, eos_token=special)
+    tokenizer.add_tokens([AddedToken("<tool>", special=False)])
+    return tokenizer
+
+
+def test_special_tokens_written_in_a_text_are_text(tmp_path):
+    """The first token that a tokenizer adds stays, and so do words that were added to it."""
+    tokenizer = byte_level("</s>", "<s>")
+    (tmp_path / "a.txt").write_text("ab<s>cd</s>ef<tool>gh")
+    (batch,) = read([tmp_path], tokenizer, {"evaluation": 16})["evaluation"]
+    words = tokenizer.convert_ids_to_tokens(batch["input_ids"].flatten())
+    assert words == ["<s>", *"ab<s>cd</s>ef", "<tool>", "g"]
+
+
+def test_a_special_token_that_is_a_word_is_refused_in_text(tmp_path):
+    """Of the vocabulary, so that the tokenizer finds it whatever it is told."""
+    words = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0), ("b", -2.0), ("▁", -1.0)], unk_id=0))
+    words.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="<unk>")
+    (tmp_path / "a.txt").write_text("a b <unk> " * 20)
+    assert tokenizer.eos_token_id not in tokens_of(read([tmp_path], tokenizer, {"evaluation": 16})["evaluation"])
+    (tmp_path / "a.txt").write_text("a b </s> " * 20)
+    with pytest.raises(
+        ConversionError, match="the text holds '</s>', which this tokenizer takes for its special token"
+    ):
+        read([tmp_path], tokenizer, {"evaluation": 16})
+
+
+def test_what_is_not_read_is_named(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text(numbers(1000, 3000))
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "b.txt").write_text(numbers(4000, 100))
+    with pytest.warns(UserWarning, match=r"^not read \(hidden\), 1: .*/.git$"):
+        assert max(tokens_of(read([tmp_path], tokenizer)["calibration"])) < 4000
 
 
 REFUSED = {

@@ -1,10 +1,13 @@
 """Sources, split, packing, tokenizer, baseline, and the errors that come before training."""
 
+import gzip
+import hashlib
 import json
 import math
+import shutil
 import sysconfig
 from collections import Counter
-from itertools import pairwise
+from itertools import chain, cycle, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +16,18 @@ import pyarrow.parquet
 import pytest
 import torch
 import yaml
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from training_texts import MODEL, make_texts
-from transformers import EvalPrediction
+from transformers import EvalPrediction, PreTrainedTokenizerFast
 
-from training import data
+from modeling_gqa.conversion import reading
+from training import data, packing
 from training.baseline import bigram_loss
 from training.pretrain import pretrain
 from training.recipe import Recipe, RecipeError
-from training.tokenizer import train_tokenizer
+from training.tokenizer import LONGEST_WORD, train_tokenizer
 from training.trainer import row_losses, sum_losses
 
 TEXTS = make_texts(40)
@@ -88,12 +95,161 @@ def test_repeated_rows_fall_in_one_part(tmp_path):
     assert not set(split.documents("train")) & set(split.documents("validation"))
 
 
-def test_single_document_gives_its_end(tmp_path):
-    (tmp_path / "one.txt").write_text("".join(TEXTS))
-    split = data.split_source(open_source(tmp_path, tmp_path / "one.txt"), Recipe(output_dir=str(tmp_path)))
-    (train,), (validation,) = split.documents("train"), split.documents("validation")
-    assert train + validation == "".join(TEXTS)
-    assert len(validation) == pytest.approx(0.05 * len("".join(TEXTS)), abs=1)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_split_follows_the_content(tmp_path, corpus, streaming, monkeypatch):
+    """Not how the path is written, nor where the file lies; equal files are on one side."""
+    (tmp_path / "link").symlink_to(corpus)
+    shutil.copytree(corpus, tmp_path / "copy")
+    (tmp_path / "copy" / "again.txt").write_text(TEXTS[0])
+    (tmp_path / "copy" / "rows.jsonl").write_text(json.dumps({"text": TEXTS[1]}))
+    monkeypatch.chdir(corpus.parent)
+    relative, dotted = Path(corpus.name), f"{corpus.name}/../{corpus.name}/*.txt"
+    recipe = Recipe(output_dir=str(tmp_path), validation_fraction=0.3, streaming=streaming, max_steps=1)
+    held_out = []
+    for path in (corpus, relative, dotted, tmp_path / "link", tmp_path / "copy"):
+        split = data.split_source(open_source(tmp_path, path), recipe)
+        held_out.append(set(split.documents("validation")))
+        assert not held_out[-1] & set(split.documents("train"))
+    assert all(texts == held_out[0] for texts in held_out) and 0 < len(held_out[0]) < 40
+
+
+def test_split_is_recorded_and_old_runs_keep_theirs(tmp_path, corpus, tokenizer):
+    recipe = Recipe(output_dir=str(tmp_path), validation_fraction=0.3, sequence_length=32, streaming=True, max_steps=1)
+    source = open_source(tmp_path, corpus)
+    split = data.split_source(source, recipe)
+    data.write_blocks(split, tokenizer, recipe, tmp_path / "data")
+    assert data.load_split(source, recipe, tmp_path / "data") == split
+    (tmp_path / "data" / "split.json").unlink()
+    old = data.load_split(source, recipe, tmp_path / "data")
+    hashes = {
+        text: hashlib.blake2b(f"{corpus}/{n:02}.txt".encode(), digest_size=8).hexdigest()
+        for n, text in enumerate(TEXTS)
+    }
+    expected = [text for text in TEXTS if int(hashes[text], 16) < 0.3 * 2**64]
+    assert list(old.documents("validation")) == expected != list(split.documents("validation"))
+    for damage in (b"", b"{}", b"[]", b'{"rule": "moon", "threshold": 1, "cut": null}', b"\xff"):
+        (tmp_path / "data" / "split.json").write_bytes(damage)
+        with pytest.raises(RecipeError, match=r"split.json does not say which documents are held out"):
+            data.load_split(source, recipe, tmp_path / "data")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_single_document_gives_its_end(tmp_path, streaming, monkeypatch):
+    monkeypatch.setattr(reading, "CHUNK", 1000)  # the cut lies within a piece
+    for name in ("one.txt", "two.txt"):  # equal, so one document
+        (tmp_path / name).write_text("".join(TEXTS))
+    recipe = Recipe(output_dir=str(tmp_path), streaming=streaming, max_steps=1)
+    split = data.split_source(open_source(tmp_path, tmp_path), recipe)
+    train, validation = ("".join(split.documents(part)) for part in ("train", "validation"))
+    text = "".join(TEXTS)
+    assert train == text[: len(train) // 2] * 2 and validation == text[-(len(validation) // 2) :] * 2
+    assert len(train) + len(validation) == 2 * len(text)
+    assert len(validation) == pytest.approx(0.1 * len(text), abs=2)
+
+
+WORDS = st.text(st.sampled_from("ab\u00e9 1_.'<|\n\t\r\u3000漢\U0001f642"), max_size=300)
+
+
+@settings(max_examples=60)
+@given(text=WORDS, length=st.integers(1, 20), sizes=st.lists(st.integers(1, 50), min_size=1))
+def test_tokens_of_pieces_are_those_of_the_whole(tokenizers, text, length, sizes):
+    """Wherever a text has a boundary, and however it was read."""
+    pieces, read = [], 0
+    for size in cycle(sizes):
+        pieces.append(text[read : read + size])
+        read += size
+        if read >= len(text):
+            break
+    cut = list(data.cut_text(pieces, length))
+    assert "".join(piece for piece, _ in cut) == text and cut == list(data.cut_text([text], length))
+    assert [ends for _, ends in cut] == [False] * (len(cut) - 1) + [True]
+    at = 0
+    for piece, _ in cut[:-1]:
+        assert length <= len(piece) <= 2 * length
+        at += len(piece)
+        if len(piece) == length and not data.BOUNDARY.match(text, at):
+            assume(False)  # no boundary within reach: a word is cut
+    for tokenizer in tokenizers:
+        tokens = [ids for ids, _ in data.tokenize(cut, tokenizer)]
+        assert list(chain.from_iterable(tokens)) == [
+            *tokenizer(text, split_special_tokens=True)["input_ids"],
+            tokenizer.eos_token_id,
+        ]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tokenizer):
+    """Ours, and one that cuts words as Llama 3, Qwen and GPT-4 do."""
+    words = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    other = Tokenizer(models.BPE())
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    other.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(words), "isolated"), byte_level])
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    many = ["\n\n  \n   a.\n\n.\n   .. 11 111 '\t\n  \r\n\r\n aé ab 漢漢 \u3000 " * 20]
+    other.train_from_iterator(
+        many, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=["</s>"])
+    )
+    return train_tokenizer([*TEXTS, *many], 600), PreTrainedTokenizerFast(tokenizer_object=other, eos_token="</s>")
+
+
+@settings(max_examples=60)
+@given(
+    documents=st.lists(st.lists(st.lists(st.integers(0, 9), max_size=9), min_size=1), max_size=20),
+    length=st.integers(1, 20),
+    chunk=st.integers(1, 50),
+)
+def test_packing_documents_in_any_pieces(documents, length, chunk):
+    pieces = [(ids, ids is document[-1]) for document in documents for ids in document]
+    flat = [(token, n) for document in documents for n, token in enumerate(chain.from_iterable(document))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "PACKED", chunk)
+        blocks = list(data.pack(pieces, length))
+    assert len(blocks) == len(flat) // length
+    for number, (ids, positions) in enumerate(blocks):
+        mine = flat[number * length : (number + 1) * length]
+        assert ids.tolist() == [token for token, _ in mine]
+        assert positions.tolist() == [min(n, place) for place, (_, n) in enumerate(mine)]
+
+
+def test_special_tokens_written_in_a_text_are_text(tokenizer):
+    text = "a<|endoftext|>b <|pad|>"
+    ((ids, _),) = data.tokenize([(text, True)], tokenizer)
+    assert ids[-1] == tokenizer.eos_token_id and not {tokenizer.eos_token_id, tokenizer.pad_token_id} & set(ids[:-1])
+    assert tokenizer.decode(ids[:-1]) == text
+    # Nor are they more than text to what the tokenizer is trained on.
+    learned = train_tokenizer(["<|endoftext|>\n" * 500], 300)
+    ((ids, _),) = data.tokenize([("endoftext", True)], learned)
+    assert len(ids) == 2 and learned.convert_ids_to_tokens(ids)[0] == "endoftext"
+
+
+def test_a_word_without_end_is_cut_for_the_training_of_the_tokenizer():
+    vocabulary = train_tokenizer(["a" * 2000, " " * 2000], 400).get_vocab()
+    assert max(map(len, vocabulary)) == LONGEST_WORD
+    whole = train_tokenizer(TEXTS, 300).backend_tokenizer.pre_tokenizer
+    assert [word for word, _ in whole.pre_tokenize_str("a" * 2000)] == ["a" * 2000]  # for training alone
+
+
+def test_blocks_written_as_they_come_are_what_numpy_saves(tmp_path):
+    blocks = np.random.default_rng(0).integers(0, 99, (1234, 2, 7), dtype=np.int32)
+    for count in (1, 1234):
+        assert data.save_blocks(tmp_path / "ours.npy", iter(blocks[:count]), 7) == count
+        np.save(tmp_path / "numpy.npy", blocks[:count])
+        assert (tmp_path / "ours.npy").read_bytes() == (tmp_path / "numpy.npy").read_bytes()
+
+
+def test_one_empty_file_of_a_folder_is_named_and_skipped(tmp_path, corpus):
+    shutil.copytree(corpus, tmp_path / "text")
+    (tmp_path / "text" / "empty.txt").write_text("")
+    for path in (tmp_path / "text", f"{tmp_path}/text/*.txt"):
+        source = open_source(tmp_path, path)
+        assert texts(source) == TEXTS and source.notes == (f"not read (empty), 1: {tmp_path}/text/empty.txt",)
+    with pytest.raises(RecipeError, match=r"empty.txt is empty$"):
+        open_source(tmp_path, tmp_path / "text" / "empty.txt")
+    with pytest.raises(RecipeError, match=r"nothing to read at .*e\*.txt \(not read \(empty\), 1: "):
+        open_source(tmp_path, f"{tmp_path}/text/e*.txt")
 
 
 def test_packing_keeps_documents_apart():
@@ -205,7 +361,10 @@ BAD_FILES = {
     "binary": (b"\x7fELF\0\xff\xfe", "is not UTF-8 text"),
     "short": (b"too little", "is too short"),
     "broken.jsonl": (b'{"text": "a"}\n{"text"', "line 2 is not JSON"),
-    "column.jsonl": (b'{"content": "a"}', "no text in column 'text' (found: content)"),
+    "surrogate.jsonl": (b'"a"\n"\\ud800"', "line 2: the text holds \\ud800"),
+    "cut.txt.gz": (gzip.compress(b"text")[:-3], "Compressed file ended"),
+    "long" * 100: (None, "nothing to read at"),
+    "column.jsonl": (b'{"content": "a"}', "no text in column 'text' (found: content); set text_column"),
     "list.jsonl": (b"[1, 2]", "no text in column 'text' (found: list)"),
     "broken.parquet": (b"PAR1 no", "is not a Parquet file"),
 }
