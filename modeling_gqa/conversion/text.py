@@ -128,9 +128,9 @@ class TextEncoder:
             return
         self.options["split_special_tokens"] = True
         for number, token in tokenizer.added_tokens_decoder.items():
-            probe = tokenizer(f"{token} {token}", add_special_tokens=False, split_special_tokens=True)["input_ids"]
-            if token.special and str(token) != tokenizer.unk_token and number in probe:
-                self.found_anyway.append(str(token))
+            if token.special and str(token) != tokenizer.unk_token:
+                probe = tokenizer(f"{token} {token}", add_special_tokens=False, split_special_tokens=True)["input_ids"]
+                self.found_anyway += [str(token)] * (number in probe)
 
     def __call__(self, texts: list[str]) -> list[list[int]]:
         for token in self.found_anyway:

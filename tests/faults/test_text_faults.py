@@ -78,6 +78,7 @@ def zero(draw: random.Random, content: bytearray) -> None:
 
 def insert(draw: random.Random, content: bytearray) -> None:
     start = draw.randrange(len(content) + 1)
+    # Not from the first byte on: a whole stream twice is right, and so is what it holds.
     some = [
         draw.randbytes(4),
         b'"',
@@ -88,7 +89,7 @@ def insert(draw: random.Random, content: bytearray) -> None:
         b'\\ud800"',
         b"9" * 5000,
         b"[" * 50_000,
-        content[:200],
+        content[1:200],
     ]
     content[start:start] = draw.choice(some)
 
