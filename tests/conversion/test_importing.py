@@ -277,7 +277,10 @@ BROKEN = {
         lambda source: (source / "generation_config.json").write_text("[]"),
         "generation_config.json does not hold a JSON object",
     ),
-    "pad-outside": (lambda source: edit_json(source / "config.json", pad_token_id=200), "cannot be built: "),
+    "pad-outside": (
+        lambda source: edit_json(source / "config.json", pad_token_id=200),
+        r"cannot be imported: pad_token_id=200 is not in the v",
+    ),
 }
 
 
