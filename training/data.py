@@ -8,12 +8,13 @@ all tokens are held in memory.
 import glob
 import hashlib
 import json
+import os
 import re
 import sysconfig
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from modeling_gqa.conversion.finding import Files, find_files
 from modeling_gqa.conversion.reading import Document, read_documents, row_text
 
 from .packing import PackedBlocks, example, pack, recipe_errors, save_blocks, tokenize
-from .recipe import Recipe, RecipeError
+from .recipe import Recipe, RecipeError, public_name
 
 # Tests are repetitive, packages are other people's text, and lib2to3's test data is broken on purpose.
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -42,23 +43,29 @@ BOUNDARY = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=[^\W_])")
 
 @dataclass(frozen=True)
 class Source:
-    """Where the text comes from, and a line for the user on each thing that was left out."""
+    """Where the text comes from.
+
+    Attributes:
+        name: for people; files and folders by their names alone.
+        documents: reads the text; it raises `RecipeError` or `ConversionError` where it cannot.
+        notes: a line for the user on each thing that is left out.
+    """
 
     name: str
     license: str | None
     documents: Callable[[], Iterator[Document]]
-    notes: tuple[str, ...] = ()
+    notes: Callable[[], list[str]] = list
 
 
 def open_source(recipe: Recipe) -> Source:
-    """Return the recipe's text, having checked that it is there; raises `RecipeError`."""
+    """Return the recipe's text; nothing is looked at before it is read."""
     if recipe.dataset_name:
-        return Source(recipe.dataset_name, recipe.license, lambda: hub_documents(recipe))
+        return Source(public_name(recipe.dataset_name), recipe.license, lambda: hub_documents(recipe))
     if recipe.data_files:
-        found = list_files(recipe.data_files, recipe.text_column)
-        name = ", ".join(recipe.data_files)
-        documents = partial(file_documents, found.paths, recipe.text_column)
-        return Source(name, recipe.license, documents, tuple(found.notes))
+        name = ", ".join(os.path.basename(os.path.abspath(path)) for path in recipe.data_files)
+        found = cache(lambda: list_files(recipe.data_files, recipe.text_column))
+        documents = lambda: file_documents(found().paths, recipe.text_column)  # noqa: E731
+        return Source(name, recipe.license, documents, lambda: found().notes)
     return Source("the Python standard library's source code", recipe.license or "PSF-2.0", stdlib_documents)
 
 

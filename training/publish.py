@@ -20,7 +20,7 @@ from modeling_gqa.conversion.inspection import find_checkpoint
 from modeling_gqa.conversion.report import NO_LATENT_NORM, REPORT_NAME, kept_metadata
 
 from .data import Source
-from .recipe import Recipe, RecipeError
+from .recipe import Recipe, RecipeError, public_name
 from .uptrain_recipe import UptrainRecipe
 
 # Identifiers that the Hub's model card metadata knows; any other goes under `license: other`.
@@ -108,13 +108,6 @@ def describe_attention(config: PreTrainedConfig) -> str:
     )
 
 
-def public_name(name: str) -> str:
-    """Return a Hub name as it is, and of a path of this machine its last part alone."""
-    path = Path(name).expanduser()
-    is_path = path.is_absolute() or name.startswith((".", "~")) or os.path.lexists(path)
-    return path.resolve().name if is_path else name
-
-
 def public_recipe(value: Any) -> Any:
     """Return a recipe, or a value in one, with files and folders by their names alone."""
     if isinstance(value, dict):
@@ -162,7 +155,7 @@ def write_card(folder: Path, recipe: Recipe, config: PreTrainedConfig, source: S
     if metadata["license"] == "other":
         metadata["license_name"] = (source.license or "unknown").lower()
     if recipe.dataset_name:
-        metadata["datasets"] = [recipe.dataset_name]
+        metadata["datasets"] = [public_name(recipe.dataset_name)]
     if isinstance(recipe, UptrainRecipe):
         kept = kept_metadata(local_folder(recipe.student) / "README.md")
         if "license" in kept:  # of the weights that this training began with, whatever the text's is

@@ -130,6 +130,8 @@ def begin(
 
 def prepare(folder: Path, recipe: Recipe, config: PreTrainedConfig, source: data.Source) -> None:
     """Write the tokenizer and the tokens of a run to `folder`."""
+    for note in source.notes():
+        say(f"Text    {note}")
     split = data.split_source(source, recipe)
     if recipe.tokenizer:
         tokenizer = load_tokenizer(recipe.tokenizer)
@@ -216,7 +218,7 @@ def load_run(
     validation = data.load_blocks(folder / "data", "validation")
     if not recipe.streaming:
         return tokenizer, data.load_blocks(folder / "data", "train"), validation
-    split = data.split_source(source, recipe)
+    split = data.load_split(source, recipe, folder / "data")
     step = recipe.train_batch_size * recipe.world_size * recipe.gradient_accumulation_steps
     stream = CheckedStream(data.StreamedBlocks(split, tokenizer, recipe.sequence_length), kept=8 * step)
     stream.expected = mark.get("stream")

@@ -37,7 +37,7 @@ MANIFEST, LOCK, STAGING, COMPLETE = "manifest.json", ".run.lock", ".new", "compl
 FOLDERS, FILES = ("data", "tokenizer", "final"), (SAVED_RECIPE, SAVED_MODEL, "results.json")
 # What runs wrote before they listed it, below `data`, `tokenizer`, `final` and `checkpoint-N`.
 EARLIER_FILES = (
-    "train.npy", "validation.npy", "*.tmp.npy", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json",
+    "train.npy", "validation.npy", "split.json", "*.tmp.npy", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.*", "merges.txt", "*.model", "chat_template.jinja", "additional_chat_templates/*.jinja", "config.json",
     "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "README.md", "LICENSE*", "NOTICE*",
     "USE_POLICY*", "conversion.json", "recipe.yaml", "results.json", "optimizer*", "scheduler.pt", "scaler.pt",
@@ -288,7 +288,7 @@ def refuse_overlap(recipe: Recipe) -> None:
     for what, name in recipe.inputs():
         path = Path(name).expanduser()
         # A Hub name is no path here; of a pattern, the folder that it searches or the files that it matches are meant.
-        paths = [path] if path.exists() else [Path(found) for found in glob.glob(str(path), recursive=True)]
+        paths = [path] if os.path.exists(path) else [Path(found) for found in glob.glob(str(path), recursive=True)]
         if "**" in path.parts:
             paths.append(Path(*path.parts[: path.parts.index("**")]))
         for path in (path.resolve() for path in paths):

@@ -21,8 +21,7 @@ from modeling_gqa.conversion.importing import load_source
 
 from .console import main
 from .distillation import UptrainTrainer
-from .publish import public_name
-from .recipe import RecipeError, check_length, load_recipe
+from .recipe import RecipeError, check_length, load_recipe, public_name
 from .results import train
 from .run import check_training, open_run
 from .tokenizer import load_tokenizer

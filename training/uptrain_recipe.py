@@ -6,7 +6,8 @@ from typing import Literal
 
 from modeling_gqa.conversion.files import local_folder
 
-from .recipe import UNUSED, Recipe
+from .recipe import Recipe
+from .recipe_fields import UNUSED
 
 # Chosen with configuration/recipes/uptrain-tiny.yaml.
 LAYERWISE_FRACTION, KL_WEIGHT = 0.5, 0.9

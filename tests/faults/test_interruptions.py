@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Child, snapshot, weights
-from test_run_folder import refused
+from broken_runs import Child, refused, snapshot, weights
 
 from training.checkpoint import find_resumable
 

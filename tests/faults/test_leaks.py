@@ -8,7 +8,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from conftest import LAST, write_texts
+from broken_runs import LAST, write_texts
 
 from modeling_gqa.conversion.job import Job
 from training.uptrain import uptrain

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 import yaml
-from conftest import RECIPE
+from broken_runs import RECIPE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -7,19 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, snapshot, weights, write_texts
+from broken_runs import ROOT, refused, snapshot, weights, write_texts
 
-from training.recipe import RecipeError
 from training.run_folder import RunFolder
-
-
-def refused(action, match: str) -> str:
-    """The one line in which `action` is refused."""
-    with pytest.raises(RecipeError, match=match) as error:
-        action()
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
 
 # -- what is not a run's
 

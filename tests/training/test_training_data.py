@@ -269,11 +269,13 @@ def test_one_empty_file_of_a_folder_is_named_and_skipped(tmp_path, corpus):
     (tmp_path / "text" / "empty.txt").write_text("")
     for path in (tmp_path / "text", f"{tmp_path}/text/*.txt"):
         source = open_source(tmp_path, path)
-        assert texts(source) == TEXTS and source.notes == (f"not read (empty), 1: {tmp_path}/text/empty.txt",)
+        assert texts(source) == TEXTS and source.notes() == [f"not read (empty), 1: {tmp_path}/text/empty.txt"]
+    source = open_source(tmp_path, tmp_path / "text" / "empty.txt")
     with pytest.raises(RecipeError, match=r"empty.txt is empty$"):
-        open_source(tmp_path, tmp_path / "text" / "empty.txt")
+        source.notes()
+    source = open_source(tmp_path, f"{tmp_path}/text/e*.txt")
     with pytest.raises(RecipeError, match=r"nothing to read at .*e\*.txt \(not read \(empty\), 1: "):
-        open_source(tmp_path, f"{tmp_path}/text/e*.txt")
+        texts(source)
 
 
 def test_packing_keeps_documents_apart():
