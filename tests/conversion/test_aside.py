@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -333,6 +334,24 @@ def test_stopped_between_any_two_renames(step, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt), written_aside(target, force=True) as aside:
         (aside / "new").touch()
     assert names(tmp_path) == ["target"] and names(target) == (["new"] if step == 3 else OLD)
+
+
+@pytest.mark.parametrize("name", ["rmtree", "unlink"])
+def test_stopped_while_cleaning_up(name, tmp_path, monkeypatch):
+    owner, function = (shutil, "rmtree") if name == "rmtree" else (Path, "unlink")
+    clean, count = getattr(owner, function), [0]
+
+    def interrupted(*arguments, **keywords):
+        count[0] += 1
+        if count[0] == 1:
+            raise KeyboardInterrupt
+        return clean(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, function, interrupted)
+    checkpoint(tmp_path / "target")
+    with pytest.raises(KeyboardInterrupt), written_aside(tmp_path / "target", force=True) as aside:
+        (aside / "new").touch()
+    assert names(tmp_path) == ["target"] and names(tmp_path / "target") == ["new"]
 
 
 @pytest.mark.parametrize(
