@@ -37,8 +37,9 @@ MANIFEST, LOCK, STAGING, COMPLETE = "manifest.json", ".run.lock", ".new", "compl
 FOLDERS, FILES = ("data", "tokenizer", "final"), (SAVED_RECIPE, SAVED_MODEL, "results.json")
 # What runs wrote before they listed it, below `data`, `tokenizer`, `final` and `checkpoint-N`.
 EARLIER_FILES = (
-    "train.npy", "validation.npy", "split.json", "*.tmp.npy", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.*", "merges.txt", "*.model", "chat_template.jinja", "additional_chat_templates/*.jinja", "config.json",
+    "train.npy", "validation.npy", "split.json", "*.tmp.npy", "tokenizer*.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template.jinja",
+    "additional_chat_templates/*.jinja", "config.json",
     "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "README.md", "LICENSE*", "NOTICE*",
     "USE_POLICY*", "conversion.json", "recipe.yaml", "results.json", "optimizer*", "scheduler.pt", "scaler.pt",
     "rng_state*.pth", "trainer_state.json", "training_args.bin", "pytorch_model_fsdp*", "complete.json", "complete.tmp",
