@@ -25,7 +25,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "format_version": (1, LONGEST),
 }
 ROPE_RANGES: dict[str, tuple[float, float]] = {
-    "rope_theta": (1.001, 1e15),
+    "rope_theta": (1.001, 1e38),
     "partial_rotary_factor": (0, 1),
     "original_max_position_embeddings": (2, LONGEST),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), (1e-3, 1e6)),

@@ -93,7 +93,7 @@ WRONG = {
        for name in ("initializer_range", "rms_norm_eps", "softmax_scale", "attention_dropout")
        if not value < 0},
     **{f"rope {key} {value}": ("gqa", {"rope_parameters": {**ROPE[kind], key: value}}, rf"rope_parameters\['{key}'\]=")
-       for kind, key in ROPE_KEYS for value in (NAN, INF, -INF, None, "4", True, 0, -1.0, 1e30, [], {})
+       for kind, key in ROPE_KEYS for value in (NAN, INF, -INF, None, "4", True, 0, -1.0, 1e39, [], {})
        if not (value is None and key in ("beta_fast", "mscale", "attention_factor"))
        if not (value == 0 and key == "mscale")},
     **{f"rope {kind} without {key}": ("gqa", {"rope_parameters": {k: v for k, v in ROPE[kind].items() if k != key}},

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import Any, TypedDict
 
+from modeling_gqa.conversion.aside import sync_path
+
 CHUNK = 2**22  # bytes read at a time
 
 
@@ -76,21 +78,4 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path, recursive: bool = False) -> None:
-    """Wait until the names in `folder` are on disk; with `recursive`, what all files below it hold as well."""
-    for name in file_names(folder) if recursive else ():
-        descriptor = os.open(folder / name, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    folders = [Path(root) for root, _, _ in os.walk(folder)] if recursive else [folder]
-    for path in folders if os.name == "posix" else ():
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    sync_path(path.parent)

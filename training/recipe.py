@@ -47,7 +47,8 @@ class Recipe(TrainingArguments):
         default=None, metadata={"help": "Hub name or path; a byte-level BPE tokenizer is trained if left out."}
     )
     data_files: list[str] = field(
-        default_factory=list, metadata={"help": "Text, JSONL or Parquet files, folders or globs."}
+        default_factory=list,
+        metadata={"help": "Text, JSONL, JSON or Parquet files (.gz, .bz2, .xz and .zst too), folders or globs."},
     )
     dataset_name: str | None = field(
         default=None, metadata={"help": "Hub data set; without it and data_files, Python's standard library is read."}
@@ -55,15 +56,19 @@ class Recipe(TrainingArguments):
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the Hub data set."})
     dataset_split: str = field(default="train", metadata={"help": "Split of the Hub data set."})
     streaming: bool = field(default=False, metadata={"help": "Tokenize while training instead of before it."})
-    text_column: str = field(default="text", metadata={"help": "Field that holds the text (JSONL, Parquet, Hub)."})
+    text_column: str = field(
+        default="text", metadata={"help": "Field that holds the text (JSONL, JSON, Parquet, Hub)."}
+    )
     license: str | None = field(default=None, metadata={"help": "Licence of the text, for the model card."})
     sequence_length: int = field(default=256, metadata={"help": "Tokens in a packed block."})
     validation_fraction: float = field(default=0.05, metadata={"help": "Share of the documents held out."})
     max_eval_blocks: int = field(default=256, metadata={"help": "Most blocks used for validation."})
     bigram_baseline: bool = field(default=True, metadata={"help": "Report the loss of a bigram model as well."})
     sample_prompt: str = field(default="", metadata={"help": "Prompt of the sample printed at the end."})
-    resume: bool = field(default=False, metadata={"help": "Continue the run in output_dir."})
-    overwrite: bool = field(default=False, metadata={"help": "Replace a run that output_dir already holds."})
+    resume: bool = field(default=False, metadata={"help": "Continue the run in output_dir; deletes nothing."})
+    overwrite: bool = field(
+        default=False, metadata={"help": "Delete the run that output_dir holds: the files in its manifest.json."}
+    )
 
     # Defaults of TrainingArguments that pretraining wants otherwise.
     learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate of AdamW."})

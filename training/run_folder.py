@@ -20,6 +20,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 import modeling_gqa
+from modeling_gqa.conversion.aside import is_in, sync, sync_path
 
 from .listing import (
     Entry,
@@ -28,7 +29,6 @@ from .listing import (
     first_difference,
     list_folder,
     read_object,
-    sync_folder,
     write_text,
 )
 from .recipe import SAVED_MODEL, SAVED_RECIPE, Recipe, RecipeError
@@ -208,7 +208,7 @@ class RunFolder:
         mark: dict[str, Any] = {}
         try:
             yield mark
-            sync_folder(folder, recursive=True)
+            sync(folder)
             write_text(folder / COMPLETE, json.dumps(mark | {"files": list_folder(folder)}, indent=1) + "\n")
         finally:
             self.sweep(name)
@@ -216,7 +216,7 @@ class RunFolder:
     def place(self, *names: str) -> None:
         """Move files and folders from the staging folder to their places, in this order; other files stay there."""
         staged = self.path / STAGING
-        sync_folder(staged, recursive=True)
+        sync(staged)
         for name in names:
             whole = not os.path.lexists(self.path / name) or (staged / name).is_file()
             files = [f"{name}/{file}" for file in file_names(staged / name)] or [name]
@@ -228,7 +228,7 @@ class RunFolder:
                 os.replace(staged / file, self.path / file)
             self.remove(earlier)
         self.save()
-        sync_folder(self.path)
+        sync_path(self.path)
 
     def changed(self, *folders: str) -> str | None:
         """Say which file below `folders` is missing or not as it was written; `None` where all are."""
@@ -293,7 +293,7 @@ def refuse_overlap(recipe: Recipe) -> None:
         if "**" in path.parts:
             paths.append(Path(*path.parts[: path.parts.index("**")]))
         for path in (path.resolve() for path in paths):
-            if output == path or output in path.parents or path in output.parents:
+            if is_in(output, path) or is_in(path, output):
                 raise RecipeError(
                     f"output_dir {recipe.output_dir} overlaps the {what} {name}: neither may lie in the other; choose "
                     "another output_dir"

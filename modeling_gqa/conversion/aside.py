@@ -137,13 +137,20 @@ def settle(target: Path, old: Path, aside: Path) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Have the system write a folder's files to its disk."""
+    """Have the system write a folder's files, and their names, to its disk."""
     for path in (folder, *folder.rglob("*")):
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_path(path)
+
+
+def sync_path(path: Path) -> None:
+    """Have the system write a file, or the names in a folder, to its disk."""
+    if path.is_dir() and os.name != "posix":  # where folders cannot be opened
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_target(target: Path, force: bool) -> None:

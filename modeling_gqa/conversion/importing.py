@@ -39,6 +39,8 @@ def import_config(config: PreTrainedConfig) -> GQAConfig:
     try:
         fields = {name: copy.deepcopy(getattr(config, name)) for name in SHARED} | family.translate(config)
         fields["attention_dropout"] = fields["attention_dropout"] or 0.0
+        if fields.get("pad_token_id") == -1:  # early Llama checkpoints say so that there is none
+            fields["pad_token_id"] = None
         return GQAConfig(**fields)
     except Exception as error:  # a wrong value may break any step
         raise ConversionError(f"this {config.model_type} model cannot be imported: {one_line(error)}") from error

@@ -10,7 +10,7 @@ from .aside import refuse_overlap
 from .convert import METHODS
 from .errors import ConversionError
 from .files import one_line
-from .text import list_files
+from .finding import find_files
 
 SIZES = ("num_key_value_heads", "kv_lora_rank", "qk_rope_head_dim", "cache_size", "cache_bytes")
 
@@ -72,7 +72,7 @@ class Options:
             refuse_overlap(Path(self.source), self.target)
         for path in (texts := [*(self.text or []), *(self.evaluation_text or [])]):
             refuse_overlap(path, self.target, "text")
-        list_files(texts)
+        find_files(texts, self.text_column)
         self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
             torch.zeros(1, device=self.device).item()

@@ -192,6 +192,12 @@ def latent_fields(
             f"{index}'s {key_heads} key/value heads"
         )
     nope = head_dim - 2 * planes if qk_rope_head_dim == most else head_dim
+    indices: list[int] | None = None
+    size: int | None = None
+    if layer.rope_parameters["rope_type"] == "longrope":
+        # Its factors are those of the source's frequencies, so these are named until the conversion has found its own.
+        of_a_head, size = frequencies(layer)
+        indices = list(of_a_head * key_heads)[: qk_rope_head_dim // 2]
     return {
         "attention_kind": "mla",
         "num_key_value_heads": layer.num_attention_heads,
@@ -206,8 +212,8 @@ def latent_fields(
         "latent_norm": False,
         "qk_norm": False,
         "softmax_scale": None,
-        "rope_frequency_indices": None,
-        "rope_frequency_dim": None,
+        "rope_frequency_indices": indices,
+        "rope_frequency_dim": size,
     }
 
 

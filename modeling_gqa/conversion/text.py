@@ -149,11 +149,6 @@ def distinct(documents: Iterable[str], seen: set[bytes]) -> Iterator[str]:
             yield text
 
 
-def list_files(paths: Sequence[Path]) -> list[Path]:
-    """Files at `paths`, folders searched for the suffixes that can be read; raises ConversionError."""
-    return find_files(paths).paths
-
-
 def read_sections(files: Sequence[Path], column: str, section: int, seed: int) -> Iterator[str]:
     """Yield every document, cut into pieces of at most `section` characters."""
     files = list(files)

@@ -316,6 +316,16 @@ def test_longrope_is_refused_where_layers_would_rotate_differently():
     convert(model, target(model, "mqa"))
 
 
+def test_longrope_to_mla_with_room_for_all_planes_is_exact():
+    rope = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]}
+    rope |= {"long_factor": [2.0] * 7, "original_max_position_embeddings": 16, "rope_theta": 500.0}
+    model = random_model("gqa", rope_parameters=rope)
+    layer = model.config.per_layer_config[0]
+    size = layer.num_key_value_heads * layer.head_dim
+    converted, _ = convert(model, target(model, "mla", kv_lora_rank=size, qk_rope_head_dim=size))
+    assert distance(logits(converted), logits(model)) < 1e-5
+
+
 def test_offloaded_weights_are_refused():
     model = random_model("gqa").to("meta")
     with pytest.raises(ConversionError, match="not in memory"):

@@ -441,3 +441,7 @@ def test_load_source_keeps_the_dtype_and_refuses_an_incomplete_model_of_ours(sav
     shutil.rmtree(source)
     with pytest.raises(ConversionError, match="does not exist"):
         load_source(source)
+
+
+def test_early_llamas_mark_of_no_padding_token():
+    assert import_config(stock_config("llama", pad_token_id=-1)).pad_token_id is None
