@@ -175,7 +175,7 @@ def convert(
     evaluation_text: Annotated[
         list[Path] | None, text_panel(help="Measure on this text instead of a part of --text; may be repeated.")
     ] = None,
-    text_column: Annotated[str, text_panel(help="Column of .jsonl, .json and .parquet files.", show_default=True)] = "text",
+    text_column: Annotated[str, text_panel(help="Column of .jsonl, .json and .parquet.", show_default=True)] = "text",
     calibration_tokens: Annotated[
         int,
         text_panel(

@@ -65,6 +65,8 @@ def measure(trainer: PretrainTrainer, seconds: float) -> dict[str, Any]:
         "cache_bytes_per_token": cache_bytes_per_token(model.config, torch.float32),
         "processes": recipe.world_size,
     }
+    if trainer.folder is not None:
+        results["sealing_seconds"] = round(trainer.folder.sealing_seconds, 2)
     if recipe.bigram_baseline and isinstance(train, data.PackedBlocks) and is_main():
         results["bigram_loss"] = bigram_loss(train, validation, model.config.vocab_size)
     return results
@@ -86,6 +88,7 @@ def finish(
         publish.write_card(staged / "final", recipe, model.config, run.source, results)
         folder.place("final", "results.json")
     say(f"\ntraining took        {results['training_seconds']:.0f} s")
+    say(f"of these             {results['sealing_seconds']:.1f} s to bring checkpoints to disk and hash them")
     for line in describe_results(results):
         say(line)
     say(f"\nSaved {final}. A fresh process, without the package, loads it and writes:\n")

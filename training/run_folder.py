@@ -62,6 +62,7 @@ class RunFolder:
         self.writing: str | None = None
         self.writer: dict[str, Any] | None = None
         self.made: list[Path] = []
+        self.sealing_seconds = 0.0  # in which checkpoints were brought to disk and hashed
         self.lock = FileLock(self.path / LOCK)
 
     # -- who writes
@@ -208,8 +209,10 @@ class RunFolder:
         mark: dict[str, Any] = {}
         try:
             yield mark
+            begin = time.perf_counter()
             sync(folder)
             write_text(folder / COMPLETE, json.dumps(mark | {"files": list_folder(folder)}, indent=1) + "\n")
+            self.sealing_seconds += time.perf_counter() - begin
         finally:
             self.sweep(name)
 
