@@ -4,11 +4,7 @@
     torchrun --nproc_per_node 8 -m training.pretrain configuration/recipes/base-124m-gqa.yaml
 
 Every field of `training.recipe.Recipe` and of transformers' `TrainingArguments` can be set in the recipe and on the
-command line. The run is kept in `output_dir` (runs/NAME): recipe.yaml, model.json, tokenizer/, data/, checkpoint-*/,
-results.json, final/ (a complete Hub repository), and manifest.json, which lists these files. A run deletes listed
-files alone: the oldest checkpoints beyond `save_total_limit`, and with `--overwrite` an earlier run. It does not begin
-where other files stand under these names, where the folder overlaps what it reads, or while another process writes
-there. `--resume` continues a run that was stopped, from its newest whole checkpoint, and deletes nothing.
+command line. `--help` ends with what a run writes, deletes and refuses.
 """
 
 from transformers import AutoModelForCausalLM, set_seed

@@ -18,7 +18,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 import modeling_gqa  # noqa: F401  (registers model_type "gqa")
 
-from .recipe_fields import FREE_ON_RESUME, NUMBERS, UNUSED
+from .recipe_fields import FREE_ON_RESUME, NUMBERS, UNUSED, WHAT_A_RUN_WRITES
 
 CONFIGURATION = Path(__file__).resolve().parents[1] / "configuration"
 SAVED_RECIPE, SAVED_MODEL = "recipe.yaml", "model.json"
@@ -142,7 +142,8 @@ class RecipeParser(HfArgumentParser):
     def __init__(self, recipe_class: type[Recipe]) -> None:
         parsed: Any = recipe_class
         prog = f"python -m {recipe_class.script}"
-        super().__init__(parsed, allow_abbrev=False, prog=prog, description=recipe_class.__doc__)
+        texts = {"description": recipe_class.__doc__, "epilog": WHAT_A_RUN_WRITES}
+        super().__init__(parsed, allow_abbrev=False, prog=prog, **texts)
         example = f"configuration/recipes/{recipe_names(recipe_class)[-1]}.yaml"
         self.add_argument("recipe", nargs="?", help=f"YAML file, for instance {example}")
 
