@@ -14,6 +14,7 @@ from .errors import ConversionError
 from .families import SHARED, find_family, refuse_fields
 from .files import (
     MAX_SHARD_SIZE,
+    WEIGHTS,
     LazyTensor,
     check_companions,
     check_finite,
@@ -57,9 +58,19 @@ def read_config(folder: Path) -> PreTrainedConfig:
     for name in ("num_hidden_layers", "num_nextn_predict_layers"):
         layers = fields.get(name)
         if isinstance(layers, int) and layers > MOST_LAYERS:
+            said = f"{layers:.3g}" if layers < 10**300 else "larger than any number that counts something"
             raise ConversionError(
-                f"{folder / 'config.json'} is not valid: {name} must be at most {MOST_LAYERS:,}, and is {layers:.3g}"
+                f"{folder / 'config.json'} is not valid: {name} must be at most {MOST_LAYERS:,}, and is {said}"
             )
+    # Of these transformers' loader reads the weights, and the configuration does not say what they hold.
+    if (folder / "adapter_config.json").is_file():
+        raise ConversionError(
+            f"{folder} has an adapter (adapter_config.json): merge it into the weights, or take its files out"
+        )
+    if fields.get("transformers_weights") is not None:
+        raise ConversionError(
+            f"{folder / 'config.json'} names other weights (transformers_weights): call them {WEIGHTS}, and remove it"
+        )
     if model_type != GQAConfig.model_type:
         find_family(model_type)
     config_class = GQAConfig if model_type == GQAConfig.model_type else CONFIG_MAPPING[model_type]

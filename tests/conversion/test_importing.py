@@ -261,6 +261,18 @@ BROKEN = {
         lambda source: edit_json(source / "config.json", num_hidden_layers=10**9),
         r"num_hidden_layers must be at most 100,000, and is 1e\+09",
     ),
+    "endless-layers": (
+        lambda source: edit_json(source / "config.json", num_hidden_layers=10**400),
+        "num_hidden_layers must be at most 100,000, and is larger than any number",
+    ),
+    "adapter": (
+        lambda source: (source / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
+        "has an adapter .*: merge it",
+    ),
+    "other-weights": (
+        lambda source: edit_json(source / "config.json", transformers_weights="other.safetensors"),
+        "config.json names other weights",
+    ),
     "nan": (add("model.norm.weight", torch.full((66,), torch.nan)), r"model\.norm\.weight holds nan in float32"),
     "inf": (add("model.norm.weight", torch.full((66,), -torch.inf)), r"model\.norm\.weight holds inf in float32"),
     "index-out": (point_to("../other.safetensors"), "other.safetensors leads out of the checkpoint, to /"),
@@ -338,9 +350,9 @@ def test_a_target_that_exists_is_replaced_only_by_force(saved, tmp_path):
     (target / "config.json").write_text('{"model_type": "old"}')
     with pytest.raises(ConversionError, match="is no checkpoint"):
         import_checkpoint(source, target, force=True)
-    (target / "model-old.safetensors").touch()
+    (target / "pytorch_model.bin").touch()
     import_checkpoint(source, target, force=True)
-    assert not (target / "model-old.safetensors").exists()
+    assert not (target / "pytorch_model.bin").exists()
     assert (target / "config.json").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
 
