@@ -18,12 +18,18 @@ from filelock import FileLock, Timeout
 from .errors import ConversionError
 from .files import COMPANIONS, TEMPLATES
 
-WEIGHTS_KINDS = ("model*.safetensors", "pytorch_model*.bin")
+# And not what somebody keeps beside them, as model-backup.safetensors.
+WEIGHTS_KINDS = tuple(
+    f"{stem}{shard}{suffix}"
+    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin"))
+    for shard in ("", "-[0-9]*-of-[0-9]*")
+)
 # All that a checkpoint consists of, beside its Python code.
 CHECKPOINT_KINDS = (
     "config.json",
     *WEIGHTS_KINDS,
-    *(f"{kind}.index.json" for kind in WEIGHTS_KINDS),
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
     *COMPANIONS,
     "README.md",
     "conversion.json",
@@ -46,8 +52,9 @@ def written_aside(target: str | Path, force: bool = False) -> Iterator[Path]:
     made = [folder for folder in target.parents if not folder.exists()]
     aside, old = (beside(target, role, os.getpid()) for role in ("new", "old"))
     try:
-        with writing(target):
-            recover(target)
+        with writing(target) as left:
+            if left:  # a folder that no lock is left beside is the user's, whatever its name
+                recover(target)
             check_target(target, force)
             try:
                 aside.mkdir()
@@ -67,14 +74,16 @@ def written_aside(target: str | Path, force: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
-def writing(target: Path) -> Iterator[None]:
-    """Hold the lock on `target`, which a dead process does not hold; its folder is made where it is missing."""
+def writing(target: Path) -> Iterator[bool]:
+    """Hold the lock on `target`, which a dead process does not hold; its folder is made where it is missing. Gives
+    whether a process that died has left its lock."""
     path = target.with_name(f".{target.name}.lock")
     lock = FileLock(path)
 
     def release():
         with suppress(OSError):
-            path.unlink()  # still locked, so that it is nobody else's
+            if not (left and leftovers(target)):  # else it still says whose they are
+                path.unlink()  # still locked, so that it is nobody else's
         lock.release()
 
     nearest = next(folder for folder in target.parents if folder.exists())
@@ -82,6 +91,9 @@ def writing(target: Path) -> Iterator[None]:
         raise ConversionError(f"{target} cannot be written: {nearest} is a file")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        left = path.exists()
+        if left and path.stat().st_size:
+            raise ConversionError(f"{path} is no lock of ours, which are empty: move it, or choose another target")
         lock.acquire(blocking=False)
     except Timeout:
         if not path.exists():
@@ -94,7 +106,7 @@ def writing(target: Path) -> Iterator[None]:
     except OSError as error:
         raise ConversionError(f"{target} cannot be written: {(error.strerror or str(error)).lower()}") from error
     try:
-        yield
+        yield left
     finally:
         insist(release)
 

@@ -145,6 +145,7 @@ FOREIGN = [
     "thesis.docx", ".git/HEAD", "data/a.txt", "checkpoint-500/model.safetensors", "train.py", "vocab_of_mine.txt",
     "optimizer.pt", "training_args.bin", "recipe.yaml", "notes/README.md", "additional_chat_templates/mine.txt",
     "additional_chat_templates/deep/a.jinja", "vocab.txt/mine", "readme.md.bak", "layers.py",
+    "model-backup.safetensors", "model2.safetensors", "pytorch_model_old.bin",
 ]  # fmt: skip
 
 
@@ -168,7 +169,7 @@ def test_links_are_kept_but_for_those_to_files(tmp_path):
     """Deleting one deletes no file; what a link to a folder or to nothing is for is not known."""
     target = checkpoint(tmp_path / "target")
     (tmp_path / "blob").touch()
-    (target / "model-2.safetensors").symlink_to("../blob")
+    (target / "model-00002-of-00002.safetensors").symlink_to("../blob")
     assert why_kept(target) is None
     for link, to in (("additional_chat_templates", ".."), ("vocab.txt", "nowhere")):
         (target / link).symlink_to(to)
@@ -271,6 +272,7 @@ def test_two_writers_in_one_process(tmp_path):
 
 
 def left_by_kill(tmp_path, *roles):
+    (tmp_path / ".target.lock").touch()
     for role in roles:
         checkpoint(tmp_path / f".target.{role}-12ab", content=role)
 
@@ -313,6 +315,20 @@ def test_only_names_of_ours_are_swept(name, tmp_path):
     with written_aside(tmp_path / "target"):
         pass
     assert names(tmp_path) == sorted([name, ".target.new-12", "target"])
+
+
+def test_the_users_folders_and_locks_are_kept_whatever_their_names(tmp_path):
+    for name in (".target.new-2024", ".target.old-2023"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").touch()
+    before = names(tmp_path)
+    with written_aside(tmp_path / "target"):
+        pass
+    assert names(tmp_path) == sorted([*before, "target"])
+    (tmp_path / ".other.lock").write_text("mine")
+    with pytest.raises(ConversionError, match=r"\.other\.lock is no lock of ours"), written_aside(tmp_path / "other"):
+        pytest.fail("entered")
+    assert (tmp_path / ".other.lock").read_text() == "mine"
 
 
 @pytest.mark.parametrize("step", range(4))
