@@ -278,9 +278,14 @@ def copy_files(source: Path, target: Path, patterns: Iterable[str]):
         content = read_json(path) if path.name == "tokenizer_config.json" else {}
         if any(name in content for name in PATH_FIELDS):
             kept = {name: value for name, value in content.items() if name not in PATH_FIELDS}
-            copied.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            write_text(copied, json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
         else:
             shutil.copyfile(path, copied)
+
+
+def write_text(path: Path, text: str):
+    """Write a text in which names may stand that are not UTF-8; JSON keeps the half characters that these become."""
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def companions(folder: Path, patterns: Iterable[str] = COMPANIONS) -> list[Path]:

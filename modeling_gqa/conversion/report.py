@@ -11,7 +11,7 @@ from huggingface_hub.utils import yaml_dump
 from yaml import YAMLError
 
 from ..configuration_gqa import GQAConfig
-from .files import within
+from .files import within, write_text
 
 Item = TypeVar("Item")
 REPORT_NAME = "conversion.json"
@@ -137,7 +137,7 @@ def describe_cost(report: dict[str, Any]) -> str:
 def write_report(folder: Path, report: dict[str, Any]):
     """Save the report as `conversion.json`; raises ValueError for numbers that JSON cannot hold."""
     text = json.dumps(report, indent=2, allow_nan=False, ensure_ascii=False)
-    (folder / REPORT_NAME).write_text(text + "\n", encoding="utf-8")
+    write_text(folder / REPORT_NAME, text + "\n")
 
 
 def write_card(folder: Path, title: str, report: dict[str, Any], config: GQAConfig, source_card: Path | None = None):
@@ -169,7 +169,7 @@ def write_card(folder: Path, title: str, report: dict[str, Any], config: GQAConf
         report=REPORT_NAME,
         runs=RUNS + (f"\n{NO_LATENT_NORM}" if unnormed else ""),
     )
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    write_text(folder / "README.md", card)
 
 
 def kept_metadata(card: Path | None) -> dict[str, Any]:

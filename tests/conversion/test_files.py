@@ -113,7 +113,8 @@ def test_links_within_a_folder_are_its_own(tmp_path):
 
 def test_paths_that_tokenizers_remember_are_not_copied(tmp_path):
     remembered = {"name_or_path": "/home/alice", "tokenizer_file": "/home/alice/tokenizer.json"}
-    kept = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 7, "unk_token": "é"}
+    # Half a character is none that UTF-8 has.
+    kept = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 7, "unk_token": "é", "x": "\ud800"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**remembered, **kept}))
     (tmp_path / "copy").mkdir()
     copy_files(tmp_path, tmp_path / "copy", ["*.json"])
