@@ -57,9 +57,15 @@ def measure(
     loss_before, loss_after, kl, agreement = (totals / tokens).tolist()
     if not torch.isfinite(totals).all():
         raise ConversionError("the logits are not finite on the held-out text: choose --dtype float32 or bfloat16")
+    perplexities = torch.tensor([loss_before, loss_after], dtype=torch.float64).exp()
+    if not torch.isfinite(perplexities).all():
+        raise ConversionError(
+            f"the losses on the held-out text are {loss_before:.4g} before and {loss_after:.4g} after, whose "
+            "perplexity no number holds: the source is damaged, or the method not for it"
+        )
     return {
-        "perplexity_before": float(torch.tensor(loss_before, dtype=torch.float64).exp()),
-        "perplexity_after": float(torch.tensor(loss_after, dtype=torch.float64).exp()),
+        "perplexity_before": perplexities[0].item(),
+        "perplexity_after": perplexities[1].item(),
         "kl": kl,
         "top1_agreement": agreement,
         "tokens": tokens,

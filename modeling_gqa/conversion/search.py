@@ -2,7 +2,8 @@
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -118,25 +119,41 @@ def convert_layers(
     for index in set(range(len(fields))) - set(changed):
         fields[index] = {**before[index], **rotation(fields[index])}
     for index in progress(changed):
-        heads = read_heads(model, index)
-        if fields[index]["attention_kind"] == "mla":
-            moments = compute_moments(heads, statistics[index], setting.metric)
-            rank, size = fields[index]["kv_lora_rank"], fields[index]["qk_rope_head_dim"]
-            if setting.split and not is_exact(model, target, index):
-                rank, size, _ = best_split(heads, moments, rank + size, setting.split, setting.gain)
-                fields[index] |= latent_fields(model.config, index, rank, size, None)
-            state, found, losses[index] = to_latent(heads, moments, rank, size, setting.gain, setting.alpha)
-            check_sizes(index, fields[index], found)
-        else:
-            std, seed = model.config.initializer_range, setting.seed * len(fields) + index
-            heads, losses[index] = fewer_heads(heads, fields[index], statistics[index], setting, std, seed)
-            state, found = write_grouped(heads)
-            if before[index]["attention_kind"] != "mla":  # rotated as it was, partly perhaps
-                found |= rotation(fields[index])
-            check_sizes(index, fields[index], found)
+        with living_layer(index) as computed:
+            heads = read_heads(model, index)
+            if fields[index]["attention_kind"] == "mla":
+                moments = compute_moments(heads, statistics[index], setting.metric)
+                rank, size = fields[index]["kv_lora_rank"], fields[index]["qk_rope_head_dim"]
+                if setting.split and not is_exact(model, target, index):
+                    rank, size, _ = best_split(heads, moments, rank + size, setting.split, setting.gain)
+                    fields[index] |= latent_fields(model.config, index, rank, size, None)
+                state, found, losses[index] = to_latent(heads, moments, rank, size, setting.gain, setting.alpha)
+                check_sizes(index, fields[index], found)
+            else:
+                std, seed = model.config.initializer_range, setting.seed * len(fields) + index
+                heads, losses[index] = fewer_heads(heads, fields[index], statistics[index], setting, std, seed)
+                state, found = write_grouped(heads)
+                if before[index]["attention_kind"] != "mla":  # rotated as it was, partly perhaps
+                    found |= rotation(fields[index])
+                check_sizes(index, fields[index], found)
+            computed |= state
         fields[index] = {**fields[index], **found}
         states[index] = {name: tensor.to(model.dtype, copy=True).contiguous() for name, tensor in state.items()}
     return states, fields, losses
+
+
+@contextmanager
+def living_layer(index: int) -> Iterator[State]:
+    """Refuse a layer whose projections are zero, as pruning and growing models leave them: without a direction in
+    which its keys, values or outputs vary there is none to keep. Takes what was computed of it."""
+    state: State = {}
+    dead = f"layer {index} has projections of zeros, or too near: leave it out (--layers), or choose --method mean"
+    try:
+        yield state
+    except torch.linalg.LinAlgError as error:
+        raise ConversionError(dead) from error
+    if not all(tensor.isfinite().all() for tensor in state.values()):
+        raise ConversionError(dead)
 
 
 def fewer_heads(

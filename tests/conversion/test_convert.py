@@ -330,3 +330,13 @@ def test_offloaded_weights_are_refused():
     model = random_model("gqa").to("meta")
     with pytest.raises(ConversionError, match="not in memory"):
         convert(model, target(model, "mqa"))
+
+
+@pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj", "o_proj"])
+@pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mla", MLA)], ids=["mqa", "mla"])
+def test_a_layer_of_zeros_is_named(kind, sizes, projection):
+    """As pruned models have, and grown ones whose new layers do nothing yet."""
+    model = random_model("gqa")
+    getattr(model.model.layers[1].self_attn, projection).weight.data.zero_()
+    with pytest.raises(ConversionError, match="layer 1 has projections of zeros"):
+        convert(model, target(model, kind, **sizes), method="lowrank")

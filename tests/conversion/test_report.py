@@ -95,6 +95,10 @@ def test_measure_refuses_what_says_nothing():
     broken.lm_head.weight.data[7] = torch.inf
     with pytest.raises(ConversionError, match="not finite"):
         measure(model, broken, [packed_batch()])
+    certain = make_model("gqa")
+    certain.lm_head.weight.data *= 1e6
+    with pytest.raises(ConversionError, match="whose perplexity no number holds"):
+        measure(model, certain, [packed_batch()])
 
 
 @pytest.mark.parametrize("batch", [packed_batch(), make_batch(padding="left")], ids=["packed", "padded"])
