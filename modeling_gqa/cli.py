@@ -257,10 +257,10 @@ def inspect(source: Source, as_json: Annotated[bool, typer.Option("--json", help
     """Show the attention of each layer, what it caches, and what it can become exactly, with loss, or not at all."""
     with user_errors():
         found = inspect_checkpoint(source)
-    if as_json:
-        print(json.dumps(found, indent=2))
-    else:
-        show_inspection(found)
+        if as_json:
+            print(json.dumps(found, indent=2), flush=True)
+        else:
+            show_inspection(found)
 
 
 @contextmanager
@@ -278,9 +278,12 @@ def user_errors(target: Path | None = None) -> Iterator[None]:
         # A field's own check is the cause of what the configuration class raises.
         stop(str(error.__cause__ if isinstance(error, StrictDataclassError) else error))
     except OSError as error:
-        said = ": ".join(str(part) for part in (error.filename, error.strerror) if part) or str(error)
+        where = error.filename2 or error.filename  # of a copy, the one that is written
+        said = ": ".join(str(part) for part in (where, error.strerror) if part) or str(error)
         stop(f"{said}{kept()}; make room and run the command again" if error.errno in FULL else said)
     except (MemoryError, RuntimeError) as error:
+        if str(error).startswith("Symlink loop"):  # as Python before 3.13 says of a path
+            stop(str(error))
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
         stop(f"there is not enough memory{kept()}; a smaller --batch-size may help: {str(error)[:200]}")

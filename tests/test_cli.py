@@ -492,6 +492,7 @@ def test_targets_that_are_refused(checkpoints, tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "diary.txt").write_text("dear diary")
     (tmp_path / "file").write_text("text")
+    (tmp_path / "loop").symlink_to("loop")
     before = contents(tmp_path)
     to_mha = ("--attention-kind", "mha")
     for target, options, message in (
@@ -502,6 +503,7 @@ def test_targets_that_are_refused(checkpoints, tmp_path):
         (tmp_path / "texts", ("--force",), "holds other things than a checkpoint"),
         (tmp_path / "texts", ("--force", "--text", str(tmp_path / "texts")), "is the text, or holds it"),
         (tmp_path / "file", ("--force",), "is a file"),
+        (tmp_path / "loop", (), "loop" if sys.version_info < (3, 13) else "cannot be written"),
         (tmp_path / "file" / "out", (), "file is a file"),
     ):
         for further in ((), ("--dry-run",)) if target.parent.is_dir() else ((),):
@@ -510,7 +512,7 @@ def test_targets_that_are_refused(checkpoints, tmp_path):
     assert call("import", checkpoints / "gqa", tmp_path / "out").exit_code == 1  # no import of what is imported
     assert call("export", checkpoints / "mixed-window", tmp_path / "out").exit_code == 1
     assert call("inspect", tmp_path).exit_code == 1
-    assert contents(tmp_path) == before and len(list(tmp_path.iterdir())) == 4
+    assert contents(tmp_path) == before and len(list(tmp_path.iterdir())) == 5
 
 
 def test_what_takes_long_is_named_on_the_bars(checkpoints, corpus, tmp_path):
@@ -570,6 +572,25 @@ def test_odd_names(name, checkpoints, tmp_path):
     assert shown in call("inspect", tmp_path / name).stdout
     said = call("convert", tmp_path / name, tmp_path / f"out {name}", *MQA).stderr
     assert shown.replace("\\n", " ") in said and said.count("\n") == 1
+
+
+def test_names_that_are_not_utf_8(checkpoints, corpus, tmp_path):
+    text, target = (tmp_path / os.fsdecode(name) for name in (b"text\xff.txt", b"out\xff"))
+    text.write_text(" ".join(path.read_text() for path in sorted(corpus.iterdir())))
+    run("convert", checkpoints / "gqa", target, *MQA, "--method", "mean", *TEXT_OPTIONS, "--text", text)
+    assert json.loads((target / "conversion.json").read_text())["text"]["files"][-1] == text.name
+    assert "out\\udcff" in (target / "README.md").read_text()
+
+
+def test_output_that_cannot_be_written(checkpoints, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli, "show_inspection", refuse)
+    monkeypatch.setattr(cli, "print", refuse, raising=False)
+    for options in ((), ("--json",)):
+        result = call("inspect", checkpoints / "gqa", *options)
+        assert result.exit_code == 1 and result.stderr.startswith("error: No space left on device")
 
 
 def test_force_replaces_the_whole_target(checkpoints, tmp_path):
