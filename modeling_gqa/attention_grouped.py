@@ -43,8 +43,6 @@ class GroupedAttention(nn.Module):
         self.attention_dropout = layer.attention_dropout
         self.is_causal = True
         self.register_buffer("frequency_indices", frequency_indices(layer), persistent=False)
-        sliding = config.layer_types[layer_idx] == "sliding_attention"
-        self.sliding_window = config.sliding_window if sliding else None
 
         hidden = config.hidden_size
         query_size, key_value_size = (
@@ -63,6 +61,12 @@ class GroupedAttention(nn.Module):
                 self.tp_plan |= dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce")
         self.q_norm = GQARMSNorm(self.head_dim, eps=config.rms_norm_eps) if layer.qk_norm else None
         self.k_norm = GQARMSNorm(self.head_dim, eps=config.rms_norm_eps) if layer.qk_norm else None
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The layer's window as the configuration has it now: the masks that a model builds follow it, too."""
+        sliding = self.config.layer_types[self.layer_idx] == "sliding_attention"
+        return self.config.sliding_window if sliding else None
 
     def forward(
         self,
@@ -104,6 +108,7 @@ class GroupedAttention(nn.Module):
             attention_mask, key, value = filled_part(self, attention_mask, past_key_values, key, value)
 
         backend = self.config._attn_implementation or "eager"
+        window = self.sliding_window
         attention_mask = lone_layer_mask(
             self,
             hidden_states,
@@ -111,7 +116,7 @@ class GroupedAttention(nn.Module):
             key.shape[2],
             past_key_values,
             kwargs.get("is_causal"),
-            self.sliding_window,
+            window,
         )
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
         output, weights = attention_interface(
@@ -122,7 +127,7 @@ class GroupedAttention(nn.Module):
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
-            sliding_window=self.sliding_window,
+            sliding_window=window,
             **kwargs,
         )
         return self.o_proj(output.reshape(*input_shape, -1)), weights  # (B, T, hidden)

@@ -64,8 +64,6 @@ class LatentAttention(nn.Module):
         self.attention_dropout = layer.attention_dropout
         self.is_causal = True
         self.register_buffer("frequency_indices", frequency_indices(layer), persistent=False)
-        sliding = config.layer_types[layer_idx] == "sliding_attention"
-        self.sliding_window = config.sliding_window if sliding else None
 
         hidden, heads = config.hidden_size, layer.num_attention_heads
         query_bias, key_value_bias, output_bias = layer.projection_biases
@@ -85,6 +83,12 @@ class LatentAttention(nn.Module):
     @staticmethod
     def _norm(layer, size: int) -> nn.Module:
         return GQARMSNorm(size, eps=LATENT_NORM_EPS) if layer.latent_norm else nn.Identity()
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The layer's window as the configuration has it now: the masks that a model builds follow it, too."""
+        sliding = self.config.layer_types[self.layer_idx] == "sliding_attention"
+        return self.config.sliding_window if sliding else None
 
     def forward(
         self,
@@ -109,6 +113,7 @@ class LatentAttention(nn.Module):
             attention_mask, latent, key_rope = filled_part(self, attention_mask, past_key_values, latent, key_rope)
 
         backend = self.config._attn_implementation or "eager"
+        window = self.sliding_window
         attention_mask = lone_layer_mask(
             self,
             hidden_states,
@@ -116,7 +121,7 @@ class LatentAttention(nn.Module):
             latent.shape[2],
             past_key_values,
             kwargs.get("is_causal"),
-            self.sliding_window,
+            window,
         )
         if past_key_values is not None and self.absorbs(query.shape[2], latent.shape[2], attention_mask):
             output, weights = absorbed_attention_forward(
@@ -144,7 +149,7 @@ class LatentAttention(nn.Module):
             attention_mask,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
-            sliding_window=self.sliding_window,
+            sliding_window=window,
             **kwargs,
         )
         return self.o_proj(output[..., : self.v_head_dim].flatten(2)), weights  # (B, T, hidden)

@@ -101,6 +101,18 @@ def test_a_written_window_reaches_all_layers_where_they_are_alike(window, types)
         GQAForCausalLM(other)
 
 
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+@pytest.mark.parametrize(("before", "after"), [(4, None), (4, 30), (None, 4)])
+def test_a_window_written_to_a_models_configuration_is_that_of_every_backend(kind, backend, before, after):
+    model, other = (make_model(kind, sliding_window=window) for window in (before, after))
+    model.config.sliding_window = after
+    for one in (model, other):
+        one.set_attn_implementation(backend)
+    batch = make_batch(length=11)
+    torch.testing.assert_close(model(**batch).logits, other(**batch).logits, atol=1e-5, rtol=1e-5)
+
+
 # model -> what is written, and the refusal at once
 AT_ONCE = {
     "theta": ("gqa", "rope_theta", 1e6, r"rope_theta=1000000.0 would change nothing here: write it to rope_parameters"),

@@ -151,8 +151,6 @@ def test_finished_masks(model_name, backend):
     model, batch = make_model(model_name), make_batch(padding="left")
     if model_name == "mixed-window":
         model.config.sliding_window = 100  # a finished mask replaces the window's
-        for layer in model.model.layers:
-            layer.self_attn.sliding_window = None
     model.set_attn_implementation(backend)
     expected = real(model(**batch).logits, batch)
     allowed = batch["attention_mask"].bool()[:, None, None, :] & torch.ones(11, 11, dtype=torch.bool).tril()
