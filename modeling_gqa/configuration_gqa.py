@@ -162,7 +162,8 @@ class GQAConfig(PreTrainedConfig):
 
     def __setattr__(self, name: str, value: Any):
         """Set a field, or refuse a value that no configuration can have and a write that would change nothing."""
-        spec = self.__dict__.get("_heterogeneity_spec")
+        written = self.__dict__  # looked up once, because transformers' lookup is slow
+        spec = written.get("_heterogeneity_spec")
         if spec is not None and name in spec.per_layer_attributes:
             raise ValueError(
                 f"{name}={shown(value)} would not reach all layers, because {name} differs by layer: assign "
@@ -172,11 +173,11 @@ class GQAConfig(PreTrainedConfig):
             if (self.rope_parameters or {}).get(name) == value:
                 return
             raise ValueError(f"{name}={shown(value)} would change nothing here: write it to rope_parameters instead")
-        if not name.startswith("_") and name not in self.__dict__:
+        if not name.startswith("_") and name not in written:
             self._refuse_misspelled({name: value})
         check_value(name, value)
         super().__setattr__(name, value)
-        if name == "sliding_window" and len(set(self.__dict__.get("layer_types") or ())) == 1:
+        if name == "sliding_window" and len(set(written.get("layer_types") or ())) == 1:
             self.layer_types = [layer_type(value)] * len(self.layer_types)
 
     @property
@@ -258,10 +259,10 @@ class GQAConfig(PreTrainedConfig):
 
     @classmethod
     def _refuse_misspelled(cls, kwargs: dict[str, Any]):
-        known = {field.name for field in fields(cls)} | set(FOLDED_KEYWORDS)
         for name in kwargs:
-            if name not in known and not hasattr(cls, name):
-                hint = suggestion(name, known)
+            # Fields have defaults, which are attributes of the class.
+            if not hasattr(cls, name) and name not in FOLDED_KEYWORDS:
+                hint = suggestion(name, {field.name for field in fields(cls)} | set(FOLDED_KEYWORDS))
                 if hint:
                     raise ValueError(f"GQAConfig has no field {name!r}{hint}")
 
