@@ -235,9 +235,9 @@ class GQAModel(GQAPreTrainedModel):
 def refuse_without_tokens(name: str, inputs: torch.Tensor, bos_token_id: int | None) -> None:
     """Raise where `inputs` (B, T) or (B, T, hidden) holds no token; transformers would fail at some reshape."""
     if not is_tracing(inputs) and 0 in inputs.shape[:2]:
+        example = "" if bos_token_id is None else f", such as config.bos_token_id={bos_token_id}"
         raise ValueError(
-            f"{name} has shape {tuple(inputs.shape)}, which holds no token to compute: "
-            f"give at least one, such as config.bos_token_id={bos_token_id}"
+            f"{name} has shape {tuple(inputs.shape)}, which holds no token to compute: give at least one{example}"
         )
 
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache, StaticCache, set_seed
 from transformers.cache_utils import DynamicLayer
 
 from modeling_gqa import ATTENTION_CLASSES, attention_functions, attention_latent
-from modeling_gqa.cache_layers import BLOCK, GrowingLayer, grow_in_place
+from modeling_gqa.cache_layers import BLOCK, GrowingLayer, KeyValueBuffer, grow_in_place
 
 compat = pytest.mark.compat
 
@@ -178,6 +178,28 @@ def test_a_reset_leaves_the_other_continuation(heads):
         layer.reset()
     second.check()
     assert second.layers[1].keys.abs().min() > 0
+    assert append(first.layers[1], 4, heads=heads)[0].shape[2] == 4
+
+
+@compat
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [1, 3])
+def test_an_append_that_was_interrupted_leaves_no_tokens(heads, monkeypatch):
+    twins = Twins(DynamicLayer(), GrowingLayer())
+    for tokens in (11, 1):
+        twins.apply(lambda layer, tokens=tokens: append(layer, tokens, heads=heads))
+
+    def interrupted(buffer, keys, values):
+        written(buffer, keys, values)
+        raise KeyboardInterrupt
+
+    written = KeyValueBuffer.append
+    with monkeypatch.context() as patch:
+        patch.setattr(KeyValueBuffer, "append", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            append(twins.layers[1], 2, heads=heads)
+    twins.check()
+    twins.apply(lambda layer: append(layer, 3, heads=heads))
 
 
 @compat

@@ -260,6 +260,9 @@ def test_a_prompt_without_tokens_is_refused_in_one_line(kind, rows, given):
     for arguments in ({}, {"cache_implementation": "static"}, {"num_beams": 2}):
         with pytest.raises(ValueError, match=message):
             model.generate(**{given: empty}, max_new_tokens=3, **arguments)
+    model.config.bos_token_id = None
+    with pytest.raises(ValueError, match=r"give at least one$"):
+        model(**{given: empty})
 
 
 @compat
