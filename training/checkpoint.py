@@ -1,12 +1,13 @@
 """Which checkpoint a run resumes from: the newest that is whole, to the last byte."""
 
 import zipfile
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from .listing import first_difference, read_object
+from .listing import first_difference, is_listing, read_object
 from .recipe import RecipeError
 from .run_folder import COMPLETE, checkpoints
 
@@ -20,8 +21,10 @@ NEEDED = (
 )
 
 
-def find_resumable(folder: Path, processes: int) -> tuple[Path | None, dict[str, Any], list[str]]:
-    """Look for the checkpoint to resume from.
+def find_resumable(
+    folder: Path, processes: int, listed: Container[str] = ()
+) -> tuple[Path | None, dict[str, Any], list[str]]:
+    """Look for the checkpoint to resume from; `listed` are the files that runs wrote.
 
     Returns:
         The newest whole checkpoint, its mark, and what is wrong with each newer one; `None` where none was ever
@@ -33,6 +36,8 @@ def find_resumable(folder: Path, processes: int) -> tuple[Path | None, dict[str,
     damaged: list[str] = []
     for path in reversed(checkpoints(folder)):
         if not (path / COMPLETE).is_file():  # cut short while it was written
+            if f"{path.name}/{COMPLETE}" in listed:
+                damaged.append(f"{path.name} is damaged: {path / COMPLETE} is missing")
             continue
         mark = read_object(path / COMPLETE)
         problem = what_is_wrong(path, mark)
@@ -49,9 +54,9 @@ def find_resumable(folder: Path, processes: int) -> tuple[Path | None, dict[str,
 
 def what_is_wrong(path: Path, mark: dict[str, Any] | None) -> str | None:
     """Say why a checkpoint cannot be resumed from exactly; `None` where it can."""
-    if mark is None or not isinstance(mark.get("processes"), int):
+    if mark is None or not is_mark(mark):
         return f"{path / COMPLETE} cannot be read"
-    listed = isinstance(mark.get("files"), dict)
+    listed = "files" in mark
     if listed and (difference := first_difference(path, mark["files"])):
         return difference
     for what, patterns in NEEDED:
@@ -61,6 +66,18 @@ def what_is_wrong(path: Path, mark: dict[str, Any] | None) -> str | None:
         return None
     # Of a run of before checkpoints listed their files: what can be seen without their hashes.
     return next((problem for file in sorted(path.iterdir()) if (problem := what_is_wrong_inside(file))), None)
+
+
+def is_mark(mark: dict[str, Any]) -> bool:
+    stream = mark.get("stream", {"blocks": 0, "sha256": ""})
+    return (
+        mark.keys() <= {"processes", "files", "stream"}
+        and isinstance(mark.get("processes"), int)
+        and is_listing(mark.get("files", {}))
+        and isinstance(stream, dict)
+        and isinstance(stream.get("blocks"), int)
+        and isinstance(stream.get("sha256"), str)
+    )
 
 
 def what_is_wrong_inside(file: Path) -> str | None:

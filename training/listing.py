@@ -70,9 +70,18 @@ def read_object(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
+def is_listing(value: Any, unknown: bool = False) -> bool:
+    """Whether `value`, read from a file, is a list of files; `unknown`: of some only the names may be known."""
+    return isinstance(value, dict) and all(
+        (entry is None and unknown)
+        or (isinstance(entry, dict) and {key: type(item) for key, item in entry.items()} == Entry.__annotations__)
+        for entry in value.values()
+    )
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file in one step: a process that is killed leaves the old one or the new one, on disk."""
-    aside = path.with_name(f"{path.name}.tmp")
+    aside = path.with_name(f".{path.name}.tmp")
     with aside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, SchedulerType
 
-from modeling_gqa.conversion.files import LICENCES, copy_files, local_folder
+from modeling_gqa.conversion.files import LICENCES, PATH_FIELDS, copy_files, local_folder
 from modeling_gqa.conversion.inspection import find_checkpoint
 from modeling_gqa.conversion.report import NO_LATENT_NORM, REPORT_NAME, kept_metadata
 
@@ -219,11 +219,19 @@ def save_repository(
     model.config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    hide_paths(folder / "tokenizer_config.json")
     values = yaml.safe_load((Path(recipe.output_dir) / "recipe.yaml").read_text(encoding="utf-8"))
     (folder / "recipe.yaml").write_text(yaml.safe_dump(public_recipe(values)), encoding="utf-8")
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if isinstance(recipe, UptrainRecipe):
         copy_files(local_folder(recipe.student), folder, (*LICENCES, REPORT_NAME))
+
+
+def hide_paths(path: Path) -> None:
+    """Take out of a tokenizer's configuration where its files once lay."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    kept = {name: value for name, value in values.items() if name not in PATH_FIELDS}
+    path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def load_as_stranger(folder: Path, prompt: str) -> str:

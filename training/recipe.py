@@ -89,6 +89,9 @@ class Recipe(TrainingArguments):
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         self.check_numbers()
         super().__post_init__()
+        name = self.output_dir or ""
+        if not name.isprintable() or any(len(part.encode()) > 255 for part in Path(name).parts):
+            raise ValueError(f"output_dir is {ascii(name)[:100]}; a name must be printable and of at most 255 bytes")
         if self.max_steps <= 0 and not self.num_train_epochs > 0:
             raise ValueError(f"num_train_epochs is {self.num_train_epochs} and max_steps is not given; set one of them")
         if self.save_strategy == "best":
@@ -182,7 +185,7 @@ def load_recipe(argv: list[str], recipe_class: type[Any] = Recipe) -> tuple[Any,
     for name, reason in recipe_class.unused.items():
         if values.get(name) != defaults.get(name):
             raise RecipeError(f"{name} has no effect here: {reason}")
-    values["output_dir"] = values["output_dir"] or str(Path("runs") / Path(path).stem)
+    values["output_dir"] = os.path.expanduser(values["output_dir"] or str(Path("runs") / Path(path).stem))
     try:
         return recipe_class(**values), values
     except Exception as error:  # TrainingArguments reads files, asks packages and devices: each has its own classes

@@ -18,7 +18,7 @@ from modeling_gqa.conversion.files import local_folder
 from . import data, publish
 from .checkpoint import find_resumable, what_is_kept
 from .console import Interrupted, failed_to_write, is_main, say
-from .listing import describe
+from .listing import describe, read_object
 from .recipe import SAVED_MODEL, SAVED_RECIPE, Recipe, RecipeError, compare_recipes, save_recipe
 from .run_folder import RunFolder, checkpoints, refuse_overlap
 from .stream import CheckedStream
@@ -160,11 +160,17 @@ def resume(
     for role, then in folder.notes.get("models", {}).items():
         if fingerprints.get(role) != then:
             raise RecipeError(f"the {role} has other weights than when the run in {folder.path} began: bring them back")
-    checkpoint, mark, damaged = find_resumable(folder.path, recipe.world_size)
+    checkpoint, mark, damaged = find_resumable(folder.path, recipe.world_size, folder.files)
     for problem in damaged:
         say(f"Passed over: {problem}")
     if checkpoint is None and (folder.path / "final").exists():
         raise RecipeError(f"{folder.path} holds a finished model and no checkpoint to resume: --overwrite starts again")
+    if edited := folder.edited("final"):
+        raise RecipeError(
+            f"{edited} has changed since it was written, and --resume writes it again: move it away first"
+        )
+    if recipe.streaming and checkpoint and "stream" not in mark:
+        check_earlier_stream(checkpoint)
     newer = [path.name for path in checkpoints(folder.path)]
     folder.refuse_foreign(newer[newer.index(checkpoint.name) + 1 :] if checkpoint else newer)
     versions = folder.notes.get("versions", VERSIONS)
@@ -172,6 +178,17 @@ def resume(
         say(f"The run began with {', '.join(changed)}: with other versions its numbers can differ in the last bits")
     restore_tokens(folder, recipe, config, source)
     return checkpoint, mark
+
+
+def check_earlier_stream(checkpoint: Path) -> None:
+    """Raise `RecipeError` in a second epoch of before streams had hashes: each then ended with a smaller batch."""
+    epoch = (read_object(checkpoint / "trainer_state.json") or {}).get("epoch")
+    if isinstance(epoch, int | float) and epoch > 1:
+        raise RecipeError(
+            f"{checkpoint} was written by an earlier version, which had begun to read its stream again (epoch "
+            f"{epoch:.2f}): training cannot go on from there exactly; start again with --overwrite"
+        )
+    say(f"{checkpoint} was written by an earlier version: whether the stream has changed since is not checked")
 
 
 def restore_tokens(folder: RunFolder, recipe: Recipe, config: PreTrainedConfig, source: data.Source) -> None:

@@ -13,20 +13,20 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-import modeling_gqa
 from modeling_gqa.conversion.aside import is_in, sync, sync_path
 
+from .earlier import is_earlier, is_recipe
 from .listing import (
     Entry,
     describe,
     file_names,
     first_difference,
+    is_listing,
     list_folder,
     read_object,
     write_text,
@@ -35,16 +35,6 @@ from .recipe import SAVED_MODEL, SAVED_RECIPE, Recipe, RecipeError
 
 MANIFEST, LOCK, STAGING, COMPLETE = "manifest.json", ".run.lock", ".new", "complete.json"
 FOLDERS, FILES = ("data", "tokenizer", "final"), (SAVED_RECIPE, SAVED_MODEL, "results.json")
-# What runs wrote before they listed it, below `data`, `tokenizer`, `final` and `checkpoint-N`.
-EARLIER_FILES = (
-    "train.npy", "validation.npy", "split.json", "*.tmp.npy", "tokenizer*.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.*", "merges.txt", "*.model", "chat_template.jinja",
-    "additional_chat_templates/*.jinja", "config.json",
-    "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "README.md", "LICENSE*", "NOTICE*",
-    "USE_POLICY*", "conversion.json", "recipe.yaml", "results.json", "optimizer*", "scheduler.pt", "scaler.pt",
-    "rng_state*.pth", "trainer_state.json", "training_args.bin", "pytorch_model_fsdp*", "complete.json", "complete.tmp",
-    *(path.name for path in Path(modeling_gqa.__file__).parent.glob("*.py")),
-)  # fmt: skip
 
 
 class RunFolder:
@@ -89,7 +79,8 @@ class RunFolder:
             self.sweep(self.writing)
 
     def last_writer(self) -> dict[str, Any]:
-        return (read_object(self.path / MANIFEST) or {}).get("writer") or {}
+        writer = (read_object(self.path / MANIFEST) or {}).get("writer")
+        return writer if isinstance(writer, dict) else {}
 
     def writer_lives(self) -> bool:
         writer = self.last_writer()
@@ -119,15 +110,15 @@ class RunFolder:
 
     def read(self) -> None:
         content = read_object(self.path / MANIFEST) or {}
-        if os.path.lexists(self.path / MANIFEST) and not {"version", "writing", "files"} <= content.keys():
-            raise RecipeError(f"{self.path / MANIFEST} is not the list of files that runs write: move it away")
-        if isinstance(content.get("files"), dict):
+        if os.path.lexists(self.path / MANIFEST):
+            if not is_manifest(content):
+                raise RecipeError(f"{self.path / MANIFEST} is not the list of files that runs write: move it away")
             self.files = {name: entry for name, entry in content["files"].items() if is_run_name(name)}
-            self.notes = content.get("notes") or {}
-            self.writing = name if is_run_name(name := str(content.get("writing"))) else None
-        elif all((self.path / name).is_file() for name in (SAVED_RECIPE, SAVED_MODEL)):
+            self.notes = content["notes"]
+            self.writing = name if is_claim(name := str(content["writing"])) else None
+        elif read_object(self.path / SAVED_MODEL) and is_recipe(self.path / SAVED_RECIPE):
             # A run of before there were manifests, or one whose manifest was lost.
-            self.files = {name: None for name in self.found() if is_earlier(name)}
+            self.files = {name: None for name in self.found() if name in FILES or is_earlier(name)}
 
     def save(self) -> None:
         content = {
@@ -224,14 +215,27 @@ class RunFolder:
             whole = not os.path.lexists(self.path / name) or (staged / name).is_file()
             files = [f"{name}/{file}" for file in file_names(staged / name)] or [name]
             earlier = [file for file in self.files if file.startswith(f"{name}/") and file not in files]
+            # A process that is killed here leaves files as they were, which are a run's nevertheless.
+            self.notes["replaced"] = {file: self.files[file] for file in files if self.files.get(file)}
             self.files |= {file: describe(staged / file) for file in files}
             self.save()  # first: a file that is listed may be missing, never the reverse
             for file in [name] if whole else files:
                 (self.path / file).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(staged / file, self.path / file)
             self.remove(earlier)
+        self.notes.pop("replaced", None)
         self.save()
         sync_path(self.path)
+
+    def edited(self, folder: str) -> Path | None:
+        """Return a file below `folder` that is not as a run wrote it: somebody has put work into it since."""
+        replaced = self.notes.get("replaced", {})
+        for name, entry in self.files.items():
+            path = self.path / name
+            known = (entry, replaced.get(name))
+            if entry and name.startswith(f"{folder}/") and path.is_file() and describe(path) not in known:
+                return path
+        return None
 
     def changed(self, *folders: str) -> str | None:
         """Say which file below `folders` is missing or not as it was written; `None` where all are."""
@@ -275,9 +279,19 @@ def is_run_name(name: str) -> bool:
     return bool(known) and not {"", ".", ".."}.intersection(rest)
 
 
-def is_earlier(name: str) -> bool:
-    _, _, file = name.partition("/")
-    return not file or any(fnmatch(file, pattern) or fnmatch(file.split("/")[0], pattern) for pattern in EARLIER_FILES)
+def is_claim(name: str) -> bool:
+    """Whether a run writes to the folder `name` file by file, so that it is incomplete where a process was killed."""
+    return name == STAGING or bool(re.fullmatch(r"checkpoint-\d+", name))
+
+
+def is_manifest(content: dict[str, Any]) -> bool:
+    notes = content.get("notes")
+    return (
+        {"version", "writing", "files"} <= content.keys()
+        and is_listing(content["files"], unknown=True)
+        and isinstance(notes, dict)
+        and all(isinstance(note, dict) for note in notes.values())
+    )
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -292,7 +306,8 @@ def refuse_overlap(recipe: Recipe) -> None:
     for what, name in recipe.inputs():
         path = Path(name).expanduser()
         # A Hub name is no path here; of a pattern, the folder that it searches or the files that it matches are meant.
-        paths = [path] if os.path.exists(path) else [Path(found) for found in glob.glob(str(path), recursive=True)]
+        matched = [] if os.path.exists(path) else glob.glob(str(path), recursive=True)
+        paths = [Path(found) for found in matched if os.path.isfile(found)] if matched else [path]
         if "**" in path.parts:
             paths.append(Path(*path.parts[: path.parts.index("**")]))
         for path in (path.resolve() for path in paths):

@@ -67,12 +67,30 @@ def test_every_file_of_a_checkpoint_counts(run, draw):
         for how in HOW:
             damage(path, how, draw)
             found, _, damaged = find_resumable(run, 1)
-            # A mark that is missing is that of a checkpoint cut short; one with a flipped byte may be readable.
+            # A mark that was never listed is that of a checkpoint cut short; one with a flipped byte may be readable.
             if path.name != "complete.json" or how in ("empty", "zeroed"):
                 assert found == run / "checkpoint-4", (path, how)
                 assert path.name in damaged[0] and "\n" not in damaged[0]
             path.write_bytes(content)
     assert find_resumable(run, 1)[0] == folder
+
+
+def test_a_mark_that_was_lost_is_named(start, run, whole, capsys):
+    shutil.rmtree(run / "final")
+    (run / "checkpoint-6" / "complete.json").unlink()
+    start("run", "--resume", text=whole[0])
+    assert (
+        f"Passed over: checkpoint-6 is damaged: {run}/checkpoint-6/complete.json is missing" in capsys.readouterr().out
+    )
+    assert weights(run) == weights(whole[1])
+
+
+@pytest.mark.parametrize(("old", "new"), [('"size"', '"sizf"'), ('"files"', '"filez"'), ('"sha256"', '"shq256"')])
+def test_a_mark_with_other_words_is_damaged(run, old, new):
+    mark = run / "checkpoint-6" / "complete.json"
+    mark.write_text(mark.read_text().replace(old, new, 1))
+    found, _, damaged = find_resumable(run, 1)
+    assert found == run / "checkpoint-4" and damaged == [f"checkpoint-6 is damaged: {mark} cannot be read"]
 
 
 def test_no_whole_checkpoint_is_a_refusal(start, run, whole):

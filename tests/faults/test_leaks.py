@@ -56,6 +56,8 @@ def test_nothing_leaks(start, tmp_path, monkeypatch, whole):
     (home / "corpora").mkdir(parents=True)
     text = write_texts(home / "corpora" / "books")
     shutil.copytree(whole[1] / "tokenizer", home / "vocabulary")
+    settings = home / "vocabulary" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"_name_or_path": f"{home}/vocabulary"}))
     (home / "model").mkdir()
     config = json.loads((whole[1] / "final" / "config.json").read_text())
     (home / "model" / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "auto_map"}))

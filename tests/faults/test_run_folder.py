@@ -1,6 +1,7 @@
 """A run's folder: what is refused, what is deleted, who may write, what a resumption needs."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -137,6 +138,59 @@ def test_what_is_left_of_a_run_is_a_run(start, run, gone):
     assert snapshot(run) == before
 
 
+def test_a_recipe_of_something_else_makes_no_run(start, tmp_path):
+    files = {"recipe.yaml": "soup: 1", "model.json": "{}", "final/README.md": "thesis", "data/config.json": "{}"}
+    for name, text in files.items():
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text(text)
+    before = snapshot(tmp_path / "run")
+    refused(lambda: start("run", "--overwrite"), "is not what a run wrote")
+    assert snapshot(tmp_path / "run") == before
+
+
+def test_what_runs_of_before_wrote_is_known_by_its_folder(start, run):
+    (run / "manifest.json").unlink()
+    (run / "data" / "README.md").write_text("years of work")
+    before = snapshot(run)
+    refused(lambda: start("run", "--overwrite"), "data/README.md is not what a run wrote")
+    assert snapshot(run) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"notes": []}, {"notes": {"models": [1]}}, {"files": []}, {"files": {"data/train.npy": {"size": "3"}}}],
+    ids=str,
+)
+def test_a_damaged_manifest_is_one_line(start, run, whole, change):
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"writer": "me"} | change))
+    before = snapshot(run)
+    refused(lambda: start("run", "--resume", text=whole[0]), "manifest.json is not the list")
+    assert snapshot(run) == before
+
+
+def test_only_folders_that_are_written_file_by_file_are_swept(run):
+    manifest = json.loads((run / "manifest.json").read_text())
+    (run / "manifest.json").write_text(json.dumps(manifest | {"writing": "final"}))
+    before = snapshot(run)
+    folder = RunFolder(run)
+    folder.open()
+    folder.close()
+    assert snapshot(run) == before
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\udcff", "a\nb"], ids=ascii)
+def test_a_name_that_no_folder_can_have_is_one_line(start, whole, name):
+    refused(lambda: start(name, text=whole[0]), "name")
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    start("other", "--output_dir=~/run", "--max_steps", "2")
+    start("other", "--output_dir=~/run", "--max_steps", "2", "--resume")
+    assert (tmp_path / "run" / "final").is_dir() and not (tmp_path / "other").exists()
+
+
 def test_overwrite_leaves_nothing_of_the_old_run(start, run, whole):
     start("run", "--overwrite", "--max_steps", "2", text=whole[0])
     assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-2"]
@@ -227,6 +281,47 @@ def test_resume_of_a_finished_run_keeps_what_was_added(start, run, whole):
     assert (run / "final" / "model.gguf").exists() and weights(run) == weights(whole[1])
 
 
+@pytest.mark.parametrize("name", ["README.md", "model.safetensors"])
+def test_resume_keeps_what_was_edited_in_a_finished_model(start, run, whole, name):
+    (run / "final" / name).write_text("years of work")
+    before = snapshot(run)
+    refused(lambda: start("run", "--resume", text=whole[0]), f"final/{name} has changed since it was written")
+    assert snapshot(run) == before
+
+
+def test_a_final_model_that_was_being_replaced_is_not_edited(run, monkeypatch):
+    folder = RunFolder(run)
+    folder.open()
+    replace = os.replace
+
+    def interrupted(source, target):
+        if "final" in Path(target).parts:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with folder.staging() as staged:
+        shutil.copytree(run / "final", staged / "final")
+        (staged / "final" / "README.md").write_text("another card")
+        monkeypatch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            folder.place("final")
+        monkeypatch.undo()
+    folder.close()
+    folder = RunFolder(run)
+    folder.open()
+    assert folder.edited("final") is None
+    (run / "final" / "README.md").write_text("years of work")
+    assert folder.edited("final") == run / "final" / "README.md"
+    folder.close()
+
+
+def test_a_run_may_stand_beside_files_that_a_pattern_gives(start, tmp_path):
+    write_texts(tmp_path / "text")
+    options = ("--max_steps", "2", "--data_files", str(tmp_path / "text" / "*"))
+    start("text/run", *options)
+    start("text/run", *options, "--resume")
+
+
 def test_runs_of_before_manifests_resume_and_are_replaced(start, stopped, whole):
     (stopped / "manifest.json").unlink()
     for mark in stopped.glob("checkpoint-*/complete.json"):
@@ -254,4 +349,17 @@ def test_a_changed_stream_is_refused(start, tmp_path):
     (tmp_path / "text" / "rows.jsonl").write_text(rows.replace("word", "verb"))
     before = snapshot(run)
     refused(lambda: start("run", "--resume", **streaming), "the stream has changed")
+    assert snapshot(run) == before
+
+
+def test_a_later_epoch_of_an_earlier_stream_is_refused(start, whole):
+    streaming = {"streaming": True, "validation_fraction": 0.3}
+    run = start("stream", text=whole[0], **streaming)
+    shutil.rmtree(run / "final")
+    for checkpoint in run.glob("checkpoint-*"):
+        (checkpoint / "complete.json").write_text('{"processes": 1}')
+        state = json.loads((checkpoint / "trainer_state.json").read_text())
+        (checkpoint / "trainer_state.json").write_text(json.dumps(state | {"epoch": 2.25}))
+    before = snapshot(run)
+    refused(lambda: start("stream", "--resume", text=whole[0], **streaming), "an earlier version, .* .epoch 2.25.: ")
     assert snapshot(run) == before
