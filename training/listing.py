@@ -82,9 +82,13 @@ def is_listing(value: Any, unknown: bool = False) -> bool:
 def write_text(path: Path, text: str) -> None:
     """Write a file in one step: a process that is killed leaves the old one or the new one, on disk."""
     aside = path.with_name(f".{path.name}.tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)  # a full disk needs every byte
+        raise
     sync_path(path.parent)

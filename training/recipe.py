@@ -12,9 +12,11 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 import yaml
+from accelerate.utils import DynamoBackend
 from huggingface_hub.utils import validate_repo_id
 from transformers import AutoConfig, HfArgumentParser, PreTrainedConfig, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.utils import is_liger_kernel_available
 
 import modeling_gqa  # noqa: F401  (registers model_type "gqa")
 
@@ -107,6 +109,13 @@ class Recipe(TrainingArguments):
                 f"dataloader_num_workers is {self.dataloader_num_workers}, and each would stream all of the text; "
                 "streaming needs 0"
             )
+        if self.fsdp and self.world_size == 1:
+            raise ValueError("fsdp shards a model over several processes, and there is one: start it with torchrun")
+        if self.use_liger_kernel and not is_liger_kernel_available():
+            raise ValueError("use_liger_kernel needs the package liger-kernel: install it, or leave the option out")
+        if self.torch_compile and str(self.torch_compile_backend).upper() not in DynamoBackend.__members__:
+            backends = ", ".join(sorted(DynamoBackend.__members__)).lower()
+            raise ValueError(f"torch_compile_backend is {self.torch_compile_backend}; there are {backends}")
         if self.push_to_hub and self.hub_model_id:
             validate_repo_id(self.hub_model_id)
         try:

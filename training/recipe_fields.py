@@ -54,6 +54,7 @@ NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
         (
             "max_eval_blocks", "per_device_train_batch_size", "per_device_eval_batch_size", "save_total_limit",
             "gradient_accumulation_steps", "eval_accumulation_steps", "torch_empty_cache_steps", "ddp_timeout",
+            "dataloader_prefetch_factor",
         ),
         lambda number: number >= 1,
         "at least 1",
@@ -61,7 +62,7 @@ NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
     (
         (
             "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers", "eval_delay",
-            "eval_steps",
+            "eval_steps", "neftune_noise_alpha",
         ),
         lambda number: number >= 0,
         "at least 0",

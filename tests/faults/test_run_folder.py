@@ -42,6 +42,19 @@ def test_a_folder_in_which_nothing_was_written_disappears(start, tmp_path):
     assert not (tmp_path / "deep").exists()
 
 
+def test_a_list_that_cannot_be_written_leaves_nothing_aside(run, monkeypatch):
+    def full(*descriptor):
+        raise OSError(28, "No space left on device")
+
+    before = {path.name for path in run.iterdir()}
+    folder = RunFolder(run)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        folder.open()
+    folder.close()
+    assert {path.name for path in run.iterdir()} == before | {".run.lock"}
+
+
 def test_other_files_stay_beside_a_run(start, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("years of work")
