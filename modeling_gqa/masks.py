@@ -59,7 +59,7 @@ def lone_layer_mask(
 
     Args:
         module: the layer; a lone layer's configuration names no attention implementation, which means eager.
-        hidden_states: (B, T, hidden), the last T of the tokens seen.
+        hidden_states: (B, T, hidden), the last T of the tokens seen; in cross-attention, other tokens.
         attention_mask: `None`, a padding mask (B, S) with 1 or True for tokens to attend to, or a finished mask.
         kv_length: number of keys, of which a static cache may not have filled all.
         past_key_values: cache that holds the keys, the T new ones included.

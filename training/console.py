@@ -1,5 +1,6 @@
 """What a script prints, and how it ends where something is wrong: in one line."""
 
+import errno
 import os
 import re
 import shutil
@@ -36,6 +37,8 @@ def failed_to_write(error: Exception, folder: Path) -> str | None:
     said = " ".join(str(error).split())
     if isinstance(error, OSError):
         reason = f"{error.strerror or said}" + (f": {error.filename}" if error.filename else "")
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return reason
     elif WRITE_FAILURES.search(said):
         reason = f"a file could not be written: {said[:200]}"
     else:

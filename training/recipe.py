@@ -67,7 +67,7 @@ class Recipe(TrainingArguments):
     max_eval_blocks: int = field(default=256, metadata={"help": "Most blocks used for validation."})
     bigram_baseline: bool = field(default=True, metadata={"help": "Report the loss of a bigram model as well."})
     sample_prompt: str = field(default="", metadata={"help": "Prompt of the sample printed at the end."})
-    resume: bool = field(default=False, metadata={"help": "Continue the run in output_dir; deletes nothing."})
+    resume: bool = field(default=False, metadata={"help": "Continue the run in output_dir."})
     overwrite: bool = field(
         default=False, metadata={"help": "Delete the run that output_dir holds: the files in its manifest.json."}
     )
@@ -91,6 +91,10 @@ class Recipe(TrainingArguments):
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         self.check_numbers()
         super().__post_init__()
+        self.check_options()
+
+    def check_options(self) -> None:
+        """Raise `ValueError` for options that do not go together, or cannot work here."""
         name = self.output_dir or ""
         if not name.isprintable() or any(len(part.encode()) > 255 for part in Path(name).parts):
             raise ValueError(f"output_dir is {ascii(name)[:100]}; a name must be printable and of at most 255 bytes")
@@ -116,6 +120,11 @@ class Recipe(TrainingArguments):
         if self.torch_compile and str(self.torch_compile_backend).upper() not in DynamoBackend.__members__:
             backends = ", ".join(sorted(DynamoBackend.__members__)).lower()
             raise ValueError(f"torch_compile_backend is {self.torch_compile_backend}; there are {backends}")
+        if self.torch_compile and self.torch_compile_mode:
+            from torch._inductor import list_mode_options  # slow to import, and only this needs it
+
+            if self.torch_compile_mode not in (modes := list_mode_options()):
+                raise ValueError(f"torch_compile_mode is {self.torch_compile_mode}; there are {', '.join(modes)}")
         if self.push_to_hub and self.hub_model_id:
             validate_repo_id(self.hub_model_id)
         try:

@@ -6,8 +6,9 @@ WHAT_A_RUN_WRITES = """A run writes into output_dir (runs/NAME) alone: recipe.ya
 checkpoint-N/, results.json, final/ (a complete Hub repository), and manifest.json, which lists these files. It deletes
 listed files alone: the oldest checkpoints beyond save_total_limit, and with --overwrite an earlier run. It does not
 begin where other files stand under these names, where output_dir overlaps what the run reads, or while another process
-writes there. --resume goes on from the newest checkpoint that is whole, with the same text, tokenizer and teacher, and
-deletes nothing. Exit codes: 0 done, 1 an error that the message explains, 130 or 143 stopped by a signal."""
+writes there. --resume goes on from the newest checkpoint that is whole, with the same text, tokenizer and teacher; it
+begins by deleting nothing, and refuses where a file of final/ was edited. Exit codes: 0 done, 1 an error that the
+message explains, 130 or 143 stopped by a signal."""
 
 # Fields of TrainingArguments that this script does not read: refused rather than silently ignored.
 UNUSED = {

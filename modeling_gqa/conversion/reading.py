@@ -76,6 +76,8 @@ def read_documents(path: Path, column: str, newlines: bool = False) -> Iterator[
 def row_text(row: Any, column: str, where: str) -> str:
     """Return the text of a row, which is an object with the field `column`, or the text itself."""
     text = row.get(column) if isinstance(row, dict) else row
+    if isinstance(row, dict) and column in row and not isinstance(text, str):
+        raise ConversionError(f"{where}: column {column!r} holds {type(text).__name__} in place of text")
     if not isinstance(text, str):
         found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         found = " ".join(found.encode(errors="backslashreplace").decode().split())[:200]

@@ -116,11 +116,8 @@ REFUSED = {
     "no end": ("a.json", b'["a",\n"b"\n', "a.json, line 3 is not JSON: ',' is missing"),
     "cut string": ("a.json", b'["a",\n"b', "a.json, line 2 is not JSON: Unterminated string"),
     "two arrays": ("a.json", b'["a"]\n["b"]', "a.json, line 2 is not JSON: text behind the array"),
-    "number": (
-        "a.jsonl",
-        b'{"text": 12}',
-        "a.jsonl, line 1: no text in column 'text' (found: text); set --text-column",
-    ),
+    "number": ("a.jsonl", b'{"text": 12}', "a.jsonl, line 1: column 'text' holds float in place of text"),
+    "null": ("a.jsonl", b'{"text": null}', "a.jsonl, line 1: column 'text' holds NoneType in place of text"),
     "other column": ("a.json", b'{"a\\nb": 1, "c": 2}', "a.json, line 1: no text in column 'text' (found: a b, c)"),
     "Latin": ("a.txt", b"a\nb\n\xe9 c", "a.txt is not UTF-8 text: invalid continuation byte in line 3"),
     "Latin row": ("a.jsonl", b'"a"\n"\xe9"', "a.jsonl, line 2 is not UTF-8 text: "),
@@ -149,7 +146,7 @@ def test_parquet_refusals(tmp_path):
     for kind in (pyarrow.int64(), pyarrow.binary(), pyarrow.list_(pyarrow.string())):
         column = pyarrow.nulls(3, kind)
         pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "type.parquet")
-        with pytest.raises(ConversionError, match=r"type.parquet, row 1: no text in column 'text' \(found: text\)"):
+        with pytest.raises(ConversionError, match=r"type.parquet, row 1: column 'text' holds NoneType in"):
             read(tmp_path / "type.parquet")
     path = tmp_path / "page.parquet"
     text = [f"{number} {os.urandom(50).hex()}" for number in range(2000)]

@@ -79,6 +79,7 @@ def test_recipes(tmp_path, changes):
         "--sequence_length 65": "sequence_length is 65, and the model's max_position_embeddings is 64",
         "--streaming --dataloader_num_workers 1": "dataloader_num_workers is 1, and each would stream all of the text",
         "--adam_beta1 1.0": "adam_beta1 is 1.0; it must be at least 0 and below 1",
+        "--torch_compile_mode absent": "torch_compile_mode is absent; there are default",
         "--save_strategy best": "save_strategy best has no effect here",
         "--num_train_epochs 0 --max_steps -1": "num_train_epochs is 0.0 and max_steps is not given",
     }.items(),
