@@ -232,6 +232,6 @@ def refuse_overlap(source: Path, target: str | Path, what: str = "source") -> No
 def is_in(path: Path, folder: Path) -> bool:
     """Whether `path` is `folder` or lies in it, also where the system has several names for a folder."""
     return any(
-        above == folder or (above.exists() and folder.exists() and above.samefile(folder))
+        above == folder or (os.path.exists(above) and os.path.exists(folder) and above.samefile(folder))
         for above in (path, *path.parents)
     )
