@@ -189,7 +189,7 @@ REFUSED = {
         b"[1, 2]\n[3]\n",
         r"a.jsonl, line 1: no text in column 'text' \(found: list\); set --text-column",
     ),
-    "no text": ("a.jsonl", b'{"text": 3}\n', "no text in column 'text'"),
+    "no text": ("a.jsonl", b'{"text": 3}\n', "a.jsonl, line 1: column 'text' holds float in place of text"),
     "no Parquet": ("a.parquet", b"text", "a.parquet is not a Parquet file: "),
     "empty": ("a.txt", b"", "a.txt is empty"),
     "blank": ("a.txt", b" \n\n", "too short: 0 tokens for calibration"),
