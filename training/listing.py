@@ -19,7 +19,7 @@ class Entry(TypedDict):
 
 
 def describe(path: Path) -> Entry:
-    """Read a file once: its size and its hash (1.3 GB/s on one core of a 2020s x86-64 machine)."""
+    """Read a file once: its size and its hash."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
