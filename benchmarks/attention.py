@@ -13,9 +13,9 @@ import torch
 from transformers import HfArgumentParser
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
 
-from modeling_gqa import GQAConfig
-from modeling_gqa.attention import ATTENTION_CLASSES
-from modeling_gqa.attention_functions import absorbed_attention_forward, sdpa_attention_forward
+from modeling_gqa import ATTENTION_CLASSES, GQAConfig
+from modeling_gqa.attention_functions import sdpa_attention_forward
+from modeling_gqa.attention_latent import absorbed_attention_forward
 from modeling_gqa.cache_layers import KeyValueBuffer
 
 from .measure import describe_machine, floor_milliseconds, in_turn, milliseconds, ratio

@@ -18,8 +18,8 @@ import torch
 from transformers import DynamicCache, HfArgumentParser
 from transformers.generation import StoppingCriteria
 
+from modeling_gqa import ATTENTION_CLASSES
 from modeling_gqa.accounting import cache_bytes, count_parameters, decode_flops
-from modeling_gqa.attention import ATTENTION_CLASSES
 from modeling_gqa.cache_layers import grow_in_place
 
 from . import attention

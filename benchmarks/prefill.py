@@ -14,7 +14,8 @@ from transformers import DynamicCache, HfArgumentParser
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
 
 from modeling_gqa.accounting import prefill_flops
-from modeling_gqa.attention_functions import pad_heads, sdpa_attention_forward
+from modeling_gqa.attention_functions import sdpa_attention_forward
+from modeling_gqa.attention_latent import pad_heads
 
 from .measure import describe_machine, floor_milliseconds, in_turn, milliseconds, ratio
 from .models import BASELINES, Sizes, make_pair

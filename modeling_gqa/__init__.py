@@ -2,9 +2,9 @@
 
 import transformers
 
-from .attention import ATTENTION_CLASSES
 from .configuration_gqa import GQAConfig
 from .modeling_gqa import (
+    ATTENTION_CLASSES,
     AUTO_CLASSES,
     GQAForCausalLM,
     GQAForQuestionAnswering,

@@ -1,16 +1,242 @@
-"""The attention kinds and the class that computes each.
+"""What all attention kinds share, and grouped attention: MHA, MQA and GQA.
 
-To add a kind: write `attention_NAME.py` with a class that takes `(config, layer_idx)` and has `GroupedAttention`'s
-forward, `kinds`, `tp_plan` and operation counts; enter it below; give `GQAConfig` its name, its fields and a check; add
-a preset to `configuration/models`. The tests iterate this dictionary and the presets.
+Shapes: B batch, T query tokens, S cached and new tokens, H query heads, G key/value heads, D head_dim.
+
+To add a kind: write `attention_NAME.py` with a subclass of `Attention`; enter it in `ATTENTION_CLASSES`, in
+`modeling_gqa.py`; give `GQAConfig` the kind's name, its fields and a check; add a preset to `configuration/models`.
+The tests iterate that dictionary and the presets.
+
+Engines read a layer, some of it in the text of `forward`. vLLM (0.32, `models/transformers/fusers/attention.py` there)
+refuses a model unless each layer has one module whose class's `forward`
+
+- assigns a lookup in `ALL_ATTENTION_FUNCTIONS`, by that name, to a local variable and calls that variable exactly once,
+- with `scaling=self.NAME`, where the attribute is the factor of the scores,
+
+and which has `layer_idx` and the model's own `config`, whose `_attn_implementation` the engine sets. So each `forward`
+ends in its own lookup and call, and what leads there is shared. `tests/test_engines.py` reads the classes as vLLM does.
 """
 
-from .attention_grouped import GroupedAttention
-from .attention_latent import LatentAttention
+from typing import Any, ClassVar
 
-ATTENTION_CLASSES: dict[str, type[GroupedAttention | LatentAttention]] = {
-    "mha": GroupedAttention,
-    "mqa": GroupedAttention,
-    "gqa": GroupedAttention,
-    "mla": LatentAttention,
-}
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.processing_utils import Unpack
+from transformers.utils.generic import TransformersKwargs
+
+from .attention_functions import ALL_ATTENTION_FUNCTIONS, attended_part, eager_attention_forward
+from .configuration_gqa import GQAConfig
+from .layers import GQARMSNorm, frequency_indices, rotate, select_frequencies
+
+
+class Attention(nn.Module):
+    """Base class of the attention kinds; a subclass sets `kinds` and `scaling` and implements what raises here.
+
+    Args:
+        config: the model's configuration; the layer's own sizes are those of `config.per_layer_config[layer_idx]`.
+        layer_idx: index of the layer, which is also its place in the cache.
+
+    Raises:
+        ValueError: the configuration asks for another attention kind in this layer.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ()
+    scaling: float
+    frequency_indices: torch.Tensor | None
+
+    def __init__(self, config: GQAConfig, layer_idx: int):
+        super().__init__()
+        layer = config.per_layer_config[layer_idx]
+        if layer.attention_kind not in self.kinds:
+            raise ValueError(
+                f"layer {layer_idx} has attention_kind={layer.attention_kind!r}: "
+                "build it as ATTENTION_CLASSES[kind](config, layer_idx)"
+            )
+        # The model's own configuration, not the layer's copy: `set_attn_implementation` writes there.
+        self.config = config
+        self.layer_idx = layer_idx
+        # Query heads per key/value head, as an attention function sees them.
+        self.num_key_value_groups = layer.num_attention_heads // layer.num_key_value_heads
+        self.attention_dropout = layer.attention_dropout
+        self.is_causal = True
+        # Rules of tensor parallelism for the layer's own modules; empty: the layer stays whole on each rank.
+        self.tp_plan: dict[str, str] = {}
+        self.register_buffer("frequency_indices", frequency_indices(layer), persistent=False)
+
+    @property
+    def backend(self) -> str:
+        """Name of the attention implementation that the configuration has now; a lone layer's has none: eager."""
+        return self.config._attn_implementation or "eager"
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The layer's window as the configuration has it now: the masks that a model builds follow it, too."""
+        sliding = self.config.layer_types[self.layer_idx] == "sliding_attention"
+        return self.config.sliding_window if sliding else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        key_value_states: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend from each token to itself and the tokens before it.
+
+        Args:
+            hidden_states: (B, T, hidden).
+            position_embeddings: cosine and sine (B, T, rotary size); no rotation where `None`.
+            attention_mask: padding mask (B, S), or a finished mask (B, 1, T, S); a layer alone builds its own.
+            past_key_values: cache to extend by the new keys and values.
+            key_value_states: (B, S, hidden). Cross-attention: attend to all of these that `attention_mask` (B, S)
+                marks, without rotation and without a cache.
+            kwargs: passed to the attention function; `is_causal=False` lets every token see all tokens.
+
+        Returns:
+            Output (B, T, hidden), and the weights (B, H, T, S) where the attention function gives them.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def split_heads(x: torch.Tensor, size: int, norm: nn.Module | None = None) -> torch.Tensor:
+        """Split (B, T, heads x size) into (B, heads, T, size); `norm` is applied to each head."""
+        # The number of heads is left open, because tensor parallelism leaves a rank some of them.
+        x = x.view(*x.shape[:-1], -1, size)  # (B, T, heads, size)
+        return (x if norm is None else norm(x)).transpose(1, 2)
+
+    def attend_to(
+        self,
+        hidden_states: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        past_key_values: Cache | None,
+        crosses: bool,
+        kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, Any, dict[str, Any]]:
+        """Extend the cache by `key` and `value`, and find what `hidden_states` are to attend to.
+
+        Args:
+            key, value: those of the new tokens, as they are cached.
+            crosses: cross-attention, which sees all keys.
+            kwargs: the keyword arguments of `forward`.
+
+        Returns:
+            All keys and values, the mask, and the keyword arguments of the attention function but `scaling`.
+        """
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        if crosses:
+            kwargs = {**kwargs, "is_causal": False}
+        window = None if crosses else self.sliding_window
+        causal = kwargs.get("is_causal") is not False
+        attention_mask, key, value = attended_part(
+            self, hidden_states, attention_mask, key, value, past_key_values, causal, window
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        return key, value, attention_mask, {"dropout": dropout, "sliding_window": window, **kwargs}
+
+    @staticmethod
+    def parameter_counts(layer: GQAConfig) -> tuple[int, int]:
+        """Parameters of a layer of `config.per_layer_config`: in weight matrices, and in biases and norms."""
+        raise NotImplementedError
+
+    @staticmethod
+    def cache_sizes(layer: GQAConfig) -> tuple[int, int]:
+        """Numbers that one token adds to a layer's cached keys and to its cached values."""
+        raise NotImplementedError
+
+    @classmethod
+    def multiplications(cls, layer: GQAConfig, queries: int, keys: int, absorbed: bool = False) -> int:
+        """Multiply-adds of one batch entry: projections of `queries` tokens, and attention of each to `keys` tokens.
+
+        `absorbed` says which of its two ways latent attention takes; the other kinds have one.
+        """
+        raise NotImplementedError
+
+
+class GroupedAttention(Attention):
+    """MHA, MQA and GQA: H / G query heads share a key/value head (Ainslie et al., 2305.13245).
+
+    G is H for MHA, 1 for MQA and between them for GQA. Arguments and errors as in `Attention`.
+    """
+
+    kinds = ("mha", "mqa", "gqa")
+
+    def __init__(self, config: GQAConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
+        layer = config.per_layer_config[layer_idx]
+        self.head_dim = layer.head_dim
+        self.scaling = layer.softmax_scale or self.head_dim**-0.5
+        hidden = config.hidden_size
+        query_size, key_value_size = (
+            heads * self.head_dim for heads in (layer.num_attention_heads, layer.num_key_value_heads)
+        )
+        query_bias, key_value_bias, output_bias = layer.projection_biases
+        self.q_proj = nn.Linear(hidden, query_size, bias=query_bias)
+        self.k_proj = nn.Linear(hidden, key_value_size, bias=key_value_bias)
+        self.v_proj = nn.Linear(hidden, key_value_size, bias=key_value_bias)
+        self.o_proj = nn.Linear(query_size, hidden, bias=output_bias)
+        # One key/value head cannot be split over ranks, so its layer stays whole on each.
+        if layer.num_key_value_heads > 1:
+            self.tp_plan = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+            if layer.qk_norm:
+                self.tp_plan |= dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce")
+        self.q_norm = GQARMSNorm(self.head_dim, eps=config.rms_norm_eps) if layer.qk_norm else None
+        self.k_norm = GQARMSNorm(self.head_dim, eps=config.rms_norm_eps) if layer.qk_norm else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        key_value_states: torch.Tensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend with softmax(Q K^T scaling) V per head; arguments and results as in `Attention.forward`."""
+        crosses = key_value_states is not None
+        source = key_value_states if crosses else hidden_states
+        if crosses:
+            position_embeddings = past_key_values = None
+        query = self.split_heads(self.q_proj(hidden_states), self.head_dim, self.q_norm)  # (B, H, T, D)
+        key = self.split_heads(self.k_proj(source), self.head_dim, self.k_norm)  # (B, G, T, D)
+        value = self.split_heads(self.v_proj(source), self.head_dim)  # (B, G, T, D)
+        if position_embeddings is not None:
+            position_embeddings = select_frequencies(position_embeddings, self.frequency_indices)
+            query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+        key, value, attention_mask, options = self.attend_to(
+            hidden_states, key, value, attention_mask, past_key_values, crosses, kwargs
+        )  # (B, G, S, D)
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.backend, eager_attention_forward)
+        output, weights = attention_interface(
+            self, query, key, value, attention_mask, scaling=self.scaling, **options
+        )  # (B, T, H, D)
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights  # (B, T, hidden)
+
+    @staticmethod
+    def parameter_counts(layer: GQAConfig) -> tuple[int, int]:
+        """Parameters of a layer of `config.per_layer_config`: in weight matrices, and in biases and norms."""
+        query_bias, key_value_bias, output_bias = layer.projection_biases
+        query_size, key_value_size = (
+            heads * layer.head_dim for heads in (layer.num_attention_heads, layer.num_key_value_heads)
+        )
+        biases = query_bias * query_size + 2 * key_value_bias * key_value_size + output_bias * layer.hidden_size
+        norms = 2 * layer.head_dim if layer.qk_norm else 0
+        return 2 * layer.hidden_size * (query_size + key_value_size), biases + norms
+
+    @staticmethod
+    def cache_sizes(layer: GQAConfig) -> tuple[int, int]:
+        """Numbers that one token adds to the cache's keys and to its values: G D each."""
+        return (layer.num_key_value_heads * layer.head_dim,) * 2
+
+    @classmethod
+    def multiplications(cls, layer: GQAConfig, queries: int, keys: int, absorbed: bool = False) -> int:
+        """Multiply-adds of one batch entry: projections of `queries` tokens, and 2 D a head, query and key.
+
+        Sharing key/value heads saves memory, not operations; `absorbed` concerns latent attention alone.
+        """
+        projections, _ = cls.parameter_counts(layer)
+        return queries * projections + queries * keys * layer.num_attention_heads * 2 * layer.head_dim

@@ -1,4 +1,4 @@
-"""MLA: keys and values rebuilt from a cached low-rank latent (DeepSeek-V2, 2405.04434, eq. 9 to 19).
+"""Latent attention, MLA: keys and values rebuilt from a cached low-rank latent (DeepSeek-V2, 2405.04434, eq. 9 to 19).
 
 Shapes: B batch, T query tokens, S cached and new tokens, H query heads, R kv_lora_rank, P qk_rope_head_dim,
 N qk_nope_head_dim, V v_head_dim.
@@ -8,49 +8,38 @@ import math
 
 import torch
 from torch import nn
+from transformers.cache_utils import Cache
+from transformers.processing_utils import Unpack
+from transformers.utils.generic import TransformersKwargs
+from transformers.utils.import_utils import is_tracing
 
+from .attention import Attention
 from .attention_functions import (
     ALL_ATTENTION_FUNCTIONS,
-    absorbed_attention_forward,
+    CPU_HAS_AMX,
     eager_attention_forward,
-    pad_heads,
+    fused_attention,
+    masked_softmax,
 )
-from .layers import GQARMSNorm, is_plain_linear
-from .masks import filled_part, lone_layer_mask
-from .rotary import frequency_indices, rotate, select_frequencies
+from .configuration_gqa import GQAConfig
+from .layers import GQARMSNorm, is_plain_linear, rotate, select_frequencies
 
 # DeepSeek's latent norms use this whatever `rms_norm_eps` says; its checkpoints must keep their function here.
 LATENT_NORM_EPS = 1e-6
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Attention):
     """Multi-head latent attention: caches a latent of size R and one rotary key of size P per token.
 
-    Long queries rebuild keys and values from the latent (expand); short ones attend over the latent itself, with
-    `kv_b_proj` folded into the query and the output (absorb).
-
-    Args:
-        config: the model's configuration; the layer's own sizes are those of `config.per_layer_config[layer_idx]`.
-        layer_idx: index of the layer, which is also its place in the cache.
-
-    Raises:
-        ValueError: the configuration asks for another attention kind in this layer.
+    Long queries rebuild keys and values from the latent (expand). Short ones attend over the latent itself, with
+    `kv_b_proj` folded into the query and the output (absorb). Arguments and errors as in `Attention`.
     """
 
     kinds = ("mla",)
-    frequency_indices: torch.Tensor | None
 
-    def __init__(self, config, layer_idx: int):
-        super().__init__()
+    def __init__(self, config: GQAConfig, layer_idx: int):
+        super().__init__(config, layer_idx)
         layer = config.per_layer_config[layer_idx]
-        if layer.attention_kind not in self.kinds:
-            raise ValueError(
-                f"layer {layer_idx} has attention_kind={layer.attention_kind!r}: "
-                "build it as ATTENTION_CLASSES[kind](config, layer_idx)"
-            )
-        # The model's own configuration, not the layer's copy: `set_attn_implementation` writes there.
-        self.config = config
-        self.layer_idx = layer_idx
         self.q_lora_rank = layer.q_lora_rank
         self.kv_lora_rank = layer.kv_lora_rank
         self.qk_nope_head_dim = layer.qk_nope_head_dim
@@ -58,12 +47,7 @@ class LatentAttention(nn.Module):
         self.qk_head_dim = layer.qk_head_dim
         self.v_head_dim = layer.v_head_dim
         self.rope_interleave = layer.rope_interleave
-        # What an attention function sees are H expanded key/value heads.
-        self.num_key_value_groups = 1
         self.scaling = layer.softmax_scale or self.qk_head_dim**-0.5 * _yarn_scale(config.rope_parameters)
-        self.attention_dropout = layer.attention_dropout
-        self.is_causal = True
-        self.register_buffer("frequency_indices", frequency_indices(layer), persistent=False)
 
         hidden, heads = config.hidden_size, layer.num_attention_heads
         query_bias, key_value_bias, output_bias = layer.projection_biases
@@ -73,113 +57,49 @@ class LatentAttention(nn.Module):
             self.q_a_proj = nn.Linear(hidden, self.q_lora_rank, bias=query_bias)
             self.q_a_layernorm = self._norm(layer, self.q_lora_rank)
             self.q_b_proj = nn.Linear(self.q_lora_rank, heads * self.qk_head_dim, bias=False)
-        # The rotary key bypasses kv_b_proj: with heads split over ranks its gradient would have to be summed.
-        self.tp_plan: dict[str, str] = {}
+        # `tp_plan` stays empty: the rotary key bypasses kv_b_proj, so that with heads split over ranks its gradient
+        # would have to be summed.
         self.kv_a_proj_with_mqa = nn.Linear(hidden, self.kv_lora_rank + self.qk_rope_head_dim, bias=key_value_bias)
         self.kv_a_layernorm = self._norm(layer, self.kv_lora_rank)
         self.kv_b_proj = nn.Linear(self.kv_lora_rank, heads * (self.qk_nope_head_dim + self.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * self.v_head_dim, hidden, bias=output_bias)
 
     @staticmethod
-    def _norm(layer, size: int) -> nn.Module:
+    def _norm(layer: GQAConfig, size: int) -> nn.Module:
         return GQARMSNorm(size, eps=LATENT_NORM_EPS) if layer.latent_norm else nn.Identity()
-
-    @property
-    def sliding_window(self) -> int | None:
-        """The layer's window as the configuration has it now: the masks that a model builds follow it, too."""
-        sliding = self.config.layer_types[self.layer_idx] == "sliding_attention"
-        return self.config.sliding_window if sliding else None
 
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values=None,
+        past_key_values: Cache | None = None,
         key_value_states: torch.Tensor | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend from each token to itself and the tokens before it; arguments and results as in `GroupedAttention`."""
-        if key_value_states is not None:
-            return self.cross_attention(hidden_states, key_value_states, attention_mask, **kwargs)
-        query, query_rope = self.project_query(hidden_states)
-        latent, key_rope = self.project_latent(hidden_states)
+        """Attend over the latent, or over what is rebuilt from it; arguments and results as in `Attention.forward`."""
+        crosses = key_value_states is not None
+        source = key_value_states if crosses else hidden_states
+        if crosses:
+            position_embeddings = past_key_values = None
+        query, query_rope = self.project_query(hidden_states)  # (B, H, T, N), (B, H, T, P)
+        latent, key_rope = self.project_latent(source)  # (B, 1, T, R), (B, 1, T, P)
         if position_embeddings is not None:
             position_embeddings = select_frequencies(position_embeddings, self.frequency_indices)
             query_rope = rotate(query_rope, *position_embeddings, interleaved=self.rope_interleave)
             key_rope = rotate(key_rope, *position_embeddings, interleaved=self.rope_interleave)
-        if past_key_values is not None:
-            latent, key_rope = past_key_values.update(latent, key_rope, self.layer_idx)  # (B, 1, S, R), (B, 1, S, P)
-            attention_mask, latent, key_rope = filled_part(self, attention_mask, past_key_values, latent, key_rope)
-
-        backend = self.config._attn_implementation or "eager"
-        window = self.sliding_window
-        attention_mask = lone_layer_mask(
-            self,
-            hidden_states,
-            attention_mask,
-            latent.shape[2],
-            past_key_values,
-            kwargs.get("is_causal"),
-            window,
-        )
+        latent, key_rope, attention_mask, options = self.attend_to(
+            hidden_states, latent, key_rope, attention_mask, past_key_values, crosses, kwargs
+        )  # (B, 1, S, R), (B, 1, S, P)
         if past_key_values is not None and self.absorbs(query.shape[2], latent.shape[2], attention_mask):
-            output, weights = absorbed_attention_forward(
-                query,
-                query_rope,
-                latent,
-                key_rope,
-                self.kv_b_proj.weight,
-                attention_mask,
-                self.scaling,
-                fused=backend == "sdpa",
-            )
+            output, weights = self.absorb(query, query_rope, latent, key_rope, attention_mask)  # (B, T, H, V)
             return self.o_proj(output.flatten(2)), weights  # (B, T, hidden)
-
         query = torch.cat((query, query_rope), dim=-1)  # (B, H, T, N + P)
         key, value = self.expand_kv(latent, key_rope)  # (B, H, S, N + P), (B, H, S, V)
-        if backend != "eager":
+        if self.backend != "eager":
             query, key, value = pad_heads(query, key, value)
-        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
-        output, weights = attention_interface(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=window,
-            **kwargs,
-        )
-        return self.o_proj(output[..., : self.v_head_dim].flatten(2)), weights  # (B, T, hidden)
-
-    def cross_attention(
-        self,
-        hidden_states: torch.Tensor,
-        key_value_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend from `hidden_states` (B, T, hidden) to all of `key_value_states` (B, S, hidden): no rotation, no
-        cache; `attention_mask` (B, S) marks the keys to attend to. Returns what `forward` returns."""
-        query = torch.cat(self.project_query(hidden_states), dim=-1)  # (B, H, T, N + P)
-        key, value = self.expand_kv(*self.project_latent(key_value_states))  # (B, H, S, N + P), (B, H, S, V)
-        backend = self.config._attn_implementation or "eager"
-        attention_mask = lone_layer_mask(self, hidden_states, attention_mask, key.shape[2], is_causal=False)
-        if backend != "eager":
-            query, key, value = pad_heads(query, key, value)
-        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention_forward)
-        output, weights = attention_interface(
-            self,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            **{**kwargs, "is_causal": False},
-        )
+        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.backend, eager_attention_forward)
+        output, weights = attention_interface(self, query, key, value, attention_mask, scaling=self.scaling, **options)
         return self.o_proj(output[..., : self.v_head_dim].flatten(2)), weights  # (B, T, hidden)
 
     def project_query(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,10 +131,9 @@ class LatentAttention(nn.Module):
         Per batch entry and head: expanding rebuilds S keys and values and attends with N + P and V numbers a pair;
         absorbing maps T queries and outputs and attends with R + P and R numbers a pair. One token always absorbs.
         """
-        backend = self.config._attn_implementation or "eager"
         # Several tokens without a mask are a prompt on an empty cache, masked by the attention function itself.
         masked = attention_mask is not None or length == 1
-        if self.training or not is_plain_linear(self.kv_b_proj) or not masked or backend not in ("eager", "sdpa"):
+        if self.training or not is_plain_linear(self.kv_b_proj) or not masked or self.backend not in ("eager", "sdpa"):
             return False
         rank, up = self.kv_lora_rank, self.qk_nope_head_dim + self.v_head_dim
         pairs = length * kv_length
@@ -222,9 +141,23 @@ class LatentAttention(nn.Module):
         absorb = length * rank * up + pairs * (2 * rank + self.qk_rope_head_dim)
         return length == 1 or absorb <= expand
 
+    def absorb(
+        self,
+        query: torch.Tensor,
+        query_rope: torch.Tensor,
+        latent: torch.Tensor,
+        key_rope: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`absorbed_attention_forward` with this layer's `kv_b_proj`; no weights are computed under sdpa."""
+        weight, fused = self.kv_b_proj.weight, self.backend == "sdpa"
+        return absorbed_attention_forward(
+            query, query_rope, latent, key_rope, weight, attention_mask, self.scaling, fused=fused
+        )
+
     @staticmethod
-    def parameter_counts(layer) -> tuple[int, int]:
-        """Parameters of `config.per_layer_config[i]` in weight matrices, and in biases and norms."""
+    def parameter_counts(layer: GQAConfig) -> tuple[int, int]:
+        """Parameters of a layer of `config.per_layer_config`: in weight matrices, and in biases and norms."""
         query_bias, key_value_bias, output_bias = layer.projection_biases
         hidden, rank, query_rank = layer.hidden_size, layer.kv_lora_rank, layer.q_lora_rank
         query_size = layer.num_attention_heads * layer.qk_head_dim
@@ -237,12 +170,12 @@ class LatentAttention(nn.Module):
         return matrices, biases + (rank + (query_rank or 0) if layer.latent_norm else 0)
 
     @staticmethod
-    def cache_sizes(layer) -> tuple[int, int]:
+    def cache_sizes(layer: GQAConfig) -> tuple[int, int]:
         """Numbers that one token adds to the cache: the latent (R) in place of keys, the rotary key (P) of values."""
         return layer.kv_lora_rank, layer.qk_rope_head_dim
 
     @classmethod
-    def multiplications(cls, layer, queries: int, keys: int, absorbed: bool = False) -> int:
+    def multiplications(cls, layer: GQAConfig, queries: int, keys: int, absorbed: bool = False) -> int:
         """Multiply-adds of one batch entry: `kv_b_proj` is paid per key if expanded, per query if `absorbed`.
 
         A head, query and key take N + P + V expanded and 2 R + P absorbed (DeepSeek-V2, 2405.04434, section 2.1.2).
@@ -260,3 +193,85 @@ def _yarn_scale(rope_parameters: dict) -> float:
     if rope_parameters["rope_type"] == "default" or not mscale or factor <= 1:
         return 1.0
     return (0.1 * mscale * math.log(factor) + 1.0) ** 2
+
+
+def absorbed_attention_forward(
+    query: torch.Tensor,
+    query_rope: torch.Tensor,
+    latent: torch.Tensor,
+    key_rope: torch.Tensor,
+    kv_b_weight: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    fused: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """MLA over the cached latent, `kv_b_proj` folded into query and output (DeepSeek-V2, 2405.04434, section 2.1.2).
+
+    All heads share the latent, so heads and tokens of the query form the rows of one matrix product per batch entry.
+
+    Args:
+        query, query_rope: unrotated (B, H, T, N) and rotated (B, H, T, P) part of the queries.
+        latent, key_rope: (B, 1, S, R) and (B, 1, S, P), as cached.
+        kv_b_weight: (H (N + V), R), the weight of `kv_b_proj`.
+        attention_mask: (B or 1, H or 1, T, S), additive or boolean; `None` attends everywhere.
+        fused: no weights are asked for, so a fused kernel may be used where it is faster.
+
+    Returns:
+        Output (B, T, H, V), and weights (B, H, T, S) unless `fused`.
+    """
+    heads, length, nope = query.shape[1:]
+    rank = latent.shape[-1]
+    kv_b = kv_b_weight.view(heads, -1, rank)  # (H, N + V, R)
+    query = _by_head(query, kv_b[:, :nope])  # (B, H, T, R)
+    joint = _joint_keys(latent, key_rope) if fused else None
+    weights = None
+    if joint is not None:
+        # The values are the latent; the kernel wants them as long as the keys, so the rotary part comes along.
+        query = torch.cat((query, query_rope), dim=-1)  # (B, H, T, R + P)
+        output = fused_attention(query, joint, joint, attention_mask, scaling)[..., :rank]  # (B, H, T, R)
+    else:
+        latent, key_rope = latent.squeeze(1), key_rope.squeeze(1)  # (B, S, R), (B, S, P)
+        scores = query.flatten(1, 2) @ latent.mT + query_rope.flatten(1, 2) @ key_rope.mT  # (B, H T, S)
+        scores = scores.unflatten(1, (heads, length)) * scaling  # (B, H, T, S)
+        weights = masked_softmax(scores, attention_mask, query.dtype)
+        output = (weights.flatten(1, 2) @ latent).unflatten(1, (heads, length))  # (B, H, T, R)
+    output = _by_head(output, kv_b[:, nope:].mT)  # (B, H, T, V)
+    return output.transpose(1, 2).contiguous(), None if fused else weights  # (B, T, H, V)
+
+
+def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply each head of `x` (B, H, T, n) with its matrix in `weight` (H, n, m), which is not copied per row."""
+    batch, _, length, _ = x.shape
+    x = x.transpose(0, 1).flatten(1, 2) @ weight  # (H, B T, m)
+    return x.unflatten(1, (batch, length)).transpose(0, 1)  # (B, H, T, m)
+
+
+def _joint_keys(latent: torch.Tensor, key_rope: torch.Tensor) -> torch.Tensor | None:
+    """[latent; rotary key] (B, 1, S, R + P) where the fused kernel over it is the fastest way, else `None`.
+
+    `GrowingLayer` keeps both side by side, which makes it a view. A copy pays only where a CPU has no fast matrix
+    products in the dtype: there, they are up to a hundred times slower than the fused kernel.
+    """
+    if latent.device.type != "cpu" or latent.requires_grad or key_rope.requires_grad or is_tracing(latent):
+        return None
+    size = latent.shape[-1] + key_rope.shape[-1]
+    same_storage = latent.untyped_storage().data_ptr() == key_rope.untyped_storage().data_ptr()
+    next_to = latent.storage_offset() + latent.shape[-1] == key_rope.storage_offset()
+    if (
+        same_storage
+        and next_to
+        and latent.stride() == key_rope.stride()
+        and latent.stride(2) >= size
+        and latent.stride(3) == 1
+    ):
+        return latent.as_strided((*latent.shape[:-1], size), latent.stride())
+    reduced = latent.dtype in (torch.bfloat16, torch.float16)
+    return torch.cat((latent, key_rope), dim=-1) if reduced and not CPU_HAS_AMX else None
+
+
+def pad_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Zero-pad the last dimensions to the largest, because fused kernels want one head size; no score changes."""
+    size = max(tensor.shape[-1] for tensor in tensors)
+    missing = [size - tensor.shape[-1] for tensor in tensors]
+    # Padding by nothing would copy.
+    return [nn.functional.pad(tensor, (0, n)) if n else tensor for tensor, n in zip(tensors, missing, strict=True)]

@@ -1,12 +1,17 @@
-"""What the attention fields of a layer must satisfy together; every message names field, value and remedy."""
+"""What the fields of a configuration must satisfy, alone and together; a message names field, value and remedy.
+
+The first half looks at one value at a time, when it is written; the second at a layer whose sizes are derived.
+"""
 
 import warnings
+from typing import Any
 
-from .configuration_values import LARGEST, ROPE_LISTS, shown
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 ATTENTION_KINDS = ("mha", "mqa", "gqa", "mla")
 # What an MLA layer needs and another kind must not have; `None` elsewhere, as serving engines read presence as MLA.
-LATENT_FIELDS = (
+MLA_FIELDS = (
     "q_lora_rank",
     "kv_lora_rank",
     "qk_nope_head_dim",
@@ -17,14 +22,185 @@ LATENT_FIELDS = (
     "latent_norm",
 )
 
+# A configuration names each layer and lists what its heads divide into; published models have fewer than 300 of each.
+MOST = 2**16
+# Hundreds of times the largest published matrix, and two such sizes still make a matrix whose bytes torch can count.
+LARGEST = 2**24
+# Tokens; no memory holds the cache of as many.
+LONGEST = 2**31 - 1
+# Smallest and largest value of a field. No comparison holds for nan, so these refuse it, too.
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_labels"), (1, MOST)),
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rope_frequency_dim"), (1, LARGEST)),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "qk_head_dim"), (1, LARGEST)),
+    "qk_nope_head_dim": (0, LARGEST),
+    **dict.fromkeys(("max_position_embeddings", "sliding_window"), (1, LONGEST)),
+    "attention_dropout": (0, 1),
+    "initializer_range": (0, 10),
+    "rms_norm_eps": (1e-12, 1),
+    "softmax_scale": (1e-6, 1e4),
+    "format_version": (1, LONGEST),
+}
+ROPE_RANGES: dict[str, tuple[float, float]] = {
+    "rope_theta": (1.001, 1e38),
+    "partial_rotary_factor": (0, 1),
+    "original_max_position_embeddings": (2, LONGEST),
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), (1e-3, 1e6)),
+    **dict.fromkeys(("attention_factor", "short_factor", "long_factor"), (1e-3, 1e6)),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), (0, 1e3)),
+}
+ROPE_EXAMPLE = "{'rope_type': 'default', 'rope_theta': 10000.0}"
+ROPE_LISTS = ("short_factor", "long_factor")
+# transformers takes `None` for "left out" where it does without the value.
+ROPE_MAY_BE_NONE = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": (*ROPE_LISTS, "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+# Fields of transformers', whose types `@strict` does not see in every release.
+TYPES: dict[str, type] = {
+    **dict.fromkeys(("is_encoder_decoder", "output_attentions", "output_hidden_states", "return_dict"), bool),
+    **dict.fromkeys(("id2label", "label2id"), dict),
+    **dict.fromkeys(("problem_type", "transformers_version"), str),
+    "architectures": list,
+    **dict.fromkeys(("chunk_size_feed_forward", "num_labels"), int),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-def check_sizes(layer):
+
+def check_value(name: str, value: Any):
+    """Check what can be said of one field without the others; its type is `@strict`'s concern."""
+    if value is None and name != "num_labels":
+        return
+    if name in TYPES and not isinstance(value, TYPES[name]):
+        raise ValueError(f"{name}={shown(value)} must be of type {TYPES[name].__name__}")
+    if name in RANGES:
+        check_range(name, value, RANGES[name])
+    elif name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(value, dict):
+            raise ValueError(f"{name}={shown(value)} must be a dict, such as {ROPE_EXAMPLE}")
+        check_rope_values(value)
+    elif (
+        name in ("dtype", "torch_dtype")
+        and (getattr(torch, value, None) if isinstance(value, str) else value) not in DTYPES
+    ):
+        raise ValueError(f"{name}={shown(value)} is no dtype of weights: choose one of {', '.join(map(str, DTYPES))}")
+    elif name == "is_encoder_decoder" and value:
+        raise ValueError("is_encoder_decoder=True does not go with a decoder: leave it out")
+    elif name == "id2label" and not all(str(label).isdecimal() for label in value):
+        raise ValueError(f"id2label={shown(value)} must have label numbers, counted from 0, as keys")
+
+
+def check_range(name: str, value: Any, limits: tuple[float, float]):
+    low, high = limits
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name}={shown(value)} must be a number from {low} to {high}")
+    if low > 0 >= value:
+        raise ValueError(f"{name}={shown(value)} must be positive")
+    if not low <= value <= high:
+        raise ValueError(f"{name}={shown(value)} must lie between {low} and {high}")
+
+
+def check_rope_values(rope: dict):
+    """Check each rotary parameter that is there."""
+    for key, value in rope.items():
+        name = f"rope_parameters[{key!r}]"
+        if isinstance(value, dict):
+            raise ValueError(
+                f"{name}={shown(value)} is a set of its own, and rope_parameters by layer type is not supported: give "
+                "one set for all layers"
+            )
+        kinds = ["default", *sorted(ROPE_INIT_FUNCTIONS)]
+        if key == "rope_type" and value not in kinds:
+            raise ValueError(f"{name}={shown(value)} is unknown: choose one of {', '.join(kinds)}")
+        if key in ROPE_LISTS:
+            if not isinstance(value, list):
+                raise ValueError(f"{name}={shown(value)} must be a list of numbers, one per rotary plane")
+            for index, factor in enumerate(value):
+                check_range(f"{name}[{index}]", factor, ROPE_RANGES[key])
+        elif key in ROPE_RANGES and not (value is None and key in ROPE_MAY_BE_NONE):
+            check_range(name, value, ROPE_RANGES[key])
+        elif key == "truncate" and not isinstance(value, bool | None):
+            raise ValueError(f"{name}={shown(value)} must be True or False")
+        known = ("rope_type", "truncate", *ROPE_RANGES)
+        if key not in known and suggestion(str(key), known):
+            raise ValueError(f"rope_parameters has no key {shown(key)}{suggestion(str(key), known)}")
+
+
+def check_rope(rope: dict | None, mixed: bool):
+    """Check the rotary parameters together; `check_rotary` looks at what they mean for a layer."""
+    if rope is None:
+        raise ValueError(f"rope_parameters=None cannot be used: set it to {ROPE_EXAMPLE}")
+    check_rope_values(rope)
+    kind = rope.get("rope_type", "default")
+    for key in ("rope_type", "rope_theta", *ROPE_NEEDS.get(kind, ())):
+        if key not in rope:
+            raise ValueError(f"rope_parameters={shown(rope)} lacks {key!r}, which rope_type={kind!r} needs: add it")
+    if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+        raise ValueError(
+            f"rope_parameters['high_freq_factor']={rope['high_freq_factor']} must be larger than "
+            f"rope_parameters['low_freq_factor']={rope['low_freq_factor']}"
+        )
+    if kind == "longrope" and mixed:
+        raise ValueError(
+            "rope_parameters['rope_type']='longrope' lists a factor per rotary dimension and cannot serve the "
+            "layers of a mixed model (per_layer_config): use 'yarn', 'llama3', 'dynamic' or 'linear'"
+        )
+
+
+def check_token_ids(config):
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(config, name)
+        if value == []:
+            raise ValueError(f"{name}=[] names no token: give at least one id, or None")
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None and not 0 <= token < config.vocab_size:
+                raise ValueError(
+                    f"{name}={shown(value)} is not in the vocabulary: choose from 0 to {config.vocab_size - 1} "
+                    f"(vocab_size={config.vocab_size}), or None"
+                )
+
+
+def suggestion(name: str, known) -> str:
+    """`", did you mean ...?"` for a name one edit (insert, delete, replace, swap neighbours) from a known one."""
+    for other in sorted(known):
+        start = 0
+        while start < min(len(name), len(other)) and name[start] == other[start]:
+            start += 1
+        rest, other_rest = name[start:], other[start:]
+        if rest != other_rest and (
+            rest[1:] == other_rest
+            or rest == other_rest[1:]
+            or rest[1:] == other_rest[1:]
+            or (rest[1::-1] == other_rest[:2] and rest[2:] == other_rest[2:])
+        ):
+            return f", did you mean {other!r}?"
+    return ""
+
+
+def shown(value: Any) -> str:
+    """A wrong value on one line of a message."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no number of more than 4300 digits
+        text = "<a number of more than 4300 digits>"
+    text = " ".join(text.split())
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+# -- a layer whose sizes are derived
+
+
+def check_layer_sizes(layer):
     if layer.attention_kind not in ATTENTION_KINDS:
         raise ValueError(
             f"attention_kind={shown(layer.attention_kind)} is unknown: choose 'mha', 'mqa', 'gqa' or 'mla'"
         )
     heads = layer.num_attention_heads
-    needed = (*LATENT_FIELDS[1:], "head_dim") if layer.attention_kind == "mla" else ("head_dim",)
+    needed = (*MLA_FIELDS[1:], "head_dim") if layer.attention_kind == "mla" else ("head_dim",)
     missing = next((name for name in needed if getattr(layer, name) is None), None)
     if missing and layer.hidden_size % heads:
         raise ValueError(
@@ -103,7 +279,7 @@ def check_frequencies(layer):
 
 def check_grouped(layer):
     kind, heads, key_value_heads = layer.attention_kind, layer.num_attention_heads, layer.num_key_value_heads
-    for name in LATENT_FIELDS:
+    for name in MLA_FIELDS:
         if getattr(layer, name) is not None:
             raise ValueError(
                 f"{name}={getattr(layer, name)} belongs to attention_kind='mla', but attention_kind={kind!r}: "

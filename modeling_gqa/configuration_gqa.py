@@ -19,7 +19,18 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
-from .configuration_checks import check_frequencies, check_grouped, check_latent, check_rotary, check_sizes
+from .configuration_checks import (
+    check_frequencies,
+    check_grouped,
+    check_latent,
+    check_layer_sizes,
+    check_rope,
+    check_rotary,
+    check_token_ids,
+    check_value,
+    shown,
+    suggestion,
+)
 from .configuration_overrides import (
     CONVERSION_FIELDS,
     FOLDED_KEYWORDS,
@@ -31,7 +42,6 @@ from .configuration_overrides import (
     merged_rope,
     overridden,
 )
-from .configuration_values import check_rope, check_token_ids, check_value, shown, suggestion
 
 FORMAT_VERSION = 2  # 2: softmax_scale, rope_frequency_indices, rope_frequency_dim
 
@@ -297,7 +307,7 @@ class GQAConfig(PreTrainedConfig):
         for index, layer in enumerate(self.per_layer_config if self.is_heterogeneous else [self]):
             where = f"layer {index}: " if self.is_heterogeneous else ""
             check_kind = check_latent if layer.attention_kind == "mla" else check_grouped
-            for check in (check_sizes, check_kind, check_frequencies, check_rotary):
+            for check in (check_layer_sizes, check_kind, check_frequencies, check_rotary):
                 try:
                     check(layer)
                 except ValueError as error:

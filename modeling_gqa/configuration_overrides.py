@@ -3,11 +3,10 @@
 from numbers import Integral
 from typing import Any
 
-from .configuration_checks import LATENT_FIELDS
-from .configuration_values import shown, suggestion
+from .configuration_checks import MLA_FIELDS, shown, suggestion
 
 # A change of one of these makes a layer derive its sizes anew.
-SIZE_FIELDS = ("attention_kind", "num_attention_heads", "num_key_value_heads", "head_dim", "qk_norm", *LATENT_FIELDS)
+SIZE_FIELDS = ("attention_kind", "num_attention_heads", "num_key_value_heads", "head_dim", "qk_norm", *MLA_FIELDS)
 # Sizes of MLA that follow from the head size, which a finished configuration no longer has.
 PROPORTIONAL_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # What a conversion leaves behind; nothing follows from them, and another attention kind does not keep them.
@@ -102,7 +101,7 @@ def derived_anew(kind: str, overrides: dict[str, Any]) -> set[str]:
     if (new_kind, kind) != ("gqa", "gqa"):
         names.add("num_key_value_heads")
     if new_kind != kind and "mla" in (new_kind, kind):
-        names |= {*LATENT_FIELDS, *CONVERSION_FIELDS, "qk_norm" if new_kind == "mla" else "head_dim"}
+        names |= {*MLA_FIELDS, *CONVERSION_FIELDS, "qk_norm" if new_kind == "mla" else "head_dim"}
     elif new_kind == "mla" and "head_dim" in overrides:
         names |= set(PROPORTIONAL_FIELDS)
     elif new_kind == "mla":

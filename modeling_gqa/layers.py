@@ -1,8 +1,21 @@
-"""RMSNorm, the gated MLP, and what may be done with a linear layer's weight."""
+"""What a model is built of beside attention: RMSNorm, the gated MLP, rotary position embedding and the chunked loss.
+
+Rotary embedding is that of Su et al. (2104.09864, eq. 34), half-split and interleaved.
+
+Shapes: B batch, T tokens, P rotated dimensions of a head.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+
+from .configuration_gqa import GQAConfig
 
 
 class GQARMSNorm(nn.Module):
@@ -27,7 +40,7 @@ class GQARMSNorm(nn.Module):
 class GQAMLP(nn.Module):
     """Gated feed-forward block, `down(act(gate(x)) * up(x))` (Shazeer, 2002.05202, eq. 5)."""
 
-    def __init__(self, config):
+    def __init__(self, config: GQAConfig):
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
@@ -47,3 +60,137 @@ def is_plain_linear(module: nn.Module) -> bool:
     if type(module) is not nn.Linear or type(weight) is not nn.Parameter or weight.is_meta:
         return False
     return weight.shape == (module.out_features, module.in_features)
+
+
+class GQARotaryEmbedding(nn.Module):
+    """Cosine and sine of every token's angles, for layers of the same `rotary_dim` as layer `layer_idx`.
+
+    transformers' `_init_weights` finds it by its name and its attributes `rope_type`, `original_inv_freq` and
+    `compute_default_rope_parameters`.
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, config: GQAConfig, layer_idx: int = 0):
+        super().__init__()
+        config = copy.copy(config.per_layer_config[layer_idx])
+        config.head_dim = config.rotary_dim  # where transformers' functions read the size
+        self.config = config
+        self.max_seq_len_cached = config.max_position_embeddings
+        self.original_max_seq_len = config.max_position_embeddings
+        self.rope_type = config.rope_parameters["rope_type"]
+        compute = ROPE_INIT_FUNCTIONS.get(self.rope_type, self.compute_default_rope_parameters)
+        inv_freq, self.attention_scaling = compute(config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: GQAConfig, device=None, seq_len=None) -> tuple[torch.Tensor, float]:
+        """Inverse frequencies `theta ** (-2 i / P)` of the P / 2 planes, and the factor of cosine and sine (1)."""
+        dim = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        return 1.0 / config.rope_parameters["rope_theta"] ** exponents, 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and sine, each (B, T, P) in the dtype of `x`, for `position_ids` (B, T)."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        angles = position_ids[..., None].to(dtype) * self.inv_freq.to(x.device, dtype)  # (B, T, P / 2)
+        angles = torch.cat((angles, angles), dim=-1)  # (B, T, P)
+        cos, sin = angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+
+def frequency_indices(layer: GQAConfig) -> torch.Tensor | None:
+    """`rope_frequency_indices` of `config.per_layer_config[i]` as an index, `None` for the standard frequencies."""
+    indices = layer.rope_frequency_indices
+    return None if indices is None else torch.tensor(indices, dtype=torch.int64)
+
+
+def select_frequencies(
+    position_embeddings: tuple[torch.Tensor, torch.Tensor], indices: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine (B, T, 2 n) of the n planes `indices` of those given (B, T, P), all of them for `None`."""
+    if indices is None:
+        return position_embeddings
+    cos, sin = (x.index_select(-1, indices) for x in position_embeddings)  # (B, T, n)
+    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)  # (B, T, 2 n)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
+    """Rotate the first P dimensions of each head; what lies beyond passes through.
+
+    Args:
+        x: queries or keys (B, heads, T, D) with D >= P.
+        cos, sin: (B, T, P), as `GQARotaryEmbedding` returns them.
+        interleaved: the pairs of `x` are neighbours instead of half a head apart; the result is half-split all the
+            same, which changes no score because queries and keys are permuted alike.
+    """
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], cos, sin, interleaved), x[..., size:]), dim=-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, T, P)
+    if interleaved:
+        x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.addcmul(x * cos, torch.cat((-second, first), dim=-1), sin)
+
+
+def can_chunk_loss(lm_head: nn.Module, hidden_states: torch.Tensor, loss_function: Callable) -> bool:
+    """Whether the loss of `lm_head(hidden_states)` is that of `chunked_causal_lm_loss`: stock head, stock loss."""
+    available = hasattr(nn.functional, "linear_cross_entropy")  # torch 2.13
+    plain = is_plain_linear(lm_head) and lm_head.bias is None and lm_head.weight.device == hidden_states.device
+    return available and plain and loss_function is ForCausalLMLoss
+
+
+def chunked_causal_lm_loss(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    logits_at_once: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """What transformers' `ForCausalLMLoss` gives for `hidden_states @ weight.T`; gradients are computed on the way.
+
+    Args:
+        hidden_states: (B, T, hidden).
+        weight: (vocabulary, hidden), of the language modeling head.
+        labels: (B, T) token ids, shifted here unless `shift_labels` (B, T) are given.
+        logits_at_once: how many logits may exist at a time.
+        num_items_in_batch: divides the sum over tokens; the mean is taken where it is `None`.
+        ignore_index: label without a loss.
+
+    Raises:
+        ValueError: there is not one label for each hidden state.
+    """
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    hidden_states, shift_labels = hidden_states.flatten(0, -2), shift_labels.flatten().to(hidden_states.device)
+    if len(shift_labels) != len(hidden_states):
+        raise ValueError(f"{len(shift_labels)} labels for the hidden states of {len(hidden_states)} tokens")
+    device = hidden_states.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden_states, weight = hidden_states.to(dtype), weight.to(dtype)
+    # torch returns the loss in the dtype of the logits, too coarse for a sum over many tokens.
+    accumulate = torch.promote_types(hidden_states.dtype, torch.float32)
+    rows = max(1, logits_at_once // weight.shape[0])
+    with torch.autocast(device, enabled=False):
+        losses = nn.functional.linear_cross_entropy(
+            hidden_states,
+            weight,
+            shift_labels,
+            reduction="sum" if accumulate == hidden_states.dtype else "none",
+            ignore_index=ignore_index,
+            options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None),
+        )
+    total = losses.to(accumulate).sum()
+    if num_items_in_batch is None:
+        num_items_in_batch = (shift_labels != ignore_index).sum()
+    if torch.is_tensor(num_items_in_batch):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch

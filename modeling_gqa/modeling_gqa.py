@@ -11,11 +11,6 @@ from torch import nn
 from transformers import initialization
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_sliding_window_causal_mask,
-    packed_sequence_mask_function,
-)
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -35,15 +30,20 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import ATTENTION_CLASSES
+from .attention import Attention, GroupedAttention
+from .attention_functions import model_masks
+from .attention_latent import LatentAttention
 from .cache_layers import grow_in_place
 from .configuration_gqa import GQAConfig
-from .layers import GQAMLP, GQARMSNorm
-from .loss import can_chunk_loss, chunked_causal_lm_loss
-from .masks import packed_documents
-from .rotary import GQARotaryEmbedding, frequency_indices
+from .layers import GQAMLP, GQARMSNorm, GQARotaryEmbedding, can_chunk_loss, chunked_causal_lm_loss, frequency_indices
 
-MASK_FUNCTIONS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+# The class that computes each attention kind; `attention.py` says how to add one.
+ATTENTION_CLASSES: dict[str, type[Attention]] = {
+    "mha": GroupedAttention,
+    "mqa": GroupedAttention,
+    "gqa": GroupedAttention,
+    "mla": LatentAttention,
+}
 
 
 class GQADecoderLayer(GradientCheckpointingLayer):
@@ -204,32 +204,13 @@ class GQAModel(GQAPreTrainedModel):
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past
             position_ids = position_ids.unsqueeze(0)  # (1, T)
-        masks = self._attention_masks(inputs_embeds, attention_mask, past_key_values, position_ids, restarts)
+        masks = model_masks(self.config, inputs_embeds, attention_mask, past_key_values, position_ids, restarts)
         rotations = {size: rotary(inputs_embeds, position_ids) for size, rotary in self.rotary_emb.items()}
         kinds = zip(self.config.layer_types, self.rotary_sizes, strict=True)
         return [
             {"attention_mask": masks[kind], "position_ids": position_ids, "position_embeddings": rotations[size]}
             for kind, size in islice(kinds, self.config.num_hidden_layers)
         ]
-
-    def _attention_masks(self, inputs_embeds, attention_mask, past_key_values, position_ids, restarts) -> dict:
-        """The mask of each layer type in the form that the attention implementation wants."""
-        if isinstance(attention_mask, dict):  # `generate` has made them, for a compiled decoding step
-            return attention_mask
-        arguments = {
-            "config": self.config,
-            "inputs_embeds": inputs_embeds,
-            "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
-            "position_ids": position_ids,
-        }
-        # transformers looks for packed documents only where no padding mask is given either.
-        padding = isinstance(attention_mask, torch.Tensor) and attention_mask.shape == inputs_embeds.shape[:2]
-        if padding and restarts is not None and past_key_values is None and not is_tracing(restarts):
-            documents = packed_documents(restarts.expand(inputs_embeds.shape[0], -1), attention_mask.bool())
-            if documents.any():
-                arguments["and_mask_function"] = packed_sequence_mask_function(documents)
-        return {kind: MASK_FUNCTIONS[kind](**arguments) for kind in dict.fromkeys(self.config.layer_types)}
 
 
 def refuse_without_tokens(name: str, inputs: torch.Tensor, bos_token_id: int | None) -> None:

@@ -14,15 +14,14 @@ from pairs import all_pairs
 from torch import nn
 from transformers import modeling_utils
 
-from modeling_gqa import attention_functions
+from modeling_gqa import attention_functions, attention_latent
 from modeling_gqa.attention_functions import (
     ALL_ATTENTION_FUNCTIONS,
-    _joint_keys,
-    absorbed_attention_forward,
     eager_attention_forward,
     sdpa_attention_forward,
     stock_sdpa_attention_forward,
 )
+from modeling_gqa.attention_latent import _joint_keys, absorbed_attention_forward
 from modeling_gqa.cache_layers import KeyValueBuffer
 
 compat = pytest.mark.compat
@@ -97,7 +96,8 @@ ABSORBED_MASKS = ["none", "boolean", "additive", "boolean per head", "additive o
 
 @pytest.fixture(params=AMX, ids=["amx", "no-amx"])
 def amx(request, monkeypatch):
-    monkeypatch.setattr(attention_functions, "CPU_HAS_AMX", request.param)
+    for module in (attention_functions, attention_latent):
+        monkeypatch.setattr(module, "CPU_HAS_AMX", request.param)
 
 
 @pytest.fixture
@@ -398,7 +398,7 @@ def test_adjacent_keys_are_joined_without_a_copy(dtype, batch, amx):
 @pytest.mark.parametrize("has_amx", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_separate_keys_are_copied_only_where_products_are_slow(dtype, has_amx, monkeypatch):
-    monkeypatch.setattr(attention_functions, "CPU_HAS_AMX", has_amx)
+    monkeypatch.setattr(attention_latent, "CPU_HAS_AMX", has_amx)
     _, _, latent, key_rope, _ = make_latent(3, 1, dtype, adjacent=False)
     joint = _joint_keys(latent, key_rope)
     if has_amx or dtype in (torch.float32, torch.float64):
@@ -436,7 +436,7 @@ def layouts() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 @compat
 @pytest.mark.parametrize("layout", layouts())
 def test_keys_in_another_layout_are_not_joined(layout, monkeypatch):
-    monkeypatch.setattr(attention_functions, "CPU_HAS_AMX", True)
+    monkeypatch.setattr(attention_latent, "CPU_HAS_AMX", True)
     assert _joint_keys(*layouts()[layout]) is None
 
 

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from modeling_gqa import GQAConfig
-from modeling_gqa.attention_functions import eager_attention_forward, pad_heads
-from modeling_gqa.attention_latent import LatentAttention
+from modeling_gqa.attention_functions import eager_attention_forward
+from modeling_gqa.attention_latent import LatentAttention, pad_heads
 
 
 class WrappedLinear(nn.Linear):

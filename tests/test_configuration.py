@@ -15,7 +15,7 @@ from small_models import KIND_SIZES, MODELS, make_batch, make_config, make_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM
-from modeling_gqa.configuration_checks import ATTENTION_KINDS, LATENT_FIELDS
+from modeling_gqa.configuration_checks import ATTENTION_KINDS, MLA_FIELDS
 
 pytestmark = pytest.mark.compat
 
@@ -85,7 +85,7 @@ def test_head_dim_is_free_of_hidden_size(kind):
 
 
 def test_fields_of_one_kind_are_none_for_the_others(kind):
-    values = [getattr(make_config(kind), name) for name in LATENT_FIELDS if name != "q_lora_rank"]
+    values = [getattr(make_config(kind), name) for name in MLA_FIELDS if name != "q_lora_rank"]
     assert all((value is not None) == (kind == "mla") for value in values)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from small_models import KIND_SIZES, make_config
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM, configuration_gqa
-from modeling_gqa.configuration_values import ROPE_NEEDS
+from modeling_gqa.configuration_checks import ROPE_NEEDS
 
 pytestmark = pytest.mark.compat
 

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from modeling_gqa.loss import chunked_causal_lm_loss
+from modeling_gqa.layers import chunked_causal_lm_loss
 
 compat = pytest.mark.compat
 

@@ -14,6 +14,8 @@ TOKENIZER = (
 MODEL = (
     *TOKENIZER, "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
     *(path.name for path in Path(modeling_gqa.__file__).parent.glob("*.py")),
+    # Files that models were saved with before the code was merged into fewer.
+    "attention_grouped.py", "configuration_values.py", "masks.py", "rotary.py", "loss.py", "cli.py", "accounting.py",
 )  # fmt: skip
 EARLIER_FILES = {
     "data": ("train.npy", "validation.npy", "split.json", "*.tmp.npy"),

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ..accounting import cache_bytes_per_token
-from ..attention import ATTENTION_CLASSES
 from ..configuration_gqa import GQAConfig
+from ..modeling_gqa import ATTENTION_CLASSES
 from .calibration import Statistics, collect
 from .errors import ConversionError
 from .grouping import regrouped

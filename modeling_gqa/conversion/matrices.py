@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..attention_grouped import GroupedAttention
+from ..attention import GroupedAttention
 from ..attention_latent import LatentAttention
 from .errors import ConversionError
 from .targets import layer_head_dim

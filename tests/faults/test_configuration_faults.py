@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from random_configurations import ARRIVALS, built, lives, refusal, sound, spoilt
 
 from modeling_gqa import GQAConfig
-from modeling_gqa.configuration_values import shown
+from modeling_gqa.configuration_checks import shown
 
 pytestmark = [pytest.mark.compat, pytest.mark.filterwarnings("ignore")]
 FAULTS_ROUNDS = int(os.environ.get("FAULTS_ROUNDS", "1"))

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from .attention import ATTENTION_CLASSES
-from .configuration_gqa import GQAConfig
+from ..configuration_gqa import GQAConfig
+from ..modeling_gqa import ATTENTION_CLASSES
 
 
 def count_parameters(config: GQAConfig) -> int:
