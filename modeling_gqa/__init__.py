@@ -2,6 +2,7 @@
 
 import transformers
 
+from . import accounting
 from .configuration_gqa import GQAConfig
 from .modeling_gqa import (
     ATTENTION_CLASSES,
@@ -29,4 +30,5 @@ __all__ = [
     "GQAForTokenClassification",
     "GQAModel",
     "GQAPreTrainedModel",
+    "accounting",
 ]

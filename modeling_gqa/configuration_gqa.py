@@ -48,7 +48,7 @@ FORMAT_VERSION = 2  # 2: softmax_scale, rope_frequency_indices, rope_frequency_d
 
 @strict
 class GQAConfig(PreTrainedConfig):
-    r"""Configuration of a GQA model; fields not named here have Llama's names and meaning.
+    r"""Configuration of a model whose layers attend by MHA, MQA, GQA or MLA; other fields are Llama's.
 
     Args:
         attention_kind (`str`, defaults to `"gqa"`):
@@ -87,6 +87,15 @@ class GQAConfig(PreTrainedConfig):
     Raises:
         ValueError: a layer's sizes cannot be derived, or (as huggingface_hub's `StrictDataclassError`, with the
             `ValueError` as cause) a field's type, value or combination cannot work.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig
+
+        first = {"attention_kind": "mla", "kv_lora_rank": 128}
+        config = GQAConfig(num_hidden_layers=4, attention_kind="gqa", per_layer_config={0: first})
+        print([layer.attention_kind for layer in config.per_layer_config])  # ['mla', 'gqa', 'gqa', 'gqa']
+        ```
     """
 
     model_type = "gqa"

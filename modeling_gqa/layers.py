@@ -1,4 +1,4 @@
-"""What a model is built of beside attention: RMSNorm, the gated MLP, rotary position embedding and the chunked loss.
+"""The parts of a model beside attention: RMSNorm, gated MLP, rotary embedding, chunked loss, choice of positions.
 
 Rotary embedding is that of Su et al. (2104.09864, eq. 34), half-split and interleaved.
 
@@ -14,6 +14,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.utils.import_utils import is_tracing
 
 from .configuration_gqa import GQAConfig
 
@@ -154,15 +155,20 @@ def chunked_causal_lm_loss(
     shift_labels: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """What transformers' `ForCausalLMLoss` gives for `hidden_states @ weight.T`; gradients are computed on the way.
+    """Compute transformers' `ForCausalLMLoss` of the logits `hidden_states @ weight.T`, never holding all of them.
+
+    The gradients are computed in the forward pass, chunk by chunk.
 
     Args:
         hidden_states: (B, T, hidden).
         weight: (vocabulary, hidden), of the language modeling head.
         labels: (B, T) token ids, shifted here unless `shift_labels` (B, T) are given.
-        logits_at_once: how many logits may exist at a time.
-        num_items_in_batch: divides the sum over tokens; the mean is taken where it is `None`.
+        logits_at_once: the largest number of logits held at a time; at least one token's are.
+        num_items_in_batch: divisor of the summed loss; `None` divides by the number of labels that have a loss.
         ignore_index: label without a loss.
+
+    Returns:
+        The loss, a scalar in at least float32.
 
     Raises:
         ValueError: there is not one label for each hidden state.
@@ -194,3 +200,23 @@ def chunked_causal_lm_loss(
     if torch.is_tensor(num_items_in_batch):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
+
+
+def kept_positions(hidden_states: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
+    """Select from `hidden_states` (B, T, hidden) what `logits_to_keep` names, as `GQAForCausalLM.forward` says."""
+    if isinstance(positions, int):
+        return hidden_states[:, -positions:] if positions else hidden_states
+    if positions.ndim == 1:
+        return hidden_states[:, positions]
+    if positions.dtype == torch.bool:
+        return hidden_states[positions]  # (n, hidden), rows may keep different numbers
+    return hidden_states.take_along_dim(positions[..., None], dim=1)
+
+
+def refuse_without_tokens(name: str, inputs: torch.Tensor, bos_token_id: int | None) -> None:
+    """Raise a ValueError where `inputs` (B, T) or (B, T, hidden) holds no token: a reshape would fail later."""
+    if not is_tracing(inputs) and 0 in inputs.shape[:2]:
+        example = "" if bos_token_id is None else f", such as config.bos_token_id={bos_token_id}"
+        raise ValueError(
+            f"{name} has shape {tuple(inputs.shape)}, which holds no token to compute: give at least one{example}"
+        )

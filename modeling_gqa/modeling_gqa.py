@@ -19,15 +19,9 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_MAPPING_NAMES,
-)
-from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
-from transformers.utils.import_utils import is_tracing
+from transformers.models.auto import modeling_auto
+from transformers.processing_utils import Unpack
+from transformers.utils.generic import TransformersKwargs, can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import Attention, GroupedAttention
@@ -35,7 +29,16 @@ from .attention_functions import model_masks
 from .attention_latent import LatentAttention
 from .cache_layers import grow_in_place
 from .configuration_gqa import GQAConfig
-from .layers import GQAMLP, GQARMSNorm, GQARotaryEmbedding, can_chunk_loss, chunked_causal_lm_loss, frequency_indices
+from .layers import (
+    GQAMLP,
+    GQARMSNorm,
+    GQARotaryEmbedding,
+    can_chunk_loss,
+    chunked_causal_lm_loss,
+    frequency_indices,
+    kept_positions,
+    refuse_without_tokens,
+)
 
 # The class that computes each attention kind; `attention.py` says how to add one.
 ATTENTION_CLASSES: dict[str, type[Attention]] = {
@@ -65,7 +68,7 @@ class GQADecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> torch.Tensor:
         attended, _ = self.self_attn(
             self.input_layernorm(hidden_states),
@@ -81,7 +84,22 @@ class GQADecoderLayer(GradientCheckpointingLayer):
 
 
 class GQAPreTrainedModel(PreTrainedModel):
-    """What transformers needs to know of the architecture."""
+    """Base class of the models: what transformers needs to know of the architecture.
+
+    Args:
+        config: the configuration; it is validated again, because attribute writes skip its checks.
+
+    Raises:
+        StrictDataclassError: the configuration cannot work.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig, GQAForCausalLM, GQAPreTrainedModel
+
+        config = GQAConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+        assert isinstance(GQAForCausalLM(config), GQAPreTrainedModel)
+        ```
+    """
 
     config: GQAConfig
     base_model_prefix = "model"
@@ -104,7 +122,7 @@ class GQAPreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
 
     @torch.no_grad()
-    def _init_weights(self, module):
+    def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
         # Buffers that are not in the checkpoint are uninitialised memory when a checkpoint has been loaded.
         if getattr(module, "frequency_indices", None) is not None:
@@ -123,13 +141,22 @@ class GQAPreTrainedModel(PreTrainedModel):
 
 
 class GQAModel(GQAPreTrainedModel):
-    """Token embedding, decoder layers and final norm.
+    """Token embedding, decoder layers and final norm; returns hidden states.
 
     Args:
-        config: a `GQAConfig`; layers differ where its `per_layer_config` says so.
+        config: the configuration; layers differ where its `per_layer_config` says so.
 
     Raises:
         StrictDataclassError: the configuration cannot work.
+
+    Example:
+        ```python
+        import torch
+        from modeling_gqa import GQAConfig, GQAModel
+
+        config = GQAConfig(attention_kind="mla", hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+        hidden_states = GQAModel(config)(torch.tensor([[1, 5, 7]])).last_hidden_state  # (1, 3, 64)
+        ```
     """
 
     def __init__(self, config: GQAConfig):
@@ -161,7 +188,7 @@ class GQAModel(GQAPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """Compute the hidden states of a batch of tokens.
 
@@ -197,8 +224,10 @@ class GQAModel(GQAPreTrainedModel):
         position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> list[dict[str, Any]]:
-        """What each layer is called with beside the hidden states: its mask, and the positions and their rotation.
-        Arguments as in `forward`; `inputs_embeds` gives shape, dtype and device alone."""
+        """Keyword arguments of each layer beside the hidden states: its mask, the positions and their rotation.
+
+        Arguments as in `forward`; of `inputs_embeds` only shape, dtype and device count.
+        """
         restarts = position_ids
         if position_ids is None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -213,20 +242,30 @@ class GQAModel(GQAPreTrainedModel):
         ]
 
 
-def refuse_without_tokens(name: str, inputs: torch.Tensor, bos_token_id: int | None) -> None:
-    """Raise where `inputs` (B, T) or (B, T, hidden) holds no token; transformers would fail at some reshape."""
-    if not is_tracing(inputs) and 0 in inputs.shape[:2]:
-        example = "" if bos_token_id is None else f", such as config.bos_token_id={bos_token_id}"
-        raise ValueError(
-            f"{name} has shape {tuple(inputs.shape)}, which holds no token to compute: give at least one{example}"
-        )
-
-
 class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
     """The decoder with a language modeling head.
 
-    A training step that would take more than `logits_at_once` logits computes its loss in chunks of so many and returns
-    no logits, unless called with `output_logits=True`; `model.logits_at_once = None` never does.
+    A training step whose logits would be more than `logits_at_once` numbers computes its loss in chunks of tokens. At
+    most `logits_at_once` logits exist at a time, and none are returned. Call the model with `output_logits=True`, or
+    set `model.logits_at_once = None`, to get the logits of every step.
+
+    Args:
+        config: the configuration.
+
+    Raises:
+        StrictDataclassError: the configuration cannot work.
+
+    Example:
+        ```python
+        import torch
+        from modeling_gqa import GQAConfig, GQAForCausalLM
+
+        config = GQAConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+        model = GQAForCausalLM(config)
+        ids = torch.tensor([[1, 5, 7]])
+        loss = model(ids, labels=ids).loss
+        tokens = model.generate(ids, max_new_tokens=4, do_sample=False)  # (1, 7), or fewer where the text ends
+        ```
     """
 
     logits_at_once: int | None = 2**25
@@ -255,7 +294,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         output_logits: bool | None = None,
-        **kwargs,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Predict the next token at every position; arguments of `GQAModel.forward`, and:
 
@@ -278,7 +317,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        hidden_states = _keep(outputs.last_hidden_state, logits_to_keep)
+        hidden_states = kept_positions(outputs.last_hidden_state, logits_to_keep)
         logits = loss = None
         if labels is not None and not output_logits and self._chunks_loss(hidden_states):
             loss = chunked_causal_lm_loss(hidden_states, self.lm_head.weight, labels, self.logits_at_once, **kwargs)
@@ -318,22 +357,21 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         return None if self.config.is_heterogeneous else super()._get_static_cache_init_shape()
 
 
-def _keep(hidden_states: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
-    """The positions of `hidden_states` (B, T, hidden) that `logits_to_keep` names."""
-    if isinstance(positions, int):
-        return hidden_states[:, -positions:] if positions else hidden_states
-    if positions.ndim == 1:
-        return hidden_states[:, positions]
-    if positions.dtype == torch.bool:
-        return hidden_states[positions]  # (n, hidden), rows may keep different numbers
-    return hidden_states.take_along_dim(positions[..., None], dim=1)
-
-
 # transformers' generic heads build their base model through AutoModel, which asks for trust in remote code.
 
 
 class GQAForSequenceClassification(GenericForSequenceClassification, GQAPreTrainedModel):
-    """The decoder with a linear classifier on each row's last token."""
+    """The decoder with a linear classifier on each row's last token.
+
+    Example:
+        ```python
+        import torch
+        from modeling_gqa import GQAConfig, GQAForSequenceClassification
+
+        config = GQAConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_labels=3)
+        logits = GQAForSequenceClassification(config)(torch.tensor([[1, 5, 7]])).logits  # (1, 3)
+        ```
+    """
 
     def __init__(self, config: GQAConfig):
         GQAPreTrainedModel.__init__(self, config)
@@ -344,7 +382,17 @@ class GQAForSequenceClassification(GenericForSequenceClassification, GQAPreTrain
 
 
 class GQAForTokenClassification(GenericForTokenClassification, GQAPreTrainedModel):
-    """The decoder with a linear classifier on every token."""
+    """The decoder with a linear classifier on every token.
+
+    Example:
+        ```python
+        import torch
+        from modeling_gqa import GQAConfig, GQAForTokenClassification
+
+        config = GQAConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_labels=3)
+        logits = GQAForTokenClassification(config)(torch.tensor([[1, 5, 7]])).logits  # (1, 3, 3)
+        ```
+    """
 
     def __init__(self, config: GQAConfig):
         GQAPreTrainedModel.__init__(self, config)
@@ -356,7 +404,18 @@ class GQAForTokenClassification(GenericForTokenClassification, GQAPreTrainedMode
 
 
 class GQAForQuestionAnswering(GenericForQuestionAnswering, GQAPreTrainedModel):
-    """The decoder with start and end scores of an answer span on every token."""
+    """The decoder with start and end scores of an answer span on every token.
+
+    Example:
+        ```python
+        import torch
+        from modeling_gqa import GQAConfig, GQAForQuestionAnswering
+
+        config = GQAConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+        outputs = GQAForQuestionAnswering(config)(torch.tensor([[1, 5, 7]]))
+        spans = outputs.start_logits, outputs.end_logits  # (1, 3) each
+        ```
+    """
 
     def __init__(self, config: GQAConfig):
         GQAPreTrainedModel.__init__(self, config)
@@ -375,11 +434,11 @@ AUTO_CLASSES = {
 # Where transformers' own tools look the names of classes up: `Trainer` shifts labels under label smoothing, pipelines,
 # model cards and `transformers serve` tell the task. Registering with an Auto class does not fill these.
 NAME_TABLES: dict[str, Any] = {
-    "AutoModel": MODEL_MAPPING_NAMES,
-    "AutoModelForCausalLM": MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    "AutoModelForSequenceClassification": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    "AutoModelForTokenClassification": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    "AutoModelForQuestionAnswering": MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
+    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
 }
 for _auto_class, _model_class in AUTO_CLASSES.items():
     _model_class.register_for_auto_class(_auto_class)

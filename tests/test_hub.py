@@ -1,6 +1,7 @@
 """A saved model is a complete repository: where the package is missing it loads, trains and is saved again."""
 
 import ast
+import inspect
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files, get_relative_imports
 
 import modeling_gqa
-from modeling_gqa import GQAForCausalLM
+from modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 
 pytestmark = pytest.mark.compat
 
@@ -82,6 +83,17 @@ def assert_complete(repository: Path):
         for name in get_relative_imports(path):
             assert (repository / f"{name}.py").is_file(), (path.name, name)
     assert {path.name for path in repository.glob("*.py")} == shipped_files()
+
+
+def test_saved_files_are_those_at_the_top_of_the_package(tmp_path):
+    """`ls modeling_gqa/*.py` shows what a saved repository holds, and that is little enough to read."""
+    make_model("mixed").save_pretrained(tmp_path)
+    saved = {path.name for path in tmp_path.glob("*.py")}
+    # The command is on its way to a folder of its own.
+    assert saved == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py", "cli.py"}
+    # Nine, and one more for each kind that comes with a file of its own.
+    kinds = {Path(inspect.getfile(cls)).name for cls in ATTENTION_CLASSES.values()}
+    assert len(saved - kinds) <= 7 and kinds >= {"attention.py", "attention_latent.py"}
 
 
 @pytest.fixture(scope="module")
