@@ -10,7 +10,6 @@ import sys
 from dataclasses import dataclass, field
 
 import torch
-from transformers import HfArgumentParser
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig
@@ -20,7 +19,7 @@ from modeling_gqa.cache_layers import KeyValueBuffer
 
 from .measure import describe_machine, floor_milliseconds, in_turn, milliseconds, ratio
 from .models import BASELINES, Sizes, make_config
-from .report import print_machine, print_table, save
+from .report import parse_arguments, print_machine, print_table, save
 
 COLUMNS = {
     "kind": "",
@@ -67,7 +66,8 @@ def attention_functions(kind: str, config: GQAConfig, batch: int, length: int, d
         }
     query, query_rope = random(batch, heads, 1, config.qk_nope_head_dim), random(batch, heads, 1, size)
     latent, key_rope = random(batch, 1, length, config.kv_lora_rank), random(batch, 1, length, size)
-    held, weight = _as_cached(latent, key_rope), layer.kv_b_proj.weight
+    held = _as_cached(latent, key_rope)
+    weight = layer.get_parameter("kv_b_proj.weight")
 
     def expanded():
         key, value = layer.expand_kv(latent, key_rope)
@@ -151,4 +151,4 @@ def main(arguments: AttentionArguments, sizes: Sizes) -> None:
 
 
 if __name__ == "__main__":
-    main(*HfArgumentParser((AttentionArguments, Sizes)).parse_args_into_dataclasses())
+    main(*parse_arguments(AttentionArguments, Sizes))

@@ -11,12 +11,12 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from transformers import CompileConfig, HfArgumentParser
+from transformers import CompileConfig
 
 from .decode import TokenClock
 from .measure import describe_machine, milliseconds, ratio
 from .models import Sizes, make_pair
-from .report import print_machine, print_table, save
+from .report import parse_arguments, print_machine, print_table, save
 
 COLUMNS = {
     "kind": "",
@@ -50,7 +50,8 @@ def seconds_per_token(model, cache: str, compiled: bool, arguments: CompiledArgu
     clock = TokenClock(arguments.device)
     ids = torch.ones(1, arguments.length, dtype=torch.long, device=arguments.device)
     config = CompileConfig(fullgraph=True, dynamic=False, mode="default")
-    config._compile_all_devices = True  # on the CPU, generate compiles only when told so
+    # On the CPU, generate compiles only when told so.
+    config._compile_all_devices = True  # type: ignore[assignment]
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -97,4 +98,4 @@ def main(arguments: CompiledArguments, sizes: Sizes) -> None:
 
 
 if __name__ == "__main__":
-    main(*HfArgumentParser((CompiledArguments, Sizes)).parse_args_into_dataclasses())
+    main(*parse_arguments(CompiledArguments, Sizes))

@@ -13,9 +13,10 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import DynamicCache, HfArgumentParser
+from transformers import DynamicCache
 from transformers.generation import StoppingCriteria
 
 from modeling_gqa import ATTENTION_CLASSES
@@ -25,7 +26,7 @@ from modeling_gqa.cache_layers import grow_in_place
 from . import attention
 from .measure import describe_machine, floor_milliseconds, milliseconds, ratio
 from .models import BASELINES, Sizes, make_config, make_pair
-from .report import plot_decode, print_machine, print_table, save
+from .report import parse_arguments, plot_decode, print_machine, print_table, save
 
 COLUMNS = {
     "kind": "",
@@ -66,7 +67,8 @@ class TokenClock(StoppingCriteria):
     """Notes the time after every token; never stops."""
 
     def __init__(self, device: str):
-        self.device, self.marks = device, []
+        self.device = device
+        self.marks: list[Any] = []
 
     def __call__(self, input_ids, scores, **kwargs):
         if self.device.startswith("cuda"):
@@ -168,10 +170,10 @@ def memory_row(kind: str, sizes: Sizes, dtype: torch.dtype, tokens: int) -> dict
     config = make_config(kind, sizes)
     cache = grow_in_place(DynamicCache(config=config))
     heads = 1 if kind == "mla" else config.num_key_value_heads
-    states = [torch.zeros(1, heads, 1, size // heads, dtype=dtype) for size in cache_sizes(kind, config)]
+    keys, values = (torch.zeros(1, heads, 1, size // heads, dtype=dtype) for size in cache_sizes(kind, config))
     worst = 0.0
     for count in range(1, tokens + 1):
-        held = cache.update(*states, 0)
+        held = cache.update(keys, values, 0)
         stored = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
         over = stored / (count * sum(cache_sizes(kind, config)) * dtype.itemsize)
         worst = max(worst, over) if count >= 1024 else worst
@@ -188,7 +190,7 @@ def main(arguments: DecodeArguments, sizes: Sizes) -> None:
     machine = describe_machine(arguments.device, dtypes)
     print_machine(machine)
     rows, by_heads = [], []
-    cell = {"device": arguments.device, "budget": arguments.budget, "machine": machine}
+    cell: dict[str, Any] = {"device": arguments.device, "budget": arguments.budget, "machine": machine}
     for dtype in dtypes:
         for kind in arguments.kinds:
             models = make_pair(kind, sizes, dtype, arguments.device)
@@ -213,4 +215,4 @@ def main(arguments: DecodeArguments, sizes: Sizes) -> None:
 
 
 if __name__ == "__main__":
-    main(*HfArgumentParser((DecodeArguments, Sizes)).parse_args_into_dataclasses())
+    main(*parse_arguments(DecodeArguments, Sizes))

@@ -55,15 +55,15 @@ def make_pair(
     with torch.device(device):
         if kind == "mla":
             layers = sizes.num_hidden_layers
-            theirs = DeepseekV3ForCausalLM(
+            theirs: PreTrainedModel = DeepseekV3ForCausalLM(
                 DeepseekV3Config(**sizes.shared(), **_latent(sizes), q_lora_rank=None, first_k_dense_replace=layers)
             )
         else:
             count = config.num_key_value_heads
             theirs = LlamaForCausalLM(LlamaConfig(**sizes.shared(), num_key_value_heads=count, head_dim=sizes.head_dim))
         ours = GQAForCausalLM(config)
-    theirs = theirs.to(dtype).eval()
-    ours = ours.to(dtype).eval()
+    theirs = theirs.to(dtype).eval()  # type: ignore[arg-type]
+    ours = ours.to(dtype).eval()  # type: ignore[arg-type]
     ours.load_state_dict(theirs.state_dict(), assign=share)
     return ours, theirs
 

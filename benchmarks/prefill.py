@@ -8,9 +8,10 @@ mask of a batch whose rows have prompts of different lengths.
 
 import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from transformers import DynamicCache, HfArgumentParser
+from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
 
 from modeling_gqa.accounting import prefill_flops
@@ -19,7 +20,7 @@ from modeling_gqa.attention_latent import pad_heads
 
 from .measure import describe_machine, floor_milliseconds, in_turn, milliseconds, ratio
 from .models import BASELINES, Sizes, make_pair
-from .report import print_machine, print_table, save
+from .report import parse_arguments, print_machine, print_table, save
 
 COLUMNS = {
     "kind": "",
@@ -59,7 +60,7 @@ class PrefillSizes(Sizes):
     num_hidden_layers: int = 2
 
 
-def attention_functions(module, batch: int, length: int, padding: bool, dtype: torch.dtype, device: str) -> dict:
+def attention_functions(module: Any, batch: int, length: int, padding: bool, dtype: torch.dtype, device: str) -> dict:
     """Ours and theirs over the same random queries, keys and values of a prompt."""
 
     def random(heads: int, size: int) -> torch.Tensor:
@@ -70,14 +71,20 @@ def attention_functions(module, batch: int, length: int, padding: bool, dtype: t
         mask = torch.ones(batch, 1, length, length, dtype=torch.bool, device=device).tril()
         mask[:, :, length // 8 :, : length // 8] = False
     if hasattr(module, "kv_lora_rank"):
-        heads = module.kv_b_proj.out_features // (module.qk_nope_head_dim + module.v_head_dim)
-        states = random(heads, module.qk_head_dim), random(heads, module.qk_head_dim), random(heads, module.v_head_dim)
+        count = module.kv_b_proj.out_features // (module.qk_nope_head_dim + module.v_head_dim)
+        sizes = module.qk_head_dim, module.qk_head_dim, module.v_head_dim
+        query, key, value = (random(count, size) for size in sizes)
     else:
         heads = [layer.out_features // module.head_dim for layer in (module.q_proj, module.k_proj, module.v_proj)]
-        states = tuple(random(count, module.head_dim) for count in heads)
+        query, key, value = (random(count, module.head_dim) for count in heads)
+
+    def ours() -> tuple[torch.Tensor, None]:
+        padded = pad_heads(query, key, value)
+        return sdpa_attention_forward(module, padded[0], padded[1], padded[2], mask, scaling=module.scaling)
+
     return {
-        "theirs": lambda: stock_sdpa_attention_forward(module, *states, mask, scaling=module.scaling),
-        "ours": lambda: sdpa_attention_forward(module, *pad_heads(*states), mask, scaling=module.scaling),
+        "theirs": lambda: stock_sdpa_attention_forward(module, query, key, value, mask, scaling=module.scaling),
+        "ours": ours,
     }
 
 
@@ -133,4 +140,4 @@ def main(arguments: PrefillArguments, sizes: PrefillSizes) -> None:
 
 
 if __name__ == "__main__":
-    main(*HfArgumentParser((PrefillArguments, PrefillSizes)).parse_args_into_dataclasses())
+    main(*parse_arguments(PrefillArguments, PrefillSizes))

@@ -2,11 +2,18 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from transformers import HfArgumentParser
 
 COLORS = {"mha": "tab:red", "gqa": "tab:orange", "mqa": "tab:green", "mla": "tab:blue"}
+
+
+def parse_arguments(*dataclasses: Any) -> tuple:
+    """The command line as one instance of each dataclass."""
+    return HfArgumentParser(dataclasses).parse_args_into_dataclasses()
 
 
 def print_machine(machine: dict) -> None:

@@ -12,13 +12,12 @@ import sys
 from dataclasses import asdict, dataclass, field
 
 import torch
-from transformers import HfArgumentParser
 
 from modeling_gqa.accounting import training_flops
 
 from .measure import describe_machine, floor_milliseconds, in_turn, milliseconds, peak_bytes, ratio, reset_peak
 from .models import BASELINES, Sizes, make_pair
-from .report import print_machine, print_table, save
+from .report import parse_arguments, print_machine, print_table, save
 
 COLUMNS = {
     "kind": "",
@@ -135,4 +134,4 @@ def main(arguments: TrainingArguments, sizes: TrainingSizes) -> None:
 
 
 if __name__ == "__main__":
-    main(*HfArgumentParser((TrainingArguments, TrainingSizes)).parse_args_into_dataclasses())
+    main(*parse_arguments(TrainingArguments, TrainingSizes))

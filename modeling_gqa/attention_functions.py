@@ -5,7 +5,7 @@ value.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -166,8 +166,15 @@ class GQAAttentionInterface(modeling_utils.AttentionInterface):
 ALL_ATTENTION_FUNCTIONS = GQAAttentionInterface()
 
 
+class AttentionModule(Protocol):
+    """What `attended_part` asks of a layer."""
+
+    config: GQAConfig
+    layer_idx: int
+
+
 def attended_part(
-    module: nn.Module,
+    module: AttentionModule,
     hidden_states: torch.Tensor,
     attention_mask: Any,
     key: torch.Tensor,
@@ -199,7 +206,7 @@ def attended_part(
     if past_key_values is not None:
         attention_mask, key, value = _filled_part(module, attention_mask, past_key_values, key, value)
     backend, length = _backend(module), hidden_states.shape[1]
-    layer = None if past_key_values is None else past_key_values.layers[module.layer_idx]
+    layer: Any = None if past_key_values is None else past_key_values.layers[module.layer_idx]
     static = layer is not None and layer.is_compileable
     if attention_mask is None and length == 1 and sliding_window is None and not static:
         return None, key, value
@@ -218,9 +225,8 @@ def attended_part(
     return _lone_layer_mask(backend, hidden_states, attention_mask, keys, total, is_causal, sliding_window), key, value
 
 
-def _backend(module: nn.Module) -> str:
-    config: Any = module.config
-    return config._attn_implementation or "eager"
+def _backend(module: AttentionModule) -> str:
+    return module.config._attn_implementation or "eager"
 
 
 def _is_finished(attention_mask: Any) -> bool:
@@ -229,10 +235,10 @@ def _is_finished(attention_mask: Any) -> bool:
 
 
 def _filled_part(
-    module: nn.Module, attention_mask: Any, past_key_values: Cache, key: torch.Tensor, value: torch.Tensor
+    module: AttentionModule, attention_mask: Any, past_key_values: Cache, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """Cut what a static cache hands out, and the mask, to the tokens it holds; traced shapes must stay as they are."""
-    layer = past_key_values.layers[module.layer_idx]
+    layer: Any = past_key_values.layers[module.layer_idx]
     finished = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4
     if not layer.is_compileable or layer.is_sliding or not (finished or attention_mask is None) or is_tracing(key):
         return attention_mask, key, value
@@ -310,7 +316,7 @@ def model_masks(
     """
     if isinstance(attention_mask, dict):  # `generate` has made them, for a compiled decoding step
         return attention_mask
-    arguments = {
+    arguments: dict[str, Any] = {
         "config": config,
         "inputs_embeds": inputs_embeds,
         "attention_mask": attention_mask,

@@ -125,10 +125,9 @@ class GQAPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module):
         super()._init_weights(module)
         # Buffers that are not in the checkpoint are uninitialised memory when a checkpoint has been loaded.
-        if getattr(module, "frequency_indices", None) is not None:
-            initialization.copy_(
-                module.frequency_indices, frequency_indices(self.config.per_layer_config[module.layer_idx])
-            )
+        if isinstance(module, Attention) and module.frequency_indices is not None:
+            indices = frequency_indices(self.config.per_layer_config[module.layer_idx])
+            initialization.copy_(module.frequency_indices, indices)
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save a complete repository: weights, configuration, and the code with every Auto class it serves."""

@@ -209,7 +209,8 @@ def lives(model: GQAForCausalLM):
     with torch.no_grad():
         logits = model(prompt, return_dict=True).logits
     assert logits.isfinite().all(), "logits are not finite"
-    tokens = model.generate(prompt[:1], max_new_tokens=4, do_sample=False, return_dict_in_generate=False)
+    generate: Any = model.generate  # type: ignore[misc]
+    tokens = generate(prompt[:1], max_new_tokens=4, do_sample=False, return_dict_in_generate=False)
     assert tokens[0, :7].tolist() == prompt[0].tolist()
     assert 7 < tokens.shape[1] <= 11
     assert (tokens < vocabulary).all()

@@ -1,11 +1,13 @@
 """Small models of every attention kind, and batches for them."""
 
+from typing import Any
+
 import torch
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM
 
 # Sizes whose products differ, so that a mistaken transpose or reshape cannot fit.
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 66,
     "intermediate_size": 74,
@@ -18,12 +20,12 @@ SIZES = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-KIND_SIZES = {
+KIND_SIZES: dict[str, Any] = {
     "gqa": {"num_key_value_heads": 2},
     "mla": {"kv_lora_rank": 22, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 13},
 }
 # Every kind in every layer, and models whose layers differ.
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     **{kind: {"attention_kind": kind, **KIND_SIZES.get(kind, {})} for kind in ATTENTION_CLASSES},
     "mla-q-lora": {"attention_kind": "mla", **KIND_SIZES["mla"], "q_lora_rank": 17},
     "mixed": {

@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ compat = pytest.mark.compat
 HIDDEN, BATCH, WINDOW = 66, 3, 4
 BIASES = {"attention_bias": True}
 # Every kind, and what each kind can do besides: name -> kind, configuration.
-LAYERS = {
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, BIASES) for kind in ATTENTION_CLASSES},
     "gqa-qk-norm": ("gqa", {"qk_norm": True}),
     "mla-q-lora": ("mla", {"q_lora_rank": 17, **BIASES}),

@@ -5,6 +5,7 @@ size, N and V sizes of the unrotated key and of the value.
 """
 
 from itertools import combinations, product
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_all_pairs_holds_every_pair():
 
 def make_module(groups: int) -> nn.Module:
     """What a stock attention function asks of a layer."""
-    module = nn.Module().eval()
+    module: Any = nn.Module().eval()
     module.num_key_value_groups, module.is_causal = groups, True
     return module
 

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import warnings
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -19,17 +20,20 @@ from modeling_gqa.configuration_checks import ROPE_NEEDS
 pytestmark = pytest.mark.compat
 
 MLA = KIND_SIZES["mla"]
-LONGROPE = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 7, "long_factor": [1.0] * 7}
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 7, "long_factor": [1.0] * 7}
 LONGROPE |= {"original_max_position_embeddings": 16, "rope_theta": 1e4}
 NAN, INF = float("nan"), float("inf")
-ROPE = {kind: {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0} for kind in ("linear", "dynamic", "yarn")}
+ROPE: dict[str, dict[str, Any]] = {
+    kind: {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0} for kind in ("linear", "dynamic", "yarn")
+}
 ROPE["yarn"] |= {"original_max_position_embeddings": 16, "beta_fast": 9.0, "mscale": 1.0, "attention_factor": 1.0}
 ROPE["llama3"] = {**ROPE["yarn"], "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 2.0}
 ROPE["longrope"] = LONGROPE
+NO_ROPE_VALUES: tuple[Any, ...] = (NAN, INF, -INF, None, "4", True, 0, -1.0, 1e39, [], {})
 ROPE_KEYS = [("linear", "rope_theta"), ("linear", "factor"), ("dynamic", "factor"), ("llama3", "high_freq_factor")]
 ROPE_KEYS += [("yarn", key) for key in ROPE["yarn"] if key not in ("rope_type", "rope_theta")]
 # what is wrong -> the model, its fields, the message
-WRONG = {
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "heads and hidden size": ("gqa", {"head_dim": None, "num_attention_heads": 4},
                               r"hidden_size=66 is not divisible by num_attention_heads=4: set head_dim"),
     "heads and hidden size, mla": ("mla", {"num_attention_heads": 4, "kv_lora_rank": None, "head_dim": None},
@@ -93,7 +97,7 @@ WRONG = {
        for name in ("initializer_range", "rms_norm_eps", "softmax_scale", "attention_dropout")
        if not value < 0},
     **{f"rope {key} {value}": ("gqa", {"rope_parameters": {**ROPE[kind], key: value}}, rf"rope_parameters\['{key}'\]=")
-       for kind, key in ROPE_KEYS for value in (NAN, INF, -INF, None, "4", True, 0, -1.0, 1e39, [], {})
+       for kind, key in ROPE_KEYS for value in NO_ROPE_VALUES
        if not (value is None and key in ("beta_fast", "mscale", "attention_factor"))
        if not (value == 0 and key == "mscale")},
     **{f"rope {kind} without {key}": ("gqa", {"rope_parameters": {k: v for k, v in ROPE[kind].items() if k != key}},

@@ -1,5 +1,7 @@
 """Logits and gradients equal those of transformers' own models with the same weights."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -19,7 +21,7 @@ YARN = {
     "original_max_position_embeddings": 16,
 }
 # What a transformers model needs to be ours: DeepSeek-V3 has dense layers only, no default rank, no further tokens.
-OTHERS = {
+OTHERS: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Qwen2": {"use_sliding_window": True},
     "Qwen3": {"use_sliding_window": True},
@@ -34,7 +36,7 @@ OTHERS = {
 }
 WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 # name -> our kind, transformers' model, the fields of both, those of ours alone
-TWINS = {
+TWINS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "mha-llama": ("mha", "Llama", {}, {}),
     "mqa-llama": ("mqa", "Llama", {}, {}),
     "gqa-llama": ("gqa", "Llama", {}, {}),
