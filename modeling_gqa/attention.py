@@ -2,9 +2,13 @@
 
 Shapes: B batch, T query tokens, S cached and new tokens, H query heads, G key/value heads, D head_dim.
 
-To add a kind: write `attention_NAME.py` with a subclass of `Attention`; enter it in `ATTENTION_CLASSES`, in
-`modeling_gqa.py`; give `GQAConfig` the kind's name, its fields and a check; add a preset to `configuration/models`.
-The tests iterate that dictionary and the presets.
+To add a kind:
+
+1. Write `attention_NAME.py` with a subclass of `Attention`.
+2. Enter it in `ATTENTION_CLASSES`, in `modeling_gqa.py`.
+3. Enter the kind in `ATTENTION_KINDS`, in `configuration_checks.py`, and write a check there.
+4. Give `GQAConfig` the kind's fields, and derive those that are left out.
+5. Add a preset to `configuration/models`. The tests iterate `ATTENTION_CLASSES` and the presets.
 
 Engines read a layer, some of it in the text of `forward`. vLLM (0.32, `models/transformers/fusers/attention.py` there)
 refuses a model unless each layer has one module whose class's `forward`

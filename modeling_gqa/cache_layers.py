@@ -6,17 +6,18 @@ Shapes: B batch, G key/value heads, S tokens held, T new tokens, D and V sizes o
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+# Tokens of room beyond a quarter of the tokens held.
 BLOCK = 64
 
 
 class KeyValueBuffer:
-    """Storage of one layer's keys and values with room for more tokens, and how far it is filled.
+    """Storage of one layer's keys and values with room for more tokens, of which the first `filled` are used.
 
-    One shared head's keys and values stand side by side, so that MLA can attend over both as one tensor.
+    Where there is one head, keys and values stand side by side, so that MLA can attend over both as one tensor.
 
     Args:
         keys, values: (B, G, S, D) and (B, G, S, V), copied.
-        length: number of tokens that there must be room for; a quarter and a block more are allocated.
+        length: number of tokens to make room for; a quarter of it and `BLOCK` tokens more are allocated.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, length: int):
@@ -61,10 +62,10 @@ class KeyValueBuffer:
 class GrowingLayer(DynamicLayer):
     """The stock dynamic layer with amortised reallocation in place of a concatenation per token.
 
-    `keys` and `values` are views of the filled part of a buffer. It is appended to in place only where it is filled
-    exactly as far as this layer's tokens reach; after a crop, and in a copy of the layer, it is copied. Every other
-    replacement of `keys` or `values` leaves the buffer. A prompt is kept as it comes, and what has gradients or is
-    traced is concatenated.
+    `keys` and `values` are views of the filled part of a buffer. New tokens are written into the buffer only if its
+    filled part ends with this layer's last token; after a crop, and in a copy of the layer, a new buffer is made.
+    Assigning `keys` or `values` drops the buffer. A prompt is kept as it comes, without a buffer. With gradients or
+    while tracing, tokens are concatenated as in the stock layer.
     """
 
     # A slot, because tools that walk a cache (`torch.export`) take every tensor under `__dict__` for a state.

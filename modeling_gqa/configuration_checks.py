@@ -4,13 +4,17 @@ The first half looks at one value at a time, when it is written; the second at a
 """
 
 import warnings
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+if TYPE_CHECKING:
+    from .configuration_gqa import GQAConfig
+
 ATTENTION_KINDS = ("mha", "mqa", "gqa", "mla")
-# What an MLA layer needs and another kind must not have; `None` elsewhere, as serving engines read presence as MLA.
+# Fields of MLA layers. They are `None` in other kinds, because serving engines take a layer that has them for MLA.
 MLA_FIELDS = (
     "q_lora_rank",
     "kv_lora_rank",
@@ -22,13 +26,13 @@ MLA_FIELDS = (
     "latent_norm",
 )
 
-# A configuration names each layer and lists what its heads divide into; published models have fewer than 300 of each.
+# Layers, heads or labels; published models have fewer than 300 layers and heads.
 MOST = 2**16
-# Hundreds of times the largest published matrix, and two such sizes still make a matrix whose bytes torch can count.
+# Rows of a matrix: hundreds of times the largest published, and few enough that torch can count a matrix's bytes.
 LARGEST = 2**24
-# Tokens; no memory holds the cache of as many.
+# Tokens; no memory holds the cache of this many.
 LONGEST = 2**31 - 1
-# Smallest and largest value of a field. No comparison holds for nan, so these refuse it, too.
+# Smallest and largest value of each field. nan is outside of every range, because no comparison holds for it.
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_labels"), (1, MOST)),
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rope_frequency_dim"), (1, LARGEST)),
@@ -51,7 +55,7 @@ ROPE_RANGES: dict[str, tuple[float, float]] = {
 }
 ROPE_EXAMPLE = "{'rope_type': 'default', 'rope_theta': 10000.0}"
 ROPE_LISTS = ("short_factor", "long_factor")
-# transformers takes `None` for "left out" where it does without the value.
+# transformers takes `None` as "left out" for these.
 ROPE_MAY_BE_NONE = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
@@ -72,7 +76,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_value(name: str, value: Any):
-    """Check what can be said of one field without the others; its type is `@strict`'s concern."""
+    """Check the value of one field by itself; `@strict` checks its type."""
     if value is None and name != "num_labels":
         return
     if name in TYPES and not isinstance(value, TYPES[name]):
@@ -95,6 +99,7 @@ def check_value(name: str, value: Any):
 
 
 def check_range(name: str, value: Any, limits: tuple[float, float]):
+    """Check that a value is a number from the first to the second of `limits`."""
     low, high = limits
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name}={shown(value)} must be a number from {low} to {high}")
@@ -131,7 +136,7 @@ def check_rope_values(rope: dict):
 
 
 def check_rope(rope: dict | None, mixed: bool):
-    """Check the rotary parameters together; `check_rotary` looks at what they mean for a layer."""
+    """Check that the rotary parameters are complete and go together; `check_rotary` checks them for a layer."""
     if rope is None:
         raise ValueError(f"rope_parameters=None cannot be used: set it to {ROPE_EXAMPLE}")
     check_rope_values(rope)
@@ -151,7 +156,8 @@ def check_rope(rope: dict | None, mixed: bool):
         )
 
 
-def check_token_ids(config):
+def check_token_ids(config: "GQAConfig"):
+    """Check that the special tokens are in the vocabulary."""
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(config, name)
         if value == []:
@@ -164,7 +170,7 @@ def check_token_ids(config):
                 )
 
 
-def suggestion(name: str, known) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
     """`", did you mean ...?"` for a name one edit (insert, delete, replace, swap neighbours) from a known one."""
     for other in sorted(known):
         start = 0
@@ -194,7 +200,8 @@ def shown(value: Any) -> str:
 # -- a layer whose sizes are derived
 
 
-def check_layer_sizes(layer):
+def check_layer_sizes(layer: "GQAConfig"):
+    """Check that the kind is known, that every size it needs is there, and that no matrix is too large."""
     if layer.attention_kind not in ATTENTION_KINDS:
         raise ValueError(
             f"attention_kind={shown(layer.attention_kind)} is unknown: choose 'mha', 'mqa', 'gqa' or 'mla'"
@@ -223,7 +230,7 @@ def check_layer_sizes(layer):
         )
 
 
-def check_rotary(layer):
+def check_rotary(layer: "GQAConfig"):
     """Check how much of a head is rotated, and that the rope type can serve it."""
     rope, size = layer.rope_parameters, layer.rotary_dim
     name = "head_dim" if layer.rope_frequency_dim is None else "rope_frequency_dim"
@@ -247,7 +254,8 @@ def check_rotary(layer):
             )
 
 
-def check_frequencies(layer):
+def check_frequencies(layer: "GQAConfig"):
+    """Check that the chosen rotary frequencies exist and that their number fits the head."""
     indices, size = layer.rope_frequency_indices, layer.rope_frequency_dim
     if (indices is None) != (size is None):
         raise ValueError(
@@ -277,7 +285,8 @@ def check_frequencies(layer):
         )
 
 
-def check_grouped(layer):
+def check_grouped(layer: "GQAConfig"):
+    """Check an MHA, MQA or GQA layer: no fields of MLA, and a number of key/value heads that fits its kind."""
     kind, heads, key_value_heads = layer.attention_kind, layer.num_attention_heads, layer.num_key_value_heads
     for name in MLA_FIELDS:
         if getattr(layer, name) is not None:
@@ -298,7 +307,8 @@ def check_grouped(layer):
         )
 
 
-def check_latent(layer):
+def check_latent(layer: "GQAConfig"):
+    """Check an MLA layer: its sizes agree with each other, and no field of the other kinds is set."""
     heads, rope, nope = layer.num_attention_heads, layer.qk_rope_head_dim, layer.qk_nope_head_dim
     if layer.num_key_value_heads != heads:
         raise ValueError(

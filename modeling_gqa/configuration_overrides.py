@@ -1,4 +1,4 @@
-"""What follows anew when some fields of a finished configuration are replaced, of all layers or of one."""
+"""Which sizes are derived again when fields of a finished configuration are replaced, in all layers or in one."""
 
 from numbers import Integral
 from typing import Any
@@ -33,7 +33,7 @@ def layer_type(sliding_window: int | None) -> str:
 
 
 def overridden(stored: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """A stored configuration with fields replaced, less what was stored but follows from them."""
+    """Replace fields of a stored configuration, and drop the stored sizes that are to be derived again."""
     overrides, stale = dict(overrides), set()
     rope = overrides.get("rope_parameters", stored.get("rope_parameters"))
     if isinstance(rope, dict):
@@ -57,13 +57,13 @@ def overridden(stored: dict[str, Any], overrides: dict[str, Any]) -> dict[str, A
 
 
 def merged_rope(rope: dict[str, Any], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Rotary parameters with those of the older `keywords` of which transformers would take no notice."""
+    """Merge into rotary parameters those older `keywords` that transformers would ignore."""
     for name in keywords.keys() & rope.keys() & set(ROPE_KEYWORDS):
         if keywords[name] != rope[name]:
             raise ValueError(
                 f"{name}={shown(keywords[name])} contradicts rope_parameters[{name!r}]={shown(rope[name])}: give one"
             )
-    scaling = keywords.pop("rope_scaling", None)  # in whose place transformers would drop what is in `rope`
+    scaling = keywords.pop("rope_scaling", None)  # transformers would drop `rope` in its favour
     return {**{name: rope[name] for name in ROPE_KEYWORDS if name in rope}, **scaling} if scaling else rope
 
 

@@ -78,24 +78,29 @@ def assert_parameters_match(config):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_parameters(model_name, variant):
+    """The predicted number of parameters is that of the built model, for every kind and variant."""
     assert_parameters_match(make_config(model_name, **VARIANTS[variant]))
 
 
 @pytest.mark.parametrize("model_name", [name for name in MODELS if "mla" not in name])
 def test_parameters_of_qk_norm(model_name):
+    """The query and key norms are counted."""
     assert_parameters_match(make_config(model_name, qk_norm=True))
 
 
 @pytest.mark.parametrize("model_name", [name for name in MODELS if "mla" in name])
 def test_parameters_without_latent_norm(model_name):
+    """An MLA layer without latent norms is counted without them."""
     assert_parameters_match(make_config(model_name, latent_norm=False))
 
 
 def test_parameters_where_all_differs_by_layer():
+    """Layers that differ in every per-layer field are counted each by its own sizes."""
     assert_parameters_match(make_config("gqa", **MIXED))
 
 
 def test_no_model_is_built(model_name, monkeypatch):
+    """Predictions come from the configuration: no module is constructed."""
     config = make_config(model_name)
     monkeypatch.setattr(nn.Module, "__init__", lambda *args, **kwargs: pytest.fail("a module was built"))
     predictions = [f(config, 1, 8) for f in (training_flops, prefill_flops, decode_flops, cache_bytes)]
@@ -105,6 +110,7 @@ def test_no_model_is_built(model_name, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_cache_bytes(model_name, dtype):
+    """Predicted bytes are those of a dynamic cache's storage after each decoded token, beyond the window too."""
     model = make_model(model_name).to(dtype)
     ids = make_ids(9)
     # One token at a time, below and beyond the window of 5 tokens.
@@ -118,6 +124,7 @@ def test_cache_bytes(model_name, dtype):
 
 @torch.no_grad()
 def test_cache_bytes_after_a_prompt(model_name):
+    """After a prompt the prediction holds, for a window from the first decoded token on."""
     model = make_model(model_name)
     cache = DynamicCache(config=model.config)
     model(make_ids(9), past_key_values=cache)
@@ -131,6 +138,7 @@ def test_cache_bytes_after_a_prompt(model_name):
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "gradient-checkpointing"])
 def test_training_flops(model_name, checkpointing):
+    """Predicted FLOPs of a training step are those that torch's FLOP counter counts."""
     model = make_eager(model_name, use_cache=False).train()
     if checkpointing:
         model.gradient_checkpointing_enable()
@@ -142,6 +150,7 @@ def test_training_flops(model_name, checkpointing):
 @pytest.mark.parametrize("logits_to_keep", [1, 0, 7])
 @torch.no_grad()
 def test_prefill_flops(model_name, logits_to_keep):
+    """Predicted FLOPs of a prompt are those that torch's FLOP counter counts."""
     model = make_eager(model_name)
     counted = count_flops(lambda: model(make_ids(LENGTH), use_cache=True, logits_to_keep=logits_to_keep))
     assert prefill_flops(model.config, BATCH, LENGTH, logits_to_keep) == counted
@@ -149,6 +158,7 @@ def test_prefill_flops(model_name, logits_to_keep):
 
 @torch.no_grad()
 def test_absorbed_prefill_flops():
+    """A prompt over a latent small enough to absorb is counted with `absorbed=True`."""
     model = make_eager("mla", kv_lora_rank=5)
     counted = count_flops(lambda: model(make_ids(LENGTH), use_cache=True, logits_to_keep=1))
     assert prefill_flops(model.config, BATCH, LENGTH, absorbed=True) == counted
@@ -159,6 +169,7 @@ def test_absorbed_prefill_flops():
 @pytest.mark.parametrize("cache_length", [3, LENGTH])
 @torch.no_grad()
 def test_decode_flops(model_name, cache_length, absorbed):
+    """Predicted FLOPs of a decoded token are those counted, absorbed and expanded."""
     model = make_eager(model_name)
     if not absorbed:
         for layer in model.model.layers:
@@ -170,6 +181,7 @@ def test_decode_flops(model_name, cache_length, absorbed):
 
 
 def test_flops_where_all_differs_by_layer():
+    """Layers that differ in every per-layer field are counted each by its own sizes."""
     model = make_eager("gqa", **MIXED)
     ids = make_ids(LENGTH)
     cache = model(ids, use_cache=True).past_key_values
@@ -181,6 +193,7 @@ def test_flops_where_all_differs_by_layer():
 
 @pytest.mark.parametrize("model_name", ["mha", "mqa", "gqa"])
 def test_flops_of_sdpa(model_name):
+    """The counts hold for torch's attention kernel as well."""
     # MLA is left out: SDPA counts its values padded to the size of its keys.
     model = make_model(model_name, attn_implementation="sdpa").train()
     ids = make_ids(LENGTH)

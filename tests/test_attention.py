@@ -175,6 +175,7 @@ CASES = {
 
 @pytest.mark.parametrize(("name", "case", "rotary", "backend"), all_pairs(LAYERS, CASES, [False, True], [None, "sdpa"]))
 def test_a_layer_alone_computes_its_formula(name, case, rotary, backend):
+    """Under every mask a lone layer's output is its formula's, and eager weights are 0 where nothing is seen."""
     arguments, fields = CASES[case]
     layer, x = make_layer(name, backend, **fields), make_input(9)
     padding = padding_mask(9, arguments["padding"]) if "padding" in arguments else None
@@ -191,6 +192,7 @@ def test_a_layer_alone_computes_its_formula(name, case, rotary, backend):
 @pytest.mark.parametrize("padding", [None, "right"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_flex_attention_alone_is_causal_too(name, padding):
+    """Under flex attention a lone layer builds a causal mask, and none in cross-attention, to 1e-4 of the formula."""
     layer, x = make_layer(name, "flex_attention", torch.float32), make_input(9)
     mask = None if padding is None else padding_mask(9, padding)
     # Flex attention has no gradients on a CPU, and compiling it takes long.
@@ -210,6 +212,8 @@ def test_flex_attention_alone_is_causal_too(name, padding):
 @pytest.mark.parametrize("padding", [None, "none", "left", "right"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_cross_attention_sees_all_keys_that_are_not_padding(name, padding, backend):
+    """Cross-attention is the formula over all unpadded keys, for more and for fewer queries than keys; no window
+    applies."""
     layer = make_layer(name, backend, sliding_window=WINDOW)
     for queries, keys in [(1, 8), (5, 8), (8, 8), (9, 8), (13, 8), (3, 4), (9, 4), (4, 3)]:
         x, source = make_input(queries), make_input(keys, seed=1)
@@ -225,6 +229,7 @@ def test_cross_attention_sees_all_keys_that_are_not_padding(name, padding, backe
 @pytest.mark.parametrize("backend", [None, "sdpa"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_finished_masks_are_taken_as_they_are(name, backend):
+    """A boolean and an additive mask (B, 1, T, S) replace the causal mask and are applied without a change."""
     layer, x = make_layer(name, backend), make_input(7)
     generator = torch.Generator().manual_seed(5)
     allowed = torch.rand(BATCH, 7, 7, generator=generator) < 0.5
@@ -268,6 +273,7 @@ CHUNKS = CACHES, [None, "left"], [None, "sdpa"], [(4, 3, 1, 1, 2, 1), (1, 5, 6)]
     ids=str,
 )
 def test_chunks_over_a_cache_equal_the_whole(name, cache, padding, backend, lengths):
+    """Chunks of any lengths over any cache give the formula's output over the whole sequence."""
     make_cache, window = CACHES[cache]
     layer, x = make_layer(name, backend, sliding_window=window), make_input(12)
     mask = None if padding is None else padding_mask(12, padding)
@@ -282,6 +288,7 @@ def test_chunks_over_a_cache_equal_the_whole(name, cache, padding, backend, leng
 @pytest.mark.parametrize("padding", [None, "none", "left"])
 @pytest.mark.parametrize("cache", ["dynamic", "window", "static"])
 def test_what_is_not_causal_sees_its_own_chunk_and_all_before(kind, cache, padding, backend):
+    """With `is_causal=False` and a cache, a token sees all of its own chunk and of the chunks before it."""
     make_cache, window = CACHES[cache]
     layer, x = make_layer(kind, backend, sliding_window=window), make_input(12)
     mask = None if padding is None else padding_mask(12, padding)
@@ -295,6 +302,7 @@ def test_what_is_not_causal_sees_its_own_chunk_and_all_before(kind, cache, paddi
 @compat
 @pytest.mark.parametrize("cache", ["sliding", "static window"])
 def test_a_two_sided_window_over_a_cache_that_drops_its_keys_is_refused(kind, cache):
+    """A cache that drops keys cannot serve a window to both sides: a ValueError says which cache can."""
     layer = make_layer(kind, sliding_window=WINDOW)
     with pytest.raises(ValueError, match="is_causal=False with a cache of a sliding window"):
         layer(make_input(9), past_key_values=CACHES[cache][0](layer.config), is_causal=False)
@@ -302,6 +310,7 @@ def test_a_two_sided_window_over_a_cache_that_drops_its_keys_is_refused(kind, ca
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_bfloat16_stays_within_its_rounding(name):
+    """A bfloat16 layer differs from the float64 formula by at most 8 roundings of the largest output."""
     layer, x = make_layer(name, dtype=torch.bfloat16), make_input(9).to(torch.bfloat16)
     output = layer(x)[0]
     expected = formula(name, layer.to(torch.float64), x.double(), who_sees_whom(9))
@@ -312,6 +321,7 @@ def test_bfloat16_stays_within_its_rounding(name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_gradients_are_those_of_the_function(name):
+    """Gradients of the input and of every parameter equal finite differences in float64."""
     kind, fields = LAYERS[name]
     sizes = {"kv_lora_rank": 3, "qk_nope_head_dim": 1, "qk_rope_head_dim": 2, "v_head_dim": 3} if kind == "mla" else {}
     fields = {**fields, **({"q_lora_rank": 2} if "q_lora_rank" in fields else {})}
@@ -332,11 +342,13 @@ def test_gradients_are_those_of_the_function(name):
 
 @pytest.mark.parametrize("wrong", [(BATCH, 5), (BATCH + 1, 9), (9, 9)], ids=str)
 def test_a_padding_mask_of_the_wrong_shape_is_refused(kind, wrong):
+    """A padding mask that has not (batch, keys) elements raises a ValueError that names its shape."""
     with pytest.raises(ValueError, match=rf"attention_mask has shape \({wrong[0]}, {wrong[1]}\)"):
         make_layer(kind)(make_input(9), attention_mask=torch.ones(wrong))
 
 
 def test_a_layer_of_another_kind_is_refused(kind):
+    """A class builds only layers of its own kinds; the ValueError names the layer and its kind."""
     config = make_config(kind)
     for attention_class in set(ATTENTION_CLASSES.values()) - {ATTENTION_CLASSES[kind]}:
         with pytest.raises(ValueError, match=f"layer 1 has attention_kind='{kind}'"):

@@ -44,6 +44,7 @@ MASKS = {
 
 
 def test_all_pairs_holds_every_pair():
+    """`all_pairs` covers every pair of values of any two columns, without repeated rows."""
     columns = [tuple(range(size)) for size in (3, 5, 8, 4, 2)]
     rows = all_pairs(*columns)
     assert rows == all_pairs(*columns) and len(rows) == len(set(rows)) < 60
@@ -123,6 +124,7 @@ def fused_calls(monkeypatch) -> list[tuple]:
     ids=str,
 )
 def test_sdpa_equals_eager(grouping, length, mask_name, dtype, amx):
+    """Our `sdpa` equals the eager reference for every grouping, length, mask, dtype and processor."""
     keys = length if mask_name == "none" and length > 1 else KEYS
     states = make_states(grouping, length, keys, dtype)
     mask = make_mask(mask_name, length, keys, dtype)
@@ -135,6 +137,7 @@ def test_sdpa_equals_eager(grouping, length, mask_name, dtype, amx):
 @compat
 @pytest.mark.parametrize(("grouping", "length", "mask_name"), all_pairs(KEY_HEADS, LENGTHS, MASKS), ids=str)
 def test_gradients_of_sdpa_equal_those_of_eager(grouping, length, mask_name):
+    """Gradients of queries, keys, values and additive masks equal the eager reference's."""
     keys = length if mask_name == "none" and length > 1 else KEYS
     leaves = [state.requires_grad_() for state in make_states(grouping, length, keys)]
     mask = make_mask(mask_name, length, keys)
@@ -154,6 +157,7 @@ def test_gradients_of_sdpa_equal_those_of_eager(grouping, length, mask_name):
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("grouping", KEY_HEADS)
 def test_values_of_another_size(grouping, length):
+    """Values may have another head size than keys."""
     states = make_states(grouping, length, value_size=11)
     mask = make_mask("boolean", length, KEYS)
     output, _ = sdpa_attention_forward(make_module(1), *states, mask, scaling=SCALING)
@@ -182,6 +186,7 @@ def test_a_mask_that_is_the_same_for_all_queries(grouping, length, mask_shape):
     ids=str,
 )
 def test_queries_that_see_nothing_are_finite_where_stock_ones_are(grouping, length, hidden, dtype):
+    """A fully masked query gives no nan where transformers' function gives none, and changes no other query."""
     states, module = make_states(grouping, length, dtype=dtype), make_module(HEADS // KEY_HEADS[grouping])
     mask = make_mask("boolean", length, KEYS)
     mask[1, :, -1] = False
@@ -200,6 +205,7 @@ def test_queries_that_see_nothing_are_finite_where_stock_ones_are(grouping, leng
 @compat
 @pytest.mark.parametrize(("grouping", "length", "mask_name"), all_pairs(KEY_HEADS, LENGTHS, MASKS), ids=str)
 def test_keys_and_values_are_not_repeated(grouping, length, mask_name, fused_calls):
+    """The fused kernel receives the G key/value heads themselves: no copy, no repetition."""
     if mask_name == "none":
         length = 1
     states = make_states(grouping, length)
@@ -214,6 +220,7 @@ def test_keys_and_values_are_not_repeated(grouping, length, mask_name, fused_cal
 @compat
 @pytest.mark.parametrize(("length", "rows"), [(1, 3), (2, 6), (8, 24), (9, 9), (40, 40)])
 def test_few_tokens_are_packed(length, rows, fused_calls):
+    """Up to 8 tokens, the H / G heads that share a key/value head become rows of one product."""
     sdpa_attention_forward(
         make_module(3), *make_states("gqa", length), make_mask("boolean", length, KEYS), scaling=SCALING
     )
@@ -225,6 +232,7 @@ def test_few_tokens_are_packed(length, rows, fused_calls):
 @pytest.mark.parametrize(("has_amx", "rows"), [(True, 1), (False, 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_one_row_is_doubled_only_in_bfloat16_without_amx(dtype, has_amx, rows, fused_calls, monkeypatch):
+    """One bfloat16 row is computed as two on a processor without AMX, and nothing else is doubled."""
     monkeypatch.setattr(attention_functions, "CPU_HAS_AMX", has_amx)
     sdpa_attention_forward(make_module(1), *make_states("mha", 1, dtype=dtype), None, scaling=SCALING)
     ((query, _, _),) = fused_calls
@@ -237,6 +245,7 @@ SPECIAL = {"position_bias": torch.zeros(1, HEADS, 2, KEYS), "cache": object(), "
 @compat
 @pytest.mark.parametrize("special", [*SPECIAL, "output_attentions", "many tokens without a mask"])
 def test_what_only_the_stock_function_knows_goes_to_it(special, monkeypatch):
+    """Arguments that only transformers' `sdpa` understands reach it unchanged, and its result is returned."""
     calls, result = [], (object(), None)
     monkeypatch.setattr(
         attention_functions,
@@ -256,6 +265,7 @@ def test_what_only_the_stock_function_knows_goes_to_it(special, monkeypatch):
 
 @compat
 def test_absent_special_arguments_stay_here(monkeypatch):
+    """Special arguments that are `None` do not hand the call to transformers' function."""
     monkeypatch.setattr(attention_functions, "stock_sdpa_attention_forward", None)
     states = make_states("gqa", 2)
     mask = make_mask("boolean", 2, KEYS)
@@ -266,6 +276,7 @@ def test_absent_special_arguments_stay_here(monkeypatch):
 
 @compat
 def test_names_stand_for_the_shared_functions_but_sdpa():
+    """Every registered name gives transformers' function, except `sdpa`, which gives ours."""
     shared = modeling_utils.ALL_ATTENTION_FUNCTIONS
     assert set(ALL_ATTENTION_FUNCTIONS) == set(shared) and len(shared) > 3
     for name in shared:
@@ -279,6 +290,8 @@ def test_names_stand_for_the_shared_functions_but_sdpa():
 @pytest.mark.parametrize("where", ["_global_mapping", "_local_mapping"])
 @pytest.mark.parametrize("name", ["sdpa", "a new one"])
 def test_a_function_that_a_user_registers_wins(name, where, monkeypatch):
+    """A function registered with transformers, even as `sdpa`, is the one that our layers call."""
+
     def own(*arguments, **kwargs):
         raise NotImplementedError
 
@@ -299,6 +312,7 @@ def test_a_function_that_a_user_registers_wins(name, where, monkeypatch):
 
 @compat
 def test_unknown_names_are_refused():
+    """An unregistered name raises a KeyError that shows it."""
     for name in ("a new one", "sdp", "paged"):
         assert name not in ALL_ATTENTION_FUNCTIONS
         with pytest.raises(KeyError, match=name):
@@ -351,6 +365,7 @@ def expanded(query, query_rope, latent, key_rope, weight, mask):
     ids=str,
 )
 def test_absorbed_equals_expanded(adjacent, batch, length, mask_name, dtype, amx):
+    """Attention over the latent equals attention over rebuilt keys and values: output and weights, fused or not."""
     states, tolerance = make_latent(batch, length, dtype, adjacent), LATENT_TOLERANCES[dtype]
     mask = make_mask(mask_name, length, KEYS, dtype, batch=batch)
     expected, expected_weights = expanded(*states, mask)
@@ -367,6 +382,7 @@ def test_absorbed_equals_expanded(adjacent, batch, length, mask_name, dtype, amx
 @pytest.mark.parametrize("length", [1, 3, 9])
 @pytest.mark.parametrize("adjacent", [True, False], ids=["adjacent", "separate"])
 def test_gradients_of_absorbed_equal_those_of_expanded(adjacent, length, fused):
+    """Gradients of queries, latent, rotary key and `kv_b_proj` are those of the expanded computation."""
     query, query_rope, latent, key_rope, weight = make_latent(3, length, torch.float64, adjacent=False)
     joint = torch.cat((latent, key_rope), dim=-1)
     leaves = [leaf.requires_grad_() for leaf in (query, query_rope, joint, weight)]
@@ -387,6 +403,7 @@ def test_gradients_of_absorbed_equal_those_of_expanded(adjacent, length, fused):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_adjacent_keys_are_joined_without_a_copy(dtype, batch, amx):
+    """A latent and a rotary key that lie side by side become one tensor over the same memory."""
     _, _, latent, key_rope, _ = make_latent(batch, 1, dtype, adjacent=True)
     for tokens in (slice(None), slice(0, 1), slice(3, 29), slice(2, 41, 3)):
         part, part_rope = latent[:, :, tokens], key_rope[:, :, tokens]
@@ -399,6 +416,7 @@ def test_adjacent_keys_are_joined_without_a_copy(dtype, batch, amx):
 @pytest.mark.parametrize("has_amx", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_separate_keys_are_copied_only_where_products_are_slow(dtype, has_amx, monkeypatch):
+    """Keys that lie apart are joined by a copy only in 16 bits on a processor without AMX."""
     monkeypatch.setattr(attention_latent, "CPU_HAS_AMX", has_amx)
     _, _, latent, key_rope, _ = make_latent(3, 1, dtype, adjacent=False)
     joint = _joint_keys(latent, key_rope)
@@ -437,6 +455,7 @@ def layouts() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 @compat
 @pytest.mark.parametrize("layout", layouts())
 def test_keys_in_another_layout_are_not_joined(layout, monkeypatch):
+    """Layouts that only look adjacent are never joined as a view."""
     monkeypatch.setattr(attention_latent, "CPU_HAS_AMX", True)
     assert _joint_keys(*layouts()[layout]) is None
 
@@ -451,6 +470,7 @@ def test_keys_in_another_layout_are_not_joined(layout, monkeypatch):
     st.booleans(),
 )
 def test_what_is_joined_is_right_in_any_layout(sizes, strides, latent_offset, key_offset, same):
+    """For any strides and offsets, a joined tensor equals the concatenation."""
     batch, keys, rank, rope = sizes
     storage = torch.arange(200.0)
     latent_strides, key_strides = strides[:3], strides[:3] if same else strides[3:]

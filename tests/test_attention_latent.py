@@ -99,6 +99,7 @@ def make_mask(kind: str, batch: int, length: int, total: int):
 @settings(max_examples=150, deadline=None)
 @given(decoding_steps())
 def test_absorbed_equals_expanded(step):
+    """For any sizes, masks and cache lengths, an absorbed step equals an expanded one to 1e-10."""
     fields, batch, length, past, mask, backend = step
     layer, total = make_layer(backend, **fields), past + length
     if mask == "none" and backend == "sdpa" and length > 1:
@@ -119,6 +120,7 @@ def test_absorbed_equals_expanded(step):
 
 @pytest.mark.parametrize("backend", [None, "eager", "sdpa"])
 def test_one_token_is_absorbed(backend):
+    """Decoding one token never calls `kv_b_proj`."""
     layer = make_layer(backend, num_attention_heads=3, head_dim=4)
     assert decode(layer, torch.randn(2, 6, 23, dtype=torch.float64), 5, None)[2] == 0
 
@@ -126,6 +128,7 @@ def test_one_token_is_absorbed(backend):
 @pytest.mark.parametrize(("sizes", "ways"), [((40, 3, 2, 5), {True, False}), ((7, 10, 6, 13), {True})], ids=str)
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_the_way_with_fewer_operations_is_chosen(sizes, ways, backend):
+    """Several tokens absorb exactly where a FLOP counter finds no more operations than for expanding."""
     rank, nope, rope, value = sizes
     layer = make_layer(
         backend,
@@ -155,6 +158,7 @@ def test_the_way_with_fewer_operations_is_chosen(sizes, ways, backend):
 
 
 def test_a_short_chunk_on_a_long_cache_absorbs_and_a_prompt_expands():
+    """2 tokens on 500 absorb; a prompt of 500 expands."""
     layer, mask = small_layer(), torch.ones(1, 1, 2, 2, dtype=torch.bool)
     assert layer.absorbs(2, 500, mask)
     assert not layer.absorbs(500, 500, mask)
@@ -162,6 +166,7 @@ def test_a_short_chunk_on_a_long_cache_absorbs_and_a_prompt_expands():
 
 @pytest.mark.parametrize("backend", [None, "eager", "sdpa"])
 def test_several_tokens_without_a_mask_expand(backend):
+    """Several tokens without a mask are a causal prompt, which the attention function masks, so they expand."""
     layer = small_layer(backend)
     assert not layer.absorbs(2, 500, None)
     assert layer.absorbs(1, 500, None)
@@ -169,10 +174,12 @@ def test_several_tokens_without_a_mask_expand(backend):
 
 @pytest.mark.parametrize("backend", ["flash_attention_2", "flash_attention_3", "flex_attention", "paged|sdpa", "other"])
 def test_other_backends_expand(backend):
+    """Only eager and sdpa absorb; flash, flex, paged and unknown backends receive expanded heads."""
     assert not small_layer(backend).absorbs(1, 9, None)
 
 
 def test_training_expands():
+    """A layer in training mode expands, so that `kv_b_proj` is called and its hooks run."""
     assert not small_layer().train().absorbs(1, 9, None)
 
 
@@ -200,6 +207,7 @@ def not_a_parameter(layer):
 
 @pytest.mark.parametrize("change", [wrapped, adapter, quantized, offloaded, not_a_parameter], ids=lambda f: f.__name__)
 def test_a_projection_that_is_more_than_its_weight_expands(change):
+    """A `kv_b_proj` that is wrapped, quantized, offloaded or has a plain tensor as weight is called, not read."""
     layer = small_layer()
     assert layer.absorbs(1, 9, None)
     change(layer)
@@ -220,6 +228,7 @@ def test_a_wrapped_projection_is_called():
 
 
 def test_padding_the_heads_changes_no_score():
+    """Zero-padding to one head size leaves weights and output as they are; the added outputs are 0."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(2, heads, 5, size, dtype=torch.float64, generator=generator)

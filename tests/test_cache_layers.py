@@ -99,6 +99,9 @@ def operations(resets: bool):
 )
 @pytest.mark.parametrize("heads", [1, 3])
 def test_any_operations_leave_what_the_stock_layer_holds(heads, resets):
+    """After any sequence of updates, crops, copies and reorders, keys and values equal the stock layer's, tensors that
+    were handed out are unchanged, and storage is at most 1.25 times the tokens and a block."""
+
     @settings(max_examples=120, deadline=None)
     @given(operations(resets))
     def check(steps):
@@ -136,6 +139,7 @@ def test_any_operations_leave_what_the_stock_layer_holds(heads, resets):
 @pytest.mark.parametrize("duplicate", DUPLICATES)
 @pytest.mark.parametrize("heads", [1, 3])
 def test_two_continuations_of_one_layer(heads, duplicate):
+    """Two copies of a layer are continued separately; neither writes into the other's tokens."""
     with torch.no_grad():
         first = Twins(DynamicLayer(), GrowingLayer())
         for tokens in (11, 1):
@@ -151,6 +155,7 @@ def test_two_continuations_of_one_layer(heads, duplicate):
 @torch.no_grad()
 @pytest.mark.parametrize("heads", [1, 3])
 def test_tools_that_walk_a_layer_see_keys_and_values_alone(heads):
+    """`vars` of a layer holds the stock layer's attributes and no alias of its storage."""
     layer = GrowingLayer()
     append(layer, 11, heads=heads), append(layer, 1, heads=heads)
     assert layer.buffer is not None
@@ -168,6 +173,7 @@ def test_tools_that_walk_a_layer_see_keys_and_values_alone(heads):
 @torch.no_grad()
 @pytest.mark.parametrize("heads", [1, 3])
 def test_a_reset_leaves_the_other_continuation(heads):
+    """Resetting a layer does not touch the tokens of its copy."""
     first = Twins(DynamicLayer(), GrowingLayer())
     for tokens in (11, 1):
         first.apply(lambda layer, tokens=tokens: append(layer, tokens, heads=heads))
@@ -185,6 +191,7 @@ def test_a_reset_leaves_the_other_continuation(heads):
 @torch.no_grad()
 @pytest.mark.parametrize("heads", [1, 3])
 def test_an_append_that_was_interrupted_leaves_no_tokens(heads, monkeypatch):
+    """A KeyboardInterrupt within an append leaves the layer as it was before."""
     twins = Twins(DynamicLayer(), GrowingLayer())
     for tokens in (11, 1):
         twins.apply(lambda layer, tokens=tokens: append(layer, tokens, heads=heads))
@@ -206,6 +213,7 @@ def test_an_append_that_was_interrupted_leaves_no_tokens(heads, monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("heads", [1, 3])
 def test_appends_in_place_and_seldom_moves(heads):
+    """1000 appended tokens move the storage at most 10 times, and only when it is full."""
     layer, addresses = GrowingLayer(), []
     append(layer, 3, heads=heads)
     for _ in range(1000):
@@ -223,6 +231,7 @@ def test_appends_in_place_and_seldom_moves(heads):
 @torch.no_grad()
 @pytest.mark.parametrize("heads", [1, 3])
 def test_slack_is_a_quarter_and_a_block(heads):
+    """Storage never exceeds 1.25 times the tokens and a block; a prompt is kept without any slack."""
     layer, row = GrowingLayer(), 2 * heads * (KEY_SIZE + VALUE_SIZE) * 4
     append(layer, 13, heads=heads)
     assert sum(storages(layer).values()) == 13 * row, "a prompt is kept as it comes"
@@ -236,6 +245,7 @@ def test_slack_is_a_quarter_and_a_block(heads):
 @pytest.mark.parametrize("sizes", [(22, 6), (14, 14), (5, 1)], ids=str)
 @torch.no_grad()
 def test_keys_and_values_of_one_head_are_adjacent(sizes):
+    """With one head, values begin where keys end, row by row, in one storage."""
     layer = GrowingLayer()
     for tokens in (11, 1, 2):
         keys, values = layer.update(*(torch.randn(2, 1, tokens, size) for size in sizes))
@@ -248,6 +258,7 @@ def test_keys_and_values_of_one_head_are_adjacent(sizes):
 @compat
 @torch.no_grad()
 def test_several_heads_are_stored_apart_and_without_gaps():
+    """With several heads, keys and values have dense storages of their own."""
     layer = GrowingLayer()
     append(layer, 11), append(layer, 1)
     assert len(storages(layer)) == 2
@@ -273,6 +284,7 @@ MISMATCHES = {
 @pytest.mark.parametrize("mismatch", MISMATCHES)
 @torch.no_grad()
 def test_states_that_do_not_fit_do_as_in_the_stock_layer(mismatch):
+    """States of another dtype or shape give the stock layer's result or its error."""
     states = MISMATCHES[mismatch](*make_states(torch.Generator().manual_seed(1), 2, 3, 2))
     outcomes = []
     for layer in (DynamicLayer(), GrowingLayer()):
@@ -291,6 +303,7 @@ def test_states_that_do_not_fit_do_as_in_the_stock_layer(mismatch):
 @compat
 @torch.no_grad()
 def test_states_without_heads():
+    """States of three dimensions are held as the stock layer holds them."""
     twins = Twins(DynamicLayer(), GrowingLayer())
     for tokens in (11, 1, 2):
         states = [state[:, 0] for state in make_states(torch.Generator().manual_seed(tokens), 2, 1, tokens)]
@@ -300,6 +313,7 @@ def test_states_without_heads():
 @compat
 @pytest.mark.parametrize("modes", [(first, second) for first in MODES for second in MODES if first != second], ids=str)
 def test_continues_in_another_mode(modes):
+    """A cache is continued across gradient, no-gradient and inference mode."""
     twins = Twins(DynamicLayer(), GrowingLayer())
     for mode in (modes[0], modes[1], modes[0]):
         with MODES[mode]():
@@ -312,6 +326,7 @@ def test_continues_in_another_mode(modes):
 @compat
 @pytest.mark.parametrize("heads", [1, 3])
 def test_gradients_flow_as_in_the_stock_layer(heads):
+    """Gradients through the states of an update equal the stock layer's."""
     gradients = []
     for layer in (DynamicLayer(), GrowingLayer()):
         with torch.no_grad():
@@ -330,6 +345,7 @@ def test_gradients_flow_as_in_the_stock_layer(heads):
 
 @compat
 def test_a_graph_over_states_handed_out_survives_later_appends():
+    """Backward through keys that were handed out works after later appends."""
     gradients = []
     for layer in (DynamicLayer(), GrowingLayer()):
         with torch.no_grad():
@@ -345,6 +361,8 @@ def test_a_graph_over_states_handed_out_survives_later_appends():
 
 @compat
 def test_only_stock_full_layers_are_replaced():
+    """`grow_in_place` replaces plain dynamic layers; sliding and user-made layers stay."""
+
     class OwnLayer(DynamicLayer):
         pass
 
@@ -386,6 +404,7 @@ def make_endless_model(model_name: str, **overrides):
 @compat
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_generates_what_the_stock_cache_generates(model_name, strategy):
+    """Every generation strategy gives the tokens of the stock cache."""
     model, arguments = make_endless_model(model_name), dict(STRATEGIES[strategy])
     alone = strategy in ("prompt-lookup", "assisted")
     batch = make_batch(batch=1 if alone else 3, padding="none" if alone else "left")
@@ -407,6 +426,7 @@ def test_generates_what_the_stock_cache_generates(model_name, strategy):
 
 @compat
 def test_a_returned_cache_is_continued_twice(model_name):
+    """Copies of a returned cache are continued in two ways, each as from the start."""
     model, batch = make_endless_model(model_name), make_batch(padding="left")
     first = generate(model, batch, max_new_tokens=4)
     assert first.past_key_values.get_seq_length() == 14
@@ -426,6 +446,7 @@ def test_a_returned_cache_is_continued_twice(model_name):
 @compat
 @torch.no_grad()
 def test_the_model_makes_a_growing_cache_and_leaves_a_given_one(model_name):
+    """The model makes growing layers itself, and does not change a cache that it is given."""
     model, ids = make_model(model_name).double(), make_batch()["input_ids"]
     made = model(ids[:, :9], use_cache=True).past_key_values
     assert [type(layer) for layer in made.layers] == expected_layers(model)
@@ -443,6 +464,7 @@ def test_the_model_makes_a_growing_cache_and_leaves_a_given_one(model_name):
 @torch.no_grad()
 @pytest.mark.parametrize("model_name", ["mqa", "mixed"])
 def test_a_growing_cache_is_continued_by_a_compiled_model(model_name):
+    """A compiled model continues a growing cache, and the plain model continues it after that."""
     model, ids = make_endless_model(model_name), make_batch()["input_ids"]
     expected = model(ids, use_cache=False).logits
     cache = grow_in_place(DynamicCache(config=model.config))
@@ -494,6 +516,7 @@ def key_lengths(monkeypatch) -> list[int]:
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_only_the_filled_part_of_a_static_cache_is_attended_to(model_name, backend, padding, key_lengths):
+    """Under sdpa a static cache's empty places reach no attention function; logits equal a dynamic cache's."""
     model, batch, sizes = make_model(model_name).double(), make_batch(padding=padding), [6, 1, 2, 1, 1]
     model.set_attn_implementation(backend)
     static = decode(model, batch, StaticCache(config=model.config, max_cache_len=97), sizes)
@@ -512,6 +535,7 @@ def test_only_the_filled_part_of_a_static_cache_is_attended_to(model_name, backe
 @pytest.mark.parametrize("masked", [None, "padding", "finished"])
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_a_lone_layer_attends_to_the_filled_part(kind, backend, masked, key_lengths):
+    """A lone layer, too, cuts a static cache to the tokens held, under any form of mask."""
     config = make_config(kind, num_hidden_layers=1, **KIND_SIZES.get(kind, {}))
     config._attn_implementation = backend
     torch.manual_seed(0)

@@ -78,6 +78,7 @@ ARGUMENTS = {
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_loss_and_gradients_equal_those_of_full_logits(tied, arguments, chunk_sizes):
+    """The chunked loss and all gradients are those of the full logits, whatever arguments the loss is given."""
     model = make_training_model(tie_word_embeddings=tied)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     inputs = {**make_inputs(), **ARGUMENTS[arguments]}
@@ -89,6 +90,7 @@ def test_loss_and_gradients_equal_those_of_full_logits(tied, arguments, chunk_si
 
 @compat
 def test_every_model_trains_in_chunks(model_name):
+    """The chunked step gives every parameter of every model its gradient."""
     model, inputs = make_model(model_name).train(), make_inputs()
     chunked = step(model, AT_ONCE, **inputs)
     assert chunked[1].keys() == dict(model.named_parameters()).keys()
@@ -98,6 +100,7 @@ def test_every_model_trains_in_chunks(model_name):
 @compat
 @pytest.mark.parametrize(("at_once", "rows"), [(1, 1), (100, 1), (101, 1), (202, 2), (3332, 32)])
 def test_no_more_logits_than_allowed_at_once(at_once, rows, chunk_sizes):
+    """A chunk has `logits_at_once // vocabulary` tokens, at least one, and the head module is not called."""
     model, inputs, calls = make_training_model(), make_inputs(), []
     model.lm_head.register_forward_hook(lambda *_: calls.append(1))
     chunked = step(model, at_once, **inputs)
@@ -109,6 +112,7 @@ def test_no_more_logits_than_allowed_at_once(at_once, rows, chunk_sizes):
 @pytest.mark.parametrize("items", [None, 17], ids=["mean", "sum"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_reduced_precision(dtype, items):
+    """In bfloat16 and float16 the chunked step equals the full one to 2e-2."""
     model, inputs = make_training_model().to(dtype), make_inputs()
     inputs["num_items_in_batch"] = items
     assert_same_step(step(model, AT_ONCE, **inputs), step(model, None, **inputs), tolerance=2e-2)
@@ -117,6 +121,7 @@ def test_reduced_precision(dtype, items):
 @compat
 @pytest.mark.parametrize("items", [None, 17], ids=["mean", "sum"])
 def test_autocast(items):
+    """Under autocast the chunked step computes in bfloat16 like the full one."""
     model, inputs = make_training_model(), make_inputs()
     inputs["num_items_in_batch"] = items
     exact = step(model, None, **inputs)
@@ -146,6 +151,7 @@ def test_the_sum_over_many_tokens_is_not_rounded(dtype):
 
 @compat
 def test_no_label_with_a_loss():
+    """Without any label the mean is nan and a given number of items makes the loss 0, as with full logits."""
     model, inputs = make_training_model(), make_inputs()
     inputs["labels"] = torch.full_like(inputs["labels"], -100)
     model.logits_at_once = AT_ONCE
@@ -157,6 +163,7 @@ def test_no_label_with_a_loss():
 @pytest.mark.parametrize("at_once", [AT_ONCE, 100, None], ids=str)
 @pytest.mark.parametrize("arguments", [{"logits_to_keep": 5}, {"shift_labels": SHIFTED[:, :-1].contiguous()}], ids=str)
 def test_labels_of_another_number_than_logits_are_refused(arguments, at_once):
+    """Labels that do not match the hidden states raise an error, chunked or not."""
     model = make_training_model()
     model.logits_at_once = at_once
     with pytest.raises((ValueError, RuntimeError, IndexError)):
@@ -166,6 +173,7 @@ def test_labels_of_another_number_than_logits_are_refused(arguments, at_once):
 @compat
 @pytest.mark.parametrize("label", [101, -1])
 def test_labels_beyond_the_vocabulary_are_refused(label):
+    """A label outside the vocabulary raises an error instead of reading other memory."""
     model, inputs = make_training_model(), make_inputs()
     inputs["labels"][1, 3] = label
     model.logits_at_once = AT_ONCE
@@ -176,6 +184,7 @@ def test_labels_beyond_the_vocabulary_are_refused(label):
 @compat
 @pytest.mark.parametrize("frozen", ["lm_head", "model"])
 def test_frozen_weights(frozen):
+    """A frozen head or a frozen model gets no gradients, and the rest gets the same ones."""
     model, inputs = make_training_model(tie_word_embeddings=False), make_inputs()
     model.get_submodule(frozen).requires_grad_(False)
     chunked = step(model, AT_ONCE, **inputs)
@@ -186,6 +195,7 @@ def test_frozen_weights(frozen):
 @compat
 @pytest.mark.parametrize("at_once", [AT_ONCE, None], ids=str)
 def test_accumulated_micro_batches_equal_one_batch(at_once):
+    """Micro-batches that share `num_items_in_batch` add up to the loss and gradients of one batch."""
     model, inputs = make_training_model(), make_inputs(batch=5)
     items = (inputs["labels"][:, 1:] != -100).sum()
     loss, expected = step(model, at_once, **inputs, num_items_in_batch=items)
@@ -205,6 +215,7 @@ def test_accumulated_micro_batches_equal_one_batch(at_once):
 
 @compat
 def test_gradient_checkpointing():
+    """The chunked loss goes together with gradient checkpointing."""
     model, inputs = make_training_model(num_hidden_layers=3), make_inputs()
     full = step(model, None, **inputs)
     model.gradient_checkpointing_enable()
@@ -214,6 +225,7 @@ def test_gradient_checkpointing():
 
 @compat
 def test_given_embeddings_get_the_same_gradients():
+    """`inputs_embeds` receive the gradients that full logits give."""
     model, inputs = make_training_model(), make_inputs()
     embeds = model.model.embed_tokens(inputs.pop("input_ids")).detach()
     gradients = []
@@ -280,6 +292,7 @@ FULL = [
 @compat
 @pytest.mark.parametrize("change", FULL, ids=lambda change: change.__name__)
 def test_where_logits_are_returned(change, chunk_sizes):
+    """Evaluation, small steps, `output_logits` and unusual heads return logits and the same loss."""
     model, inputs = make_training_model(tie_word_embeddings=False), make_inputs()
     model.logits_at_once = AT_ONCE
     expected = model(**inputs)
@@ -294,12 +307,14 @@ def test_where_logits_are_returned(change, chunk_sizes):
 
 @compat
 def test_one_logit_more_than_allowed_is_chunked():
+    """The limit is exact: one logit above it is chunked."""
     model = make_training_model()
     step(model, 33 * 101 - 1, **make_inputs())
 
 
 @compat
 def test_torch_without_a_chunked_loss(monkeypatch):
+    """With a torch before 2.13 the model trains through full logits."""
     monkeypatch.delattr(nn.functional, "linear_cross_entropy")
     model = make_training_model()
     model.logits_at_once = AT_ONCE
@@ -308,11 +323,13 @@ def test_torch_without_a_chunked_loss(monkeypatch):
 
 @compat
 def test_by_default_small_steps_return_logits():
+    """The default limit leaves small models' logits in the output."""
     assert make_training_model()(**make_inputs()).logits is not None
 
 
 @compat
 def test_a_custom_loss_function_is_called_with_logits(chunk_sizes):
+    """A loss function of the user's is called with full logits and all its arguments."""
     calls = []
 
     def own(logits, labels, vocab_size, **kwargs):
@@ -329,6 +346,7 @@ def test_a_custom_loss_function_is_called_with_logits(chunk_sizes):
 
 @compat
 def test_a_tuple_holds_no_logits():
+    """`return_dict=False` gives a tuple of the loss alone, unless logits are asked for."""
     model, inputs = make_training_model(), make_inputs()
     model.logits_at_once = AT_ONCE
     expected = model(**inputs).loss
@@ -376,6 +394,7 @@ def train(path, at_once: int | None):
 
 @compat
 def test_trainer_trains_in_chunks_and_evaluates_with_logits(tmp_path, chunk_sizes):
+    """A Trainer's steps, losses and metrics are those of full logits, and evaluation has logits."""
     moved, loss, metrics, shapes = train(tmp_path / "chunked", AT_ONCE)
     assert chunk_sizes == [ROWS] * 4 and shapes == [(5, 11, 101)]
     expected, expected_loss, expected_metrics, _ = train(tmp_path / "full", None)

@@ -118,6 +118,7 @@ def assert_parity(model, twin, batch):
 
 
 def test_every_kind_has_a_twin():
+    """Each attention kind is compared with a model of transformers' own."""
     assert {kind for kind, *_ in TWINS.values()} == set(ATTENTION_CLASSES)
 
 
@@ -125,12 +126,14 @@ def test_every_kind_has_a_twin():
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", TWINS)
 def test_logits_and_gradients(name, backend, padding):
+    """With the twin's weights, logits and the gradient of every parameter agree to 1e-5."""
     model, twin = make_twins(name, backend=backend)
     assert_parity(model, twin, make_batch(padding=padding))
 
 
 @pytest.mark.parametrize("rope_type", ["default", *ROPE_INIT_FUNCTIONS])
 def test_rope_types_below_and_beyond_the_original_length(rope_type):
+    """Every rotary type agrees with the twin below and beyond the original length, and is not the default type."""
     rope = {"rope_type": rope_type, "rope_theta": 500.0, **ROPES[rope_type]}
     sizes = {"max_position_embeddings": 20, "rope_parameters": rope}
     model, twin = make_twins("gqa-llama", **sizes)
@@ -147,6 +150,7 @@ def test_rope_types_below_and_beyond_the_original_length(rope_type):
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", TWINS)
 def test_bfloat16_is_as_close_to_float32_as_the_twin(name, backend):
+    """In bfloat16 the root mean square error is at most 1.25 times the twin's."""
     model, twin = make_twins(name, backend=backend)
     batch = make_batch(padding="left")
     for one in (model, twin):  # weights that bfloat16 holds, so that only the computation rounds
