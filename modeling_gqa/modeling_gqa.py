@@ -314,6 +314,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            return_dict=True,  # whatever the configuration says; the decorator makes the tuple
             **kwargs,
         )
         hidden_states = kept_positions(outputs.last_hidden_state, logits_to_keep)

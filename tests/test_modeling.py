@@ -296,3 +296,13 @@ def test_lora_on_every_linear_layer_trains_adapters_alone(model_name):
         optimizer.step()
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     assert moved == {name for name in before if ".lora_" in name}
+
+
+def test_tuples_by_the_configuration(model_name):
+    """`config.return_dict = False` turns the outputs of the model and of its base into tuples of the same tensors."""
+    model, ids = make_model(model_name), make_batch()["input_ids"]
+    expected = model(ids, use_cache=False).logits
+    model.config.return_dict = False
+    assert torch.equal(model(ids, use_cache=False)[0], expected)
+    assert torch.equal(model(ids, use_cache=False, return_dict=True).logits, expected)
+    assert isinstance(model.model(ids, use_cache=False), tuple)
