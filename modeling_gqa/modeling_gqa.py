@@ -111,10 +111,7 @@ class GQAPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    _can_record_outputs = {
-        "hidden_states": GQADecoderLayer,
-        "attentions": list(dict.fromkeys(ATTENTION_CLASSES.values())),
-    }
+    _can_record_outputs = {"hidden_states": GQADecoderLayer, "attentions": Attention}
 
     def __init__(self, config: GQAConfig, *args, **kwargs):
         # Attribute writes since the configuration was built have skipped its checks.
