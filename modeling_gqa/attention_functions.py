@@ -205,11 +205,11 @@ def attended_part(
     """
     if past_key_values is not None:
         attention_mask, key, value = _filled_part(module, attention_mask, past_key_values, key, value)
-    backend, length = _backend(module), hidden_states.shape[1]
     layer: Any = None if past_key_values is None else past_key_values.layers[module.layer_idx]
     static = layer is not None and layer.is_compileable
-    if attention_mask is None and length == 1 and sliding_window is None and not static:
+    if attention_mask is None and hidden_states.shape[1] == 1 and sliding_window is None and not static:
         return None, key, value
+    backend = _backend(module)
     # A trace cannot ask how far a static cache is filled; without a mask it is a prompt, which `sdpa` masks itself.
     if attention_mask is None and static and backend == "sdpa" and is_tracing(hidden_states):
         return None, key, value

@@ -74,7 +74,7 @@ def test_licence_of_the_default_text(tmp_path):
 
 def test_broken_repository_is_noticed(finished, tmp_path):
     shutil.copytree(finished[0] / "final", tmp_path / "final")
-    (tmp_path / "final" / "rotary.py").unlink()
+    (tmp_path / "final" / "layers.py").unlink()
     with pytest.raises(RecipeError, match="does not load in a process without the package"):
         publish.load_as_stranger(tmp_path / "final", "the ")
 
