@@ -11,6 +11,7 @@ imports. A comment above a block changes how it is tested and renders to nothing
     <!-- test: not run, REASON -->
     <!-- test: with OLD => NEW; OLD => NEW -->      replacements, which make a command small
     <!-- test: add --max-steps 2 -->                further options of the block's last command
+    <!-- test: output -->                          the block is what the one before it prints
     <!-- test: file PATH -->                        the block is this file of a copy of the checkout
     <!-- test: edit PATH -->                        the block is a change of this file there
     <!-- test: in the checkout -->                  the block's commands run there
@@ -19,6 +20,7 @@ The temporary folder holds what the pages name: a Llama at `meta-llama/Llama-3.2
 few dimensions, so that the name leads to this folder and not to the Hub, and texts in `my_text`.
 """
 
+import io
 import os
 import re
 import runpy
@@ -29,6 +31,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -81,7 +84,7 @@ def prepared(block: Block) -> str | None:
     elif block.note.startswith("add "):
         options = re.sub("|".join(OPTIONS), lambda found: OPTIONS[found[0]], block.note.removeprefix("add "))
         code = f"{code.rstrip()} {options}\n"
-    elif not block.note.startswith(("file ", "edit ", "in the checkout")):
+    elif not block.note.startswith(("file ", "edit ", "in the checkout", "output")):
         assert not block.note, f"line {block.line}: unknown note {block.note!r}"
     return as_of_now(code)
 
@@ -204,11 +207,16 @@ def run_block(block: Block, page: str, namespace: dict) -> None:
         code = code.replace("python ", f"{sys.executable} ")
         assert subprocess.run(code, **arguments).returncode == 0, f"{page}, line {block.line}: a command failed"
         return
+    if block.note == "output":
+        assert code == namespace["PRINTED"], f"{page}, line {block.line}: printed was\n{namespace['PRINTED']}"
     if block.language not in ("python", "bash"):
         return
     if block.language == "python":
         lines = "\n" * block.line  # so that a traceback names the page's line
-        exec(compile(lines + code, page, "exec"), namespace)
+        with redirect_stdout(io.StringIO()) as printed:
+            exec(compile(lines + code, page, "exec"), namespace)
+        namespace["PRINTED"] = printed.getvalue()
+        print(namespace["PRINTED"], end="")
         return
     for command in code.replace("\\\n", " ").splitlines():
         words = shlex.split(command, comments=True)
