@@ -43,7 +43,12 @@ FENCE = re.compile(
     flags=re.MULTILINE | re.DOTALL,
 )
 # What the commands of this checkout are called until they have the names that the pages use.
-NOT_YET = {"convert_model": "convert", "compare_predictions": "measure"}
+NOT_YET = {
+    "convert_model": "convert",
+    "compare_predictions": "measure",
+    "share_cache": "split",
+    "conversion.checkpoints": "conversion",
+}
 # Options that make a run of the pages small; `add SMALL_RUN` in a note stands for them.
 SHORT = "--max-steps 2 --warmup-steps 1 --sequence-length 32 --per-device-eval-batch-size 2 --max-eval-blocks 2"
 OPTIONS = {
