@@ -48,6 +48,7 @@ NOT_YET = {
     "compare_predictions": "measure",
     "share_cache": "split",
     "conversion.checkpoints": "conversion",
+    "MAPPED_GROUPED_FIELDS": "GROUPED_FIELDS",
 }
 # Options that make a run of the pages small; `add SMALL_RUN` in a note stands for them.
 SHORT = "--max-steps 2 --warmup-steps 1 --sequence-length 32 --per-device-eval-batch-size 2 --max-eval-blocks 2"
