@@ -1,5 +1,6 @@
-"""What mkdocs runs when it builds the site: formulas become MathML, the tree of files becomes tables, which fit a phone,
-and the benchmark's picture is taken along.
+"""What mkdocs runs when it builds the site.
+
+Formulas become MathML, the tree of files becomes tables, which fit a phone, and the benchmark's picture is taken along.
 
 `$$...$$` on lines of its own is a display formula and `$...$` an inline one; code is left alone. MathML needs neither a
 script nor a network.
