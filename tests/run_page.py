@@ -35,7 +35,7 @@ from contextlib import redirect_stdout
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 FENCE = re.compile(
@@ -109,10 +109,22 @@ def make_llama(folder: Path, layers: int = 2) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 320, "max_position_embeddings": 64}
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": layers}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "vocab_size": 320,
+        "max_position_embeddings": 64,
+    }
+    heads: dict[str, Any] = {
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_hidden_layers": layers,
+    }
     config = LlamaConfig(**sizes, **heads, initializer_range=0.1, bos_token_id=0, eos_token_id=0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    config.dtype = torch.bfloat16
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(make_texts(), vocab_size=320, special_tokens=["<|end|>"], show_progress=False)
     PreTrainedTokenizerFast(
@@ -134,7 +146,7 @@ def set_up(folder: Path) -> None:
         (folder / "my_text" / f"{number:02}.txt").write_text(text)
 
 
-def forked(function: Callable[[], object]) -> int:
+def forked(function: Callable[[], Any]) -> int:
     """Call `function` in a forked process; return its exit code."""
     sys.stdout.flush()
     child = os.fork()
@@ -209,9 +221,9 @@ def run_block(block: Block, page: str, namespace: dict) -> None:
         return change_checkout(Path("checkout").resolve(), block, code)
     if block.note == "in the checkout":
         environment = {**os.environ, "PYTHONPATH": str(Path("checkout").resolve())}
-        arguments = {"cwd": "checkout", "env": environment, "shell": True, "stdin": subprocess.DEVNULL}
-        code = code.replace("python ", f"{sys.executable} ")
-        assert subprocess.run(code, **arguments).returncode == 0, f"{page}, line {block.line}: a command failed"
+        script = ["bash", "-e", "-c", code.replace("python ", f"{sys.executable} ")]
+        returned = subprocess.run(script, cwd="checkout", env=environment, stdin=subprocess.DEVNULL).returncode
+        assert returned == 0, f"{page}, line {block.line}: a command failed"
         return
     if block.note == "output":
         assert code == namespace["PRINTED"], f"{page}, line {block.line}: printed was\n{namespace['PRINTED']}"

@@ -29,9 +29,18 @@ def name_of(page: Path) -> str:
 
 def run(*arguments: str) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    streams = {"capture_output": True, "text": True, "stdin": subprocess.DEVNULL}
-    process = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, **streams)
-    assert process.returncode == 0, (process.stdout + process.stderr)[-4000:]
+    # stderr goes where stdout goes, so that what failed stands beside what was printed.
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    printed, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, printed[-4000:]
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
@@ -85,30 +94,27 @@ def test_tables_are_the_results_in_the_repository():
 def tree() -> dict[str, str]:
     """Path and phrase of every line of the tree."""
     (block,) = find_blocks((DOCS / "layout.md").read_text(encoding="utf-8"))
-    folder, paths = "", {}
+    folder = ""
+    paths: dict[str, str] = {}
     for line in block.code.strip("\n").splitlines():
-        name, phrase = re.fullmatch(r" *(\S+) +(.+)", line).groups()
+        name, phrase = line.split(maxsplit=1)
         if not line.startswith(" "):
             folder = name if name.endswith("/") else ""
-            paths[name] = phrase
-        else:
-            paths[folder + name] = phrase
+        paths[folder + name if line.startswith(" ") else name] = phrase
     return paths
 
 
 def tracked() -> list[str]:
-    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listing = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True)
     return [path for path in listing.splitlines() if path != ".gitignore"]
 
 
 def test_tree_names_only_what_exists():
-    for path in tree():
-        pattern = path.replace("NAME", "*")
-        assert list(ROOT.glob(pattern.rstrip("/"))), f"docs/layout.md names {path}, which does not exist"
+    missing = [path for path in tree() if not list(ROOT.glob(path.replace("NAME", "*").rstrip("/")))]
+    assert not missing, f"docs/layout.md names what does not exist: {missing}"
 
 
 def test_tree_names_every_file():
-    patterns = [re.escape(path).replace("NAME", "[^/]+") for path in tree()]
-    for path in tracked():
-        named = any(re.fullmatch(pattern, path) for pattern in patterns)
-        assert named, f"docs/layout.md lacks {path}"
+    pattern = "|".join(re.escape(path).replace("NAME", "[^/]+") for path in tree())
+    lacking = [path for path in tracked() if not re.fullmatch(pattern, path)]
+    assert not lacking, f"docs/layout.md lacks {lacking}"
