@@ -131,7 +131,7 @@ def decode_table(rows: list[dict]) -> str:
     against = {"mha": "MHA, Llama", "gqa": "GQA-4, Llama", "mqa": "MQA, Llama", "mla": "MLA, DeepSeek-V3"}
     lines = []
     for kind, name in against.items():
-        cells = [found[(kind, *cell)] for cell in DECODE_CELLS]
+        cells = [found[key] for key in ((kind, *cell) for cell in DECODE_CELLS)]
         lines.append([name, *(f"{c['ours_ms']:.0f} / {c['theirs_ms']:.0f} ({times(c['ratio'])})" for c in cells)])
     return markdown(["against", *(f"{short[d]} B{b} S{s}" for d, b, s in DECODE_CELLS)], lines)
 
