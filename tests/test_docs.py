@@ -28,7 +28,7 @@ def name_of(page: Path) -> str:
 
 
 def run(*arguments: str) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_MKDOCS_2_WARNING": "1"}
     # stderr goes where stdout goes, so that what failed stands beside what was printed.
     process = subprocess.Popen(
         [sys.executable, *arguments],
