@@ -86,6 +86,9 @@ def test_tables_are_the_results_in_the_repository():
     numbers = (DOCS / "numbers.md").read_text()
     for table in tables():
         assert table in numbers, "run `python -m benchmarks.report` and copy its tables"
+    quoted = re.findall(r"\d+ / \d+ \([\d.]+x\)", (ROOT / "README.md").read_text())
+    assert quoted
+    assert all(cell in tables()[0] for cell in quoted)
 
 
 # -- the tree
