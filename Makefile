@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PYTEST = python -m pytest -n 2 $(PYTEST_ARGS)
 
-.PHONY: help quickstart test faults compat lint checks bench clean
+.PHONY: help quickstart test faults compat lint docs checks bench clean
 
 help:
 	@echo "make quickstart   pretrain a small model on real text, save it, load it back and generate (about 5 minutes)"
@@ -10,7 +10,8 @@ help:
 	@echo "make faults       kill, cut, fill and lock, many times over (FAULTS_ROUNDS=20; the suite does it once)"
 	@echo "make compat       run the tests marked compat against the oldest supported transformers"
 	@echo "make lint         ruff and mypy"
-	@echo "make checks       lint, test and compat"
+	@echo "make docs         build the documentation in site/, strictly and offline"
+	@echo "make checks       lint, docs, test and compat"
 	@echo "make bench        measure speed and memory side by side with transformers' models (about 10 minutes)"
 
 quickstart: .venv/quickstart
@@ -30,7 +31,10 @@ lint: .venv/test
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-checks: lint test compat
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --quiet
+
+checks: lint docs test compat
 
 bench: .venv/bench
 	.venv/bin/python -m benchmarks.attention
@@ -49,9 +53,14 @@ bench: .venv/bench
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	touch $@
 
+.venv/docs: setup.cfg constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[training,docs]'
+	touch $@
+
 .venv/test: setup.cfg constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[training,test]'
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[training,docs,test]'
 	touch $@
 
 .venv-oldest/test: setup.cfg constraints-oldest.txt
@@ -60,4 +69,4 @@ bench: .venv/bench
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest build *.egg-info
+	rm -rf .venv .venv-oldest build site *.egg-info

@@ -1,4 +1,9 @@
-"""Tables on the terminal, results as JSON, and pictures."""
+"""Tables on the terminal, results as JSON, and pictures.
+
+    python -m benchmarks.report
+
+draws the documentation's picture from `benchmarks/results`, and prints the documentation's tables as Markdown.
+"""
 
 import json
 from pathlib import Path
@@ -8,6 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from transformers import HfArgumentParser
 
+RESULTS = Path("benchmarks/results")
+PICTURE = Path("docs/assets/decode_mla.png")
+# The cells of the documentation's table of decoding: dtype, batch, length.
+DECODE_CELLS = [
+    ("float32", 1, 128), ("float32", 1, 4096), ("float32", 8, 2048), ("float32", 8, 8192),
+    ("bfloat16", 1, 4096), ("bfloat16", 8, 2048), ("bfloat16", 8, 8192),
+]  # fmt: skip
 COLORS = {"mha": "tab:red", "gqa": "tab:orange", "mqa": "tab:green", "mla": "tab:blue"}
 
 
@@ -82,3 +94,99 @@ def _scale(axis, title: str, label: str, ticks: list[int]) -> None:
     for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
     axis.legend(fontsize=8)
+
+
+# -- the documentation's picture and tables
+
+
+def plot_mla(rows: list[dict], path: Path) -> None:
+    """Milliseconds per token of MLA here and of DeepSeek-V3 in transformers against context length, in bfloat16."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 2.9), layout="constrained")
+    for axis, batch in zip(figure.subplots(1, 2), (1, 8), strict=True):
+        line = [row for row in rows if (row["kind"], row["dtype"], row["batch"]) == ("mla", "bfloat16", batch)]
+        lengths, last = [row["length"] for row in line], line[-1]
+        axis.plot(
+            lengths, [row["theirs_ms"] for row in line], "s--", color="tab:gray", label="DeepSeek-V3, transformers"
+        )
+        axis.plot(lengths, [row["ours_ms"] for row in line], "o-", color=COLORS["mla"], label="MLA, here")
+        x, low, high = last["length"], last["ours_ms"], last["theirs_ms"]
+        axis.annotate("", (x, low), (x, high), arrowprops={"arrowstyle": "<->", "shrinkA": 5, "shrinkB": 5})
+        axis.text(0.93 * x, 1.4 * low, f"{last['ratio']:.2g} times as fast", ha="right", va="center")
+        _scale(axis, f"{batch} row{'s' * (batch > 1)} at a time", "tokens in the context", lengths)
+    figure.supylabel("milliseconds per token", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    print(f"wrote {path}", flush=True)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def times(value: float) -> str:
+    """A ratio with two digits: 0.99, 5.9 or 93."""
+    return f"{value:.{2 if value < 0.995 else 1 if value < 9.95 else 0}f}x"
+
+
+def decode_table(rows: list[dict]) -> str:
+    """Milliseconds per token, ours / theirs (ratio), of DECODE_CELLS."""
+    found = {(row["kind"], row["dtype"], row["batch"], row["length"]): row for row in rows}
+    short = {"float32": "fp32", "bfloat16": "bf16"}
+    against = {"mha": "MHA, Llama", "gqa": "GQA-4, Llama", "mqa": "MQA, Llama", "mla": "MLA, DeepSeek-V3"}
+    lines = []
+    for kind, name in against.items():
+        cells = [found[key] for key in ((kind, *cell) for cell in DECODE_CELLS)]
+        lines.append([name, *(f"{c['ours_ms']:.0f} / {c['theirs_ms']:.0f} ({times(c['ratio'])})" for c in cells)])
+    return markdown(["against", *(f"{short[d]} B{b} S{s}" for d, b, s in DECODE_CELLS)], lines)
+
+
+def conversion_table(rows: list[dict]) -> str:
+    """KL in nats and perplexity, by method and target."""
+    names = {
+        "lowrank (weights only)": "lowrank, weights only",
+        "mean_key (baseline)": "mean rotary key, SVD",
+        "real_rotation (baseline)": "real rotations, PCA",
+    }
+    found = {}
+    for row in rows:
+        method = row["method"].replace("lowrank regroup", "lowrank")  # which MLA has no choice of
+        found[names.get(method, method), row["target"]] = row
+    methods, targets = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
+    lines = []
+    for method in methods:
+        cells = [found.get((method, target)) for target in targets]
+        lines.append([method, *(f"{c['kl']:.3f} ({c['perplexity']:.1f})" if c else "" for c in cells)])
+    return markdown(["", *targets], lines)
+
+
+def healing_table(rows: list[dict]) -> str:
+    """What a share of the pretraining tokens heals."""
+    lines = [
+        [
+            f"{row['target']}, {row['method']}",
+            f"{row['alpha']:.0%}",
+            f"{row['start']:.2f}",
+            f"{row['healed']:.2f}",
+            "" if row["closed"] is None else f"{row['closed']:.1%}",
+            f"{row['kl']:.3f}",
+        ]
+        for row in rows
+    ]
+    return markdown(["", "pretraining tokens", "perplexity before", "after", "gap closed", "KL after"], lines)
+
+
+def tables() -> list[str]:
+    """The documentation's tables, from the saved results."""
+    decode, conversion = (
+        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in ("decode", "conversion")
+    )
+    conversions, healing = conversion["conversions"], conversion["healing"]
+    return [decode_table(decode["rows"]), conversion_table(conversions), healing_table(healing)]
+
+
+if __name__ == "__main__":
+    plot_mla(json.loads((RESULTS / "decode.json").read_text(encoding="utf-8"))["rows"], PICTURE)
+    print("\n\n".join(tables()))

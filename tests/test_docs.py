@@ -1,0 +1,123 @@
+"""The documentation: its code runs, its links lead somewhere, its tree and its tables are true."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_page import find_blocks
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+LANGUAGES = {"python", "bash", "yaml", "json", "text", "diff", "bibtex"}
+# To be deleted: what these pages do exists when the attention classes have a base class.
+PAGES_NOT_YET = {"adding-a-kind.md"}
+WITH_CODE = [
+    page
+    for page in PAGES
+    if page.name not in PAGES_NOT_YET and re.search("^```(python|bash)$", page.read_text(), flags=re.MULTILINE)
+]
+DOCUMENTED = ("modeling_gqa", "training")
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def run(*arguments: str) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_MKDOCS_2_WARNING": "1"}
+    # stderr goes where stdout goes, so that what failed stands beside what was printed.
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    printed, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, printed[-4000:]
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+def test_code_of_a_page_runs(page):
+    run("tests/run_page.py", str(page))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_blocks_say_what_they_are(page):
+    """A block without a language would be run by nothing."""
+    blocks = find_blocks(page.read_text(encoding="utf-8"))
+    assert page.read_text(encoding="utf-8").count("\n```") == 2 * len(blocks)
+    assert {block.language for block in blocks} <= LANGUAGES
+
+
+def test_docstring_examples_run():
+    """Each in a process that is new but for the imports."""
+    run("tests/run_page.py", "--docstrings", *DOCUMENTED)
+
+
+# -- the site
+
+
+def test_site_builds_and_every_link_leads_somewhere(tmp_path):
+    run("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path))
+    pages = list(tmp_path.rglob("*.html"))
+    assert len(pages) >= len(list(DOCS.rglob("*.md")))
+    for page in pages:
+        fetched = re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?|png|svg))"', page.read_text())
+        assert not fetched, f"{page.name} fetches {fetched}"
+
+
+def test_links_of_the_readme_lead_somewhere():
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
+            assert (ROOT / target).exists(), f"{page.name} links to {target}"
+
+
+def test_tables_are_the_results_in_the_repository():
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.report import tables
+
+    numbers = (DOCS / "numbers.md").read_text()
+    for table in tables():
+        assert table in numbers, "run `python -m benchmarks.report` and copy its tables"
+    quoted = re.findall(r"\d+ / \d+ \([\d.]+x\)", (ROOT / "README.md").read_text())
+    assert quoted
+    assert all(cell in tables()[0] for cell in quoted)
+
+
+# -- the tree
+
+
+def tree() -> dict[str, str]:
+    """Path and phrase of every line of the tree."""
+    (block,) = find_blocks((DOCS / "layout.md").read_text(encoding="utf-8"))
+    folder = ""
+    paths: dict[str, str] = {}
+    for line in block.code.strip("\n").splitlines():
+        name, phrase = line.split(maxsplit=1)
+        if not line.startswith(" "):
+            folder = name if name.endswith("/") else ""
+        paths[folder + name if line.startswith(" ") else name] = phrase
+    return paths
+
+
+def tracked() -> list[str]:
+    listing = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True)
+    return [path for path in listing.splitlines() if path != ".gitignore"]
+
+
+def test_tree_names_only_what_exists():
+    missing = [path for path in tree() if not list(ROOT.glob(path.replace("NAME", "*").rstrip("/")))]
+    assert not missing, f"docs/layout.md names what does not exist: {missing}"
+
+
+def test_tree_names_every_file():
+    pattern = "|".join(re.escape(path).replace("NAME", "[^/]+") for path in tree())
+    lacking = [path for path in tracked() if not re.fullmatch(pattern, path)]
+    assert not lacking, f"docs/layout.md lacks {lacking}"
