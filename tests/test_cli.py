@@ -19,8 +19,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from modeling_gqa import GQAConfig, cli
-from modeling_gqa.conversion import job
+from modeling_gqa import GQAConfig
+from modeling_gqa.command_line import conversion as commands
+from modeling_gqa.command_line import main as command
+from modeling_gqa.conversion.command import job
 
 BYTES = 256
 SMALL = {"vocab_size": BYTES, "head_dim": 12}
@@ -69,7 +71,7 @@ def corpus(tmp_path_factory) -> Path:
 
 
 def call(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(command.app, [str(argument) for argument in arguments])
 
 
 def run(*arguments) -> str:
@@ -586,8 +588,8 @@ def test_output_that_cannot_be_written(checkpoints, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cli, "show_inspection", refuse)
-    monkeypatch.setattr(cli, "print", refuse, raising=False)
+    monkeypatch.setattr(commands, "show_inspection", refuse)
+    monkeypatch.setattr(commands, "print", refuse, raising=False)
     for options in ((), ("--json",)):
         result = call("inspect", checkpoints / "gqa", *options)
         assert result.exit_code == 1 and result.stderr.startswith("error: No space left on device")
@@ -605,7 +607,7 @@ def test_force_replaces_the_whole_target(checkpoints, tmp_path):
 def test_a_process_of_its_own(checkpoints, tmp_path):
     """stderr is the one line and nothing else, apart from what the libraries say when they are imported."""
     process = subprocess.run(
-        [sys.executable, "-m", "modeling_gqa.cli", "convert", checkpoints / "mha", tmp_path / "out", *MLA],
+        [sys.executable, "-m", "modeling_gqa.command_line", "convert", checkpoints / "mha", tmp_path / "out", *MLA],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         cwd=Path(__file__).parents[1], timeout=120,
     )  # fmt: skip
@@ -616,6 +618,6 @@ def test_a_process_of_its_own(checkpoints, tmp_path):
 
 def test_without_typer_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "typer", None)
-    specification = importlib.util.spec_from_file_location("modeling_gqa.cli_again", cli.__file__)
+    specification = importlib.util.spec_from_file_location("modeling_gqa.command_line.main_again", command.__file__)
     with pytest.raises(SystemExit, match=r"^error: .*typer.*pip install 'modeling_gqa\[conversion\]'$"):
         specification.loader.exec_module(importlib.util.module_from_spec(specification))

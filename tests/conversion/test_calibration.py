@@ -8,9 +8,10 @@ import torch
 from attention_oracle import CALIBRATION, collected, covariance, distance, grouped, layer_inputs, random_model
 from small_models import make_batch
 
-from modeling_gqa.conversion import ConversionError, calibration, convert, target_config
-from modeling_gqa.conversion.calibration import collect, mean_rotation, without_data
-from modeling_gqa.conversion.layerwise import Scratch
+from modeling_gqa.conversion import ConversionError, convert_model, target_config
+from modeling_gqa.conversion.layers.moments import mean_rotation, without_data
+from modeling_gqa.conversion.text import calibration
+from modeling_gqa.conversion.text.calibration import Scratch, collect
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -81,11 +82,11 @@ def test_what_is_not_finite_is_refused(damage):
     if damage == "weight":
         model.model.layers[1].self_attn.k_proj.weight.data[3, 4] = torch.nan
         with pytest.raises(ConversionError, match=r"layer 1: k_proj\.weight is not finite"):
-            convert(model, target_config(model.config, "mqa"))
+            convert_model(model, target_config(model.config, "mqa"))
     else:
         model.model.layers[0].mlp.down_proj.weight.data[:] = 3e38
         with pytest.raises(ConversionError, match="activations are not finite on the calibration text"):
-            convert(model, target_config(model.config, "mqa"), CALIBRATION)
+            convert_model(model, target_config(model.config, "mqa"), CALIBRATION)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])

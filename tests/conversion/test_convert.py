@@ -18,11 +18,18 @@ from attention_oracle import (
 )
 from small_models import make_batch, make_config, make_model
 
-from modeling_gqa.conversion import METHODS, ConversionError, allocate, convert, measure, target_config
-from modeling_gqa.conversion.calibration import collect
+from modeling_gqa.conversion import (
+    METHODS,
+    ConversionError,
+    allocate,
+    compare_predictions,
+    convert_model,
+    target_config,
+)
 from modeling_gqa.conversion.convert import hold_out
-from modeling_gqa.conversion.refit import RIDGE, refit_outputs
+from modeling_gqa.conversion.layers.refit import RIDGE, refit_outputs
 from modeling_gqa.conversion.search import Search, Setting
+from modeling_gqa.conversion.text.calibration import collect
 
 MLA = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
 
@@ -47,7 +54,7 @@ def same_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 def test_the_source_is_untouched_and_nothing_is_shared(kind, sizes, dtype):
     model = in_dtype(random_model("gqa", attention_bias=True), dtype)
     before, mode = state_copy(model), model.training
-    other, _ = convert(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", refit=True)
+    other, _ = convert_model(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", refit=True)
     for parameter in other.parameters():
         assert parameter.dtype == dtype and parameter.requires_grad
         parameter.data.fill_(1.0)
@@ -71,7 +78,7 @@ def test_everything_but_the_attention_is_the_same():
     model.generation_config.update(temperature=0.7, do_sample=True, max_length=19)
     model.set_attn_implementation("eager")
     model.train()
-    other, _ = convert(model, target(model, "mqa", layers=[1]), CALIBRATION, method="mean")
+    other, _ = convert_model(model, target(model, "mqa", layers=[1]), CALIBRATION, method="mean")
     assert other.lm_head.weight is other.model.embed_tokens.weight
     assert other.generation_config.to_dict() == model.generation_config.to_dict()
     assert other.generation_config is not model.generation_config
@@ -88,7 +95,7 @@ def test_everything_but_the_attention_is_the_same():
 
 def test_the_report_of_an_automatic_search():
     model = random_model("mixed-window", per_layer_config={2: {"attention_kind": "mqa"}})
-    other, report = convert(model, target(model, "mha", layers=[2]), CALIBRATION)
+    other, report = convert_model(model, target(model, "mha", layers=[2]), CALIBRATION)
     assert report["exact"] and report["layers"][2] == {
         "layer": 2,
         "from": "mqa, 1 of 6 heads",
@@ -100,14 +107,14 @@ def test_the_report_of_an_automatic_search():
     model = random_model("mha")
     for kind, number in (("mqa", 8), ("gqa", 15)):  # 3 metrics, weighted or not, grouped or not; procrustes; refitted
         sizes = {"num_key_value_heads": 2} if kind == "gqa" else {}  # MQA has one group, however it is made
-        other, report = convert(model, target(model, kind, layers=[0], **sizes), CALIBRATION)
+        other, report = convert_model(model, target(model, kind, layers=[0], **sizes), CALIBRATION)
         names = [candidate["name"] for candidate in report["candidates"]]
         assert len(names) == len(set(names)) == number
     kls = [candidate["kl"] for candidate in report["candidates"]]
     chosen = " ".join(f"{name}={value}" for name, value in report["setting"].items() if name != "seed")
     assert chosen == names[kls.index(min(kls))]
     # The last of four batches is what was chosen by.
-    assert measure(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
+    assert compare_predictions(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
     assert report["layers"][0] | {"loss": 0} == {
         "layer": 0,
         "from": "mha, 6 of 6 heads",
@@ -119,7 +126,7 @@ def test_the_report_of_an_automatic_search():
 
 def test_the_search_for_mla_tries_gain_weight_metric_and_refit():
     model = random_model("gqa")
-    _, report = convert(model, target(model, "mla", **MLA), CALIBRATION[:3], selection=CALIBRATION[3:])
+    _, report = convert_model(model, target(model, "mla", **MLA), CALIBRATION[:3], selection=CALIBRATION[3:])
     tried = [dict(part.split("=") for part in candidate["name"].split()) for candidate in report["candidates"]]
     assert {(t["gain"], t["alpha"]) for t in tried[:6]} == {
         (gain, alpha) for gain in ("one", "mean", "head") for alpha in ("0.3", "0.1")
@@ -130,7 +137,7 @@ def test_the_search_for_mla_tries_gain_weight_metric_and_refit():
 
 def test_the_search_for_mla_tries_splits_where_it_may():
     model = random_model("gqa")
-    _, report = convert(model, target(model, "mla", cache_size=28), CALIBRATION, split=True)
+    _, report = convert_model(model, target(model, "mla", cache_size=28), CALIBRATION, share_cache=True)
     tried = [dict(part.split("=") for part in candidate["name"].split()) for candidate in report["candidates"]]
     assert [t["split"] for t in tried[:4]] == ["None", "0.2", "0.3", "0.1"] and len(
         {t["split"] for t in tried[4:]}
@@ -141,21 +148,21 @@ def test_the_search_for_mla_tries_splits_where_it_may():
 def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():
     model = random_model("mha")
     both = target(random_model("gqa"), "mla", **MLA, layers=[0])
-    other, report = convert(model, both, CALIBRATION)
+    other, report = convert_model(model, both, CALIBRATION)
     kls = [candidate["kl"] for candidate in report["candidates"]]
     assert len(kls) == 14 + 5 + 1  # the best of the first is not tried again, in another gain, or with its own metric
-    assert measure(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
+    assert compare_predictions(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
     assert [layer.attention_kind for layer in other.config.per_layer_config] == ["mla", "gqa", "gqa"]
 
 
 def test_regroup_and_refit_can_be_set():
     model = random_model("mha")
     for regroup, refit in ((False, False), (True, True)):
-        _, report = convert(model, target(model, "mqa"), CALIBRATION, regroup=regroup, refit=refit)
+        _, report = convert_model(model, target(model, "mqa"), CALIBRATION, regroup=regroup, refit=refit)
         assert len(report["candidates"]) == 7
         for candidate in report["candidates"]:
             assert f"regroup={regroup} " in candidate["name"] and f"refit={refit}" in candidate["name"]
-    _, report = convert(model, target(model, "mqa"), CALIBRATION, method="mean")
+    _, report = convert_model(model, target(model, "mqa"), CALIBRATION, method="mean")
     assert report["method"] == "mean" and not report["setting"]["regroup"] and not report["setting"]["refit"]
 
 
@@ -163,8 +170,9 @@ def test_regroup_and_refit_can_be_set():
 @pytest.mark.parametrize("fields", [{}, {"qk_norm": True}], ids=["plain", "qk-norm"])
 def test_every_method_works_with_and_without_text(method, fields):
     model = random_model("mha", **fields)
+    grouped = target(model, "gqa", num_key_value_heads=2)
     for text in (None, [], CALIBRATION):
-        other, report = convert(model, target(model, "gqa", num_key_value_heads=2), text, method=method, refit=False)
+        other, report = convert_model(model, grouped, text, method=method, refit=False)
         assert other.config.num_key_value_heads == 2 and not report["exact"]
         assert torch.isfinite(logits(other)).all() and distance(logits(other), logits(model)) > 1e-2
         assert report["setting"]["metric"] == "identity" or text
@@ -175,7 +183,7 @@ def test_the_same_seed_converts_alike():
     model = random_model("mha")
     for kind, sizes in (("gqa", {"num_key_value_heads": 2}), ("mla", MLA)):
         states = [
-            convert(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", regroup=True, seed=3)[0]
+            convert_model(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", regroup=True, seed=3)[0]
             for _ in range(2)
         ]
         assert same_state(*(other.state_dict() for other in states))
@@ -183,7 +191,7 @@ def test_the_same_seed_converts_alike():
 
 def test_random_heads_differ_by_layer():
     model = random_model("mha")
-    other, _ = convert(model, target(model, "mqa"), method="random")
+    other, _ = convert_model(model, target(model, "mqa"), method="random")
     drawn = [grouped(other, index).k for index in range(3)]
     assert not any(torch.equal(drawn[a], drawn[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
 
@@ -229,14 +237,14 @@ REFUSED = {
 def test_what_cannot_be_converted_is_refused(name):
     config, arguments, message = REFUSED[name]
     with pytest.raises(ConversionError, match=message) as error:
-        convert(make_model("gqa"), config, **arguments)
+        convert_model(make_model("gqa"), config, **arguments)
     assert "\n" not in str(error.value)
 
 
 def test_a_latent_norm_is_refused():
     model = make_model("mla")
     with pytest.raises(ConversionError, match=r"layer 0 is MLA with an RMSNorm on its latent \(latent_norm=True\)"):
-        convert(model, target(model, "mha"))
+        convert_model(model, target(model, "mha"))
 
 
 # -- output projections fitted to the source's outputs
@@ -255,7 +263,7 @@ def projected(model, index: int, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mla", MLA)], ids=["mqa", "mla"])
 def test_refitting_is_ridge_regression(kind, sizes, fields):
     model = random_model("gqa", **fields).double()
-    other, _ = convert(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", refit=False)
+    other, _ = convert_model(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", refit=False)
     before = state_copy(other)
     refit_outputs(model, other, [0, 2], CALIBRATION)
     inputs = [x.view(24, 24, -1) for x in layer_inputs(model, CALIBRATION)]  # 4 batches of 6 rows of 24 tokens
@@ -282,8 +290,8 @@ def test_refitting_never_adds_to_the_error_on_its_text(seed):
     model = random_model("mha", seed, attention_dropout=0.3, **BIASES)
     text = [make_batch(4, 15, padding="left", seed=seed), make_batch(3, 9, seed=seed + 1)]
     model.train(seed == 0)  # dropout must play no part
-    plain, _ = convert(model, target(model, "mqa"), text, method="procrustes")
-    fitted, _ = convert(model, target(model, "mqa"), text, method="procrustes", refit=True)
+    plain, _ = convert_model(model, target(model, "mqa"), text, method="procrustes")
+    fitted, _ = convert_model(model, target(model, "mqa"), text, method="procrustes", refit=True)
     assert fitted.training == model.training == (seed == 0)
     for each in (model, plain, fitted):
         each.eval()
@@ -310,10 +318,10 @@ def test_longrope_is_refused_where_layers_would_rotate_differently():
     rope |= {"original_max_position_embeddings": 16, "rope_theta": 500.0}
     model = random_model("gqa", rope_parameters=rope)
     with pytest.raises(ConversionError, match="'longrope' lists a factor per rotary dimension"):
-        convert(model, target(model, "mla", **MLA))
+        convert_model(model, target(model, "mla", **MLA))
     with pytest.raises(ConversionError, match="a budget makes layers differ"):
         allocate(model, "gqa", 9999, CALIBRATION)
-    convert(model, target(model, "mqa"))
+    convert_model(model, target(model, "mqa"))
 
 
 def test_longrope_to_mla_with_room_for_all_planes_is_exact():
@@ -322,14 +330,14 @@ def test_longrope_to_mla_with_room_for_all_planes_is_exact():
     model = random_model("gqa", rope_parameters=rope)
     layer = model.config.per_layer_config[0]
     size = layer.num_key_value_heads * layer.head_dim
-    converted, _ = convert(model, target(model, "mla", kv_lora_rank=size, qk_rope_head_dim=size))
+    converted, _ = convert_model(model, target(model, "mla", kv_lora_rank=size, qk_rope_head_dim=size))
     assert distance(logits(converted), logits(model)) < 1e-5
 
 
 def test_offloaded_weights_are_refused():
     model = random_model("gqa").to("meta")
     with pytest.raises(ConversionError, match="not in memory"):
-        convert(model, target(model, "mqa"))
+        convert_model(model, target(model, "mqa"))
 
 
 @pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj", "o_proj"])
@@ -339,4 +347,4 @@ def test_a_layer_of_zeros_is_named(kind, sizes, projection):
     model = random_model("gqa")
     getattr(model.model.layers[1].self_attn, projection).weight.data.zero_()
     with pytest.raises(ConversionError, match="layer 1 has projections of zeros"):
-        convert(model, target(model, kind, **sizes), method="lowrank")
+        convert_model(model, target(model, kind, **sizes), method="lowrank")

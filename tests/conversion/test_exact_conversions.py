@@ -23,9 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import MODELS, make_batch
 
-from modeling_gqa.conversion import convert, target_config
-from modeling_gqa.conversion.heads import permuted
-from modeling_gqa.conversion.matrices import read_heads, write_grouped
+from modeling_gqa.conversion import convert_model, target_config
+from modeling_gqa.conversion.layers.heads import permute_heads, read_heads, write_grouped
 
 pytestmark = pytest.mark.compat
 
@@ -73,7 +72,7 @@ def converted(name: str, prepare=lambda model: model):
         latent = {index: {**layer, **PLAIN} for index, layer in layers.items() if layer["attention_kind"] == "mla"}
         fields = {**fields, "per_layer_config": {**layers, **latent}}
     model = prepare(random_model(model_name, **fields))
-    return model, *convert(model, target_config(model.config, kind, **sizes))
+    return model, *convert_model(model, target_config(model.config, kind, **sizes))
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -113,7 +112,7 @@ def test_rounding_stays_that_of_the_dtype(name, dtype):
 def test_heads_in_another_order_are_the_same_attention():
     model = random_model("gqa", num_key_value_heads=3, attention_bias=True).double()
     x, expected = inputs(), layer_output(model, 0, inputs())
-    state, _ = write_grouped(permuted(read_heads(model, 0), [[2], [0], [1]]))
+    state, _ = write_grouped(permute_heads(read_heads(model, 0), [2, 0, 1]))
     model.model.layers[0].self_attn.load_state_dict({name: tensor.clone() for name, tensor in state.items()})
     assert distance(layer_output(model, 0, x), expected) < 1e-10
     assert not torch.equal(layer_output(model, 0, x), expected)
@@ -198,7 +197,7 @@ def test_changes_of_gauge_leave_attention_and_logits_alone(name, seed):
 def test_mixing_all_heads_planes_of_a_frequency_leaves_mla_alone(seed):
     """With every frequency once for each key head, any complex matrix over the heads is free."""
     model = random_model("gqa", seed=seed % 7).double()
-    other, _ = convert(model, target_config(model.config, "mla", **FULL))
+    other, _ = convert_model(model, target_config(model.config, "mla", **FULL))
     attention, x = other.model.layers[0].self_attn, inputs(rows=1, seed=seed)
     frequencies = torch.tensor(other.config.per_layer_config[0].rope_frequency_indices)
     generator = torch.Generator().manual_seed(seed)

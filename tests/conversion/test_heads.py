@@ -26,15 +26,14 @@ from attention_oracle import (
     write,
 )
 
-from modeling_gqa.conversion import convert, target_config
-from modeling_gqa.conversion.heads import permuted
-from modeling_gqa.conversion.matrices import read_heads, write_grouped
+from modeling_gqa.conversion import convert_model, target_config
+from modeling_gqa.conversion.layers.heads import permute_heads, read_heads, write_grouped
 
 
 def fewer(model, number: int, method: str, **arguments):
     """Conversion with all of CALIBRATION, without any search."""
     target = target_config(model.config, "gqa" if number > 1 else "mqa", num_key_value_heads=number)
-    return convert(model, target, CALIBRATION, selection=CALIBRATION, method=method, **arguments)
+    return convert_model(model, target, CALIBRATION, selection=CALIBRATION, method=method, **arguments)
 
 
 def solve(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -170,7 +169,7 @@ def copies(name: str, seed: int = 0, number: int = 6, turn=random_gauge, **field
     """A model of `number` heads that computes what `name` computes with fewer: each a copy in a gauge of its own."""
     model = random_model(name, seed, **fields).double()
     kind = "mha" if number == model.config.num_attention_heads else "gqa"
-    many, _ = convert(model, target_config(model.config, kind, num_key_value_heads=number))
+    many, _ = convert_model(model, target_config(model.config, kind, num_key_value_heads=number))
     for index in range(3):
         layer = grouped(many, index)
         write(change_gauge(layer, *turn(layer, seed + index)), many, index)
@@ -199,7 +198,7 @@ def test_copies_in_any_gauge_merge_without_loss(fields):
 
 def test_without_data_copies_merge_without_loss_too():
     model, many = copies("gqa", attention_bias=True)
-    other, _ = convert(many, target_config(many.config, "gqa", num_key_value_heads=2), method="lowrank")
+    other, _ = convert_model(many, target_config(many.config, "gqa", num_key_value_heads=2), method="lowrank")
     assert worst(model, other) < 1e-7
 
 
@@ -334,7 +333,7 @@ def test_equal_heads_with_norms_merge_without_loss(method):
     for layer in model.model.layers:
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             norm.weight.data[7:] = norm.weight.data[:7]
-    many, _ = convert(model, target_config(model.config, "mha"))
+    many, _ = convert_model(model, target_config(model.config, "mha"))
     assert worst(model, fewer(many, 2, method)[0]) < 1e-6
 
 
@@ -344,7 +343,7 @@ def test_phases_of_heads_with_norms_are_undone():
     for layer in model.model.layers:
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             norm.weight.data[7:] = norm.weight.data[:7]
-    many, _ = convert(model, target_config(model.config, "mha"))
+    many, _ = convert_model(model, target_config(model.config, "mha"))
     for index in range(3):
         layer = grouped(many, index)
         planes, values, rest = random_gauge(layer, index)
@@ -360,7 +359,7 @@ def test_phases_of_heads_with_norms_are_undone():
 def shuffled(model, order: list[int]):
     """The same model with its key/value heads, and the queries that read them, in another order."""
     for index in range(3):
-        state, _ = write_grouped(permuted(read_heads(model, index), [[head] for head in order]))
+        state, _ = write_grouped(permute_heads(read_heads(model, index), order))
         model.model.layers[index].self_attn.load_state_dict({name: x.clone() for name, x in state.items()})
     return model
 
@@ -368,7 +367,7 @@ def shuffled(model, order: list[int]):
 @pytest.mark.parametrize("exact_sets", [500, 0], ids=["whole-groups", "pairs"])
 @pytest.mark.parametrize("order", [[0, 4, 2, 5, 1, 3], [5, 0, 3, 1, 4, 2]], ids=str)
 def test_planted_groups_are_found(order, exact_sets, monkeypatch):
-    monkeypatch.setattr("modeling_gqa.conversion.grouping.EXACT_SETS", exact_sets)
+    monkeypatch.setattr("modeling_gqa.conversion.layers.grouping.EXACT_SETS", exact_sets)
     model, many = copies("gqa", seed=6, attention_bias=True)
     many = shuffled(many, order)
     assert worst(model, many) < 1e-9
@@ -380,7 +379,7 @@ def test_planted_groups_are_found(order, exact_sets, monkeypatch):
 @pytest.mark.parametrize("exact_sets", [500, 0], ids=["whole-groups", "pairs"])
 @pytest.mark.parametrize("seed", range(3))
 def test_groups_are_never_worse_than_neighbours(seed, exact_sets, monkeypatch):
-    monkeypatch.setattr("modeling_gqa.conversion.grouping.EXACT_SETS", exact_sets)
+    monkeypatch.setattr("modeling_gqa.conversion.layers.grouping.EXACT_SETS", exact_sets)
     model = random_model("mha", seed)
     losses = [
         [layer["loss"] for layer in fewer(model, 3, "lowrank", regroup=regroup)[1]["layers"]]
@@ -411,6 +410,6 @@ def test_losses_do_not_depend_on_where_scores_are_scaled(kind, sizes):
     for factor, scale in ((1.0, 0.3), (2.0, 0.3 / 4)):
         rope = {**YARN, "attention_factor": factor}
         model = random_model("mha", rope_parameters=rope, softmax_scale=scale).double()
-        _, report = convert(model, target_config(model.config, kind, **sizes), CALIBRATION, method="lowrank")
+        _, report = convert_model(model, target_config(model.config, kind, **sizes), CALIBRATION, method="lowrank")
         losses.append([row["loss"] for row in report["layers"]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

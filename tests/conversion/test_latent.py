@@ -29,15 +29,15 @@ from transformers import DynamicCache, StaticCache
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.conversion import ConversionError, convert, target_config
-from modeling_gqa.conversion.latent import GAINS, best_split, to_latent
-from modeling_gqa.conversion.matrices import read_heads
-from modeling_gqa.conversion.moments import compute_moments
+from modeling_gqa.conversion import ConversionError, convert_model, target_config
+from modeling_gqa.conversion.layers.heads import read_heads
+from modeling_gqa.conversion.layers.latent import GAINS, best_sizes, to_latent
+from modeling_gqa.conversion.layers.moments import compute_moments
 
 
 def to_mla(model, rank: int, size: int, **arguments):
     target = target_config(model.config, "mla", kv_lora_rank=rank, qk_rope_head_dim=size)
-    return convert(model, target, CALIBRATION, **{"method": "lowrank", **arguments})
+    return convert_model(model, target, CALIBRATION, **{"method": "lowrank", **arguments})
 
 
 def components(layer, x: torch.Tensor, rotation: torch.Tensor, number: int):
@@ -155,7 +155,7 @@ def test_a_cache_is_shared_so_that_least_is_lost():
         turned = mean_rotation(layer, [rows[0] for rows in x.view(4, 6, 24, -1)])
         heads, statistics = read_heads(model, index), collected(model, CALIBRATION)[index]
         for weight, sizes in found.items():
-            rank, size, loss = best_split(heads, compute_moments(heads, statistics), 32, weight)
+            rank, size, loss = best_sizes(heads, compute_moments(heads, statistics), 32, weight)
             tried = (2, 4, 6, 8, 12, 16, 20, 24)
             losses = {each: smallest_loss(layer, x, turned, 32 - each, each, weight) for each in tried}
             assert rank + size == 32 and losses[size] <= 1.001 * min(losses.values())
@@ -169,7 +169,7 @@ def test_converted_with_a_shared_cache(method):
     model = random_model("mha", attention_bias=True)
     for layers in (None, [0, 2]):
         target = target_config(model.config, "mla", cache_size=30, layers=layers)
-        other, report = convert(model, target, CALIBRATION, method=method, split=True)
+        other, report = convert_model(model, target, CALIBRATION, method=method, share_cache=True)
         changed = [other.config.per_layer_config[index] for index in layers or range(3)]
         sizes = [(layer.kv_lora_rank, layer.qk_rope_head_dim) for layer in changed]
         assert all(sum(pair) == 30 for pair in sizes) and report["setting"]["split"] in (None, 0.2, 0.3, 0.1)
@@ -178,13 +178,13 @@ def test_converted_with_a_shared_cache(method):
         cached = other(CALIBRATION[0]["input_ids"], use_cache=True).past_key_values
         layers_cached = [cached.layers[index] for index in layers or range(3)]
         assert [layer.keys.shape[-1] + layer.values.shape[-1] for layer in layers_cached] == [30] * len(sizes)
-    _, report = convert(model, target, split=True)  # without text nothing is known of the losses
+    _, report = convert_model(model, target, share_cache=True)  # without text nothing is known of the losses
     assert report["layers"][0]["to"] == "mla, 16 + 14"
 
 
 def test_what_is_exact_is_not_shared_anew():
     model = random_model("mqa")
-    _, report = convert(model, target_config(model.config, "mla", cache_size=28), CALIBRATION, split=True)
+    _, report = convert_model(model, target_config(model.config, "mla", cache_size=28), CALIBRATION, share_cache=True)
     assert report["exact"] and {layer["to"] for layer in report["layers"]} == {"mla, 14 + 14"}
 
 
@@ -265,7 +265,7 @@ def converted(name: str):
     model = random_model(model_name, **fields)
     model.set_attn_implementation(options.get("attn_implementation", "sdpa"))
     target = target_config(model.config, "mla", cache_size=24, layers=options.get("layers"))
-    return convert(model, target, CALIBRATION, method="lowrank")[0]
+    return convert_model(model, target, CALIBRATION, method="lowrank")[0]
 
 
 @pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])

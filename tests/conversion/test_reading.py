@@ -13,9 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from modeling_gqa.conversion import ConversionError, reading
-from modeling_gqa.conversion.finding import find_files
-from modeling_gqa.conversion.reading import JSONValues, read_documents
+from modeling_gqa.conversion import ConversionError
+from modeling_gqa.conversion.text import reading
+from modeling_gqa.conversion.text.formats import JSONValues
+from modeling_gqa.conversion.text.reading import find_files, read_documents
 
 TEXTS = ["one\r\ntwo — 漢字 🙂\n", "three", '"four" \\ {[,]}\t', "  "]
 

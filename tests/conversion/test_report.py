@@ -7,9 +7,11 @@ import pytest
 import torch
 from small_models import make_batch, make_model
 
-from modeling_gqa.conversion import ConversionError, measuring, report
-from modeling_gqa.conversion.measuring import layer_errors, measure, predicted_states
-from modeling_gqa.conversion.report import describe_layers, write_card, write_report
+from modeling_gqa.conversion import ConversionError
+from modeling_gqa.conversion.command import report
+from modeling_gqa.conversion.command.report import describe_layers, write_card, write_report
+from modeling_gqa.conversion.text import measuring
+from modeling_gqa.conversion.text.measuring import compare_predictions, layer_errors, predicted_states
 
 
 def packed_batch(batch: int = 2, length: int = 13) -> dict[str, torch.Tensor]:
@@ -70,17 +72,17 @@ BATCHES = {
 def test_measure_is_the_formula(batches, monkeypatch):
     monkeypatch.setattr(measuring, "TOKENS_AT_ONCE", 7)  # several chunks, the last one shorter
     source, converted = make_model("mha"), make_model("mla", seed=3)
-    measured = measure(source, converted, batches)
+    measured = compare_predictions(source, converted, batches)
     assert measured == pytest.approx(expected_measurement(source, converted, batches), rel=1e-4)
     known = [predicted_states(source, batch) for batch in batches]
     for parameter in source.model.parameters():  # which is not run again
         parameter.data.zero_()
-    assert measure(source, converted, batches, known=known) == pytest.approx(measured, rel=1e-5)
+    assert compare_predictions(source, converted, batches, source_states=known) == pytest.approx(measured, rel=1e-5)
 
 
 def test_measure_of_the_same_model_and_modes():
     model, other = make_model("gqa").train(), make_model("gqa")
-    measured = measure(model, other, [packed_batch()])
+    measured = compare_predictions(model, other, [packed_batch()])
     assert measured["kl"] == 0 and measured["top1_agreement"] == 1
     assert measured["perplexity_before"] == measured["perplexity_after"]
     assert model.training and not other.training
@@ -90,15 +92,15 @@ def test_measure_refuses_what_says_nothing():
     model = make_model("gqa")
     lonely = {"input_ids": torch.tensor([[5, 6]]), "position_ids": torch.zeros(1, 2, dtype=torch.long)}
     with pytest.raises(ConversionError, match="no token to measure on"):
-        measure(model, model, [lonely])
+        compare_predictions(model, model, [lonely])
     broken = make_model("gqa")
     broken.lm_head.weight.data[7] = torch.inf
     with pytest.raises(ConversionError, match="not finite"):
-        measure(model, broken, [packed_batch()])
+        compare_predictions(model, broken, [packed_batch()])
     certain = make_model("gqa")
     certain.lm_head.weight.data *= 1e6
     with pytest.raises(ConversionError, match="whose perplexity no number holds"):
-        measure(model, certain, [packed_batch()])
+        compare_predictions(model, certain, [packed_batch()])
 
 
 @pytest.mark.parametrize("batch", [packed_batch(), make_batch(padding="left")], ids=["packed", "padded"])

@@ -11,8 +11,8 @@ from small_models import make_config
 from transformers import LlamaConfig
 
 from modeling_gqa.accounting import cache_bytes_per_token
-from modeling_gqa.conversion import ConversionError, allocate, convert, target_config
-from modeling_gqa.conversion.allocation import Option, numbers_per_token, spend
+from modeling_gqa.conversion import ConversionError, allocate, convert_model, target_config
+from modeling_gqa.conversion.allocation import SizeChoice, numbers_per_token, spend
 
 
 def sizes(config) -> list[tuple[str, int, int | None, int | None]]:
@@ -167,7 +167,7 @@ def uneven_model(name: str = "mha", **fields):
 
 def relative_losses(model, config) -> float:
     """Summed losses of a conversion, each relative to the stream that the layer adds to."""
-    _, report = convert(model, config, CALIBRATION, selection=CALIBRATION, method="lowrank", regroup=True)
+    _, report = convert_model(model, config, CALIBRATION, selection=CALIBRATION, method="lowrank", regroup=True)
     streams = []
     hooks = [
         layer.post_attention_layernorm.register_forward_pre_hook(
@@ -256,7 +256,7 @@ def test_spending_is_best_for_losses_that_fall_ever_slower(curves, share):
     options = {}
     for index, savings in enumerate(curves):
         losses = [float(sum(sorted(savings, reverse=True)[taken:])) for taken in range(len(savings) + 1)]
-        options[index] = [Option(2 * (i + 1), loss, {}) for i, loss in enumerate(losses)]
+        options[index] = [SizeChoice(2 * (i + 1), loss, {}) for i, loss in enumerate(losses)]
     least = sum(layer[0].numbers for layer in options.values())
     most = sum(layer[-1].numbers for layer in options.values())
     budget = least + round(share * (most - least))
@@ -276,12 +276,12 @@ def test_a_conversion_of_an_old_checkpoint_has_the_present_format():
 
 
 def test_mla_of_the_same_sizes_is_the_same():
-    converted, _ = convert(
+    converted, _ = convert_model(
         random_model("gqa"), target_config(make_config("gqa"), "mla", kv_lora_rank=20, qk_rope_head_dim=8)
     )
     same = target_config(converted.config, "mla", kv_lora_rank=20, qk_rope_head_dim=8)
     with pytest.raises(ConversionError, match="nothing to convert"):
-        convert(converted, same)
+        convert_model(converted, same)
 
 
 def test_a_stock_model_is_to_be_imported_first():

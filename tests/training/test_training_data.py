@@ -22,7 +22,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from training_texts import MODEL, make_texts
 from transformers import EvalPrediction, PreTrainedTokenizerFast
 
-from modeling_gqa.conversion import reading
+from modeling_gqa.conversion.text import reading
 from training import data, packing
 from training.baseline import bigram_loss
 from training.pretrain import pretrain
