@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from modeling_gqa import GQAConfig
 from modeling_gqa.command_line import conversion as commands
 from modeling_gqa.command_line import main as command
+from modeling_gqa.conversion.checkpoints.checkpoint import Checkpoint
 from modeling_gqa.conversion.command import job
 
 BYTES = 256
@@ -287,7 +288,7 @@ def test_dtype_of_the_result(checkpoints, tmp_path):
 def test_dry_run_announces_and_touches_nothing(options, checkpoints, corpus, tmp_path, monkeypatch):
     arguments = ("convert", checkpoints / "mha", tmp_path / "out", "--attention-kind", *options, "--method", "lowrank")
     with monkeypatch.context() as patch:
-        patch.setattr(job, "load_source", lambda *_: pytest.fail("a dry run reads no weights"))
+        patch.setattr(Checkpoint, "load", lambda *_: pytest.fail("a dry run reads no weights"))
         planned = run(*arguments, "--dry-run", "--text", corpus, *TEXT_OPTIONS)
     assert "Nothing was written" in planned and not list(tmp_path.iterdir())
     run(*arguments)

@@ -140,7 +140,7 @@ def layer_sizes(config: GQAConfig, index: int, kind: str) -> dict[int, Fields]:
 
 
 def layer_choices(model: GQAForCausalLM, index: int, kind: str, statistics: Statistics) -> list[SizeChoice]:
-    """Return the sizes that layer `index` may have, smallest first; the last is the present one, which loses nothing."""
+    """Return the sizes that layer `index` may have, smallest first; the last is the present one, without loss."""
     present = model.config.per_layer_config[index]
     choices = [SizeChoice(numbers_per_token(present), 0.0, layer_fields(model.config)[index])]
     sizes = layer_sizes(model.config, index, kind)

@@ -4,14 +4,13 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from ...modeling_gqa.conversion.text.calibration import layerwise
-
 sys.path.append(str(Path(__file__).parents[1]))  # as pytest does
 
 import torch
 from attention_oracle import CALIBRATION, random_model
 
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, layer_errors, target_config
+from modeling_gqa.conversion.text import calibration
 
 CASES = [
     ("gqa", {}, {"attention_kind": "mqa"}, {"method": "lowrank", "refit": True}),
@@ -64,7 +63,7 @@ def context(device: str):
     class Kept(dict):
         """In place of `Scratch`, whose files cannot hold these tensors."""
 
-    layerwise.Scratch = lambda folder, device: Kept()
+    calibration.Scratch = lambda folder, device: Kept()
     return PretendedDevice()
 
 

@@ -5,10 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from huggingface_hub import metadata_load
 from small_models import make_batch, make_model
 
 from modeling_gqa.conversion import ConversionError
-from modeling_gqa.conversion.command import report
 from modeling_gqa.conversion.command.report import describe_layers, write_card, write_report
 from modeling_gqa.conversion.text import measuring
 from modeling_gqa.conversion.text.measuring import compare_predictions, layer_errors, predicted_states
@@ -170,7 +170,7 @@ def test_card_has_every_number_and_the_licence(tmp_path):
     source_card.write_text("---\nlicense: apache-2.0\nlanguage: [de]\npipeline_tag: x\n---\ntext")
     write_card(tmp_path, "small", REPORT, model.config, source_card)
     card = (tmp_path / "README.md").read_text()
-    metadata = report.metadata_load(tmp_path / "README.md")
+    metadata = metadata_load(tmp_path / "README.md")
     assert metadata["license"] == "apache-2.0" and metadata["language"] == ["de"]
     assert metadata["base_model"] == "org/some-llama" and metadata["tags"] == ["gqa", "mla"]
     assert 'tokenizer = AutoTokenizer.from_pretrained("small"' in card

@@ -22,7 +22,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from training_texts import MODEL, make_texts
 from transformers import EvalPrediction, PreTrainedTokenizerFast
 
-from modeling_gqa.conversion.text import reading
+from modeling_gqa.conversion.text import formats
 from training import data, packing
 from training.baseline import bigram_loss
 from training.pretrain import pretrain
@@ -135,7 +135,7 @@ def test_split_is_recorded_and_old_runs_keep_theirs(tmp_path, corpus, tokenizer)
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_single_document_gives_its_end(tmp_path, streaming, monkeypatch):
-    monkeypatch.setattr(reading, "CHUNK", 1000)  # the cut lies within a piece
+    monkeypatch.setattr(formats, "CHUNK", 1000)  # the cut lies within a piece
     for name in ("one.txt", "two.txt"):  # equal, so one document
         (tmp_path / name).write_text("".join(TEXTS))
     recipe = Recipe(output_dir=str(tmp_path), streaming=streaming, max_steps=1)

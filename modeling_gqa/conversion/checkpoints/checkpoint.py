@@ -67,7 +67,9 @@ class Checkpoint:
         return model
 
 
-def open_checkpoint(source: str | Path, *, download: bool = True, companions: bool = True) -> Checkpoint:
+def open_checkpoint(
+    source: str | Path, *, download: bool = True, companions: bool = True, foreign: bool = False
+) -> Checkpoint:
     """Open a checkpoint and check that configuration, weights and tokenizer fit each other.
 
     Only headers of the weights are read, and no code of the checkpoint is run.
@@ -76,6 +78,7 @@ def open_checkpoint(source: str | Path, *, download: bool = True, companions: bo
         source: folder of a checkpoint in safetensors, or the name of a model on the Hub.
         download: whether a model on the Hub is downloaded; else its `config.json` alone is fetched and checked.
         companions: whether the tokenizer and the other files beside the weights are checked.
+        foreign: whether a checkpoint of this package is refused.
 
     Raises:
         ConversionError: there is no such checkpoint, it is not supported, or its weights do not fit.
@@ -89,7 +92,8 @@ def open_checkpoint(source: str | Path, *, download: bool = True, companions: bo
         except (HfHubHTTPError, ValueError, OSError):
             folder = local_folder(source)  # which says what is wrong
     stock_config = read_config(folder)
-    config = stock_config if isinstance(stock_config, GQAConfig) else import_config(stock_config)
+    ours = isinstance(stock_config, GQAConfig) and not foreign
+    config = stock_config if ours else import_config(stock_config)
     tensors: dict[str, LazyTensor] = {}
     if complete:
         if companions:

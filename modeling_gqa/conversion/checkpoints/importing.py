@@ -7,7 +7,6 @@ from ...configuration_gqa import GQAConfig
 from ...modeling_gqa import GQAForCausalLM
 from .aside import refuse_overlap, written_aside
 from .checkpoint import meta_model, open_checkpoint
-from .families import find_family
 from .files import MAX_SHARD_SIZE, write_checkpoint
 
 
@@ -54,9 +53,8 @@ def import_checkpoint(
         assert config.attention_kind == "gqa" and model.config.model_type == "gqa"
         ```
     """
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source, foreign=True)
     refuse_overlap(checkpoint.folder, target)
-    find_family(checkpoint.family)  # this package's own is refused
     model = meta_model(GQAForCausalLM, checkpoint.config)
     with written_aside(target, force) as aside:
         write_checkpoint(aside, model, checkpoint.tensors, checkpoint.folder, progress, max_shard_size)

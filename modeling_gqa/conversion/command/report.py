@@ -16,7 +16,7 @@ REPORT_NAME = "conversion.json"
 FORMAT_VERSION = 1
 
 # One layer: its index; its attention before and after, such as "gqa, 2 of 8 heads" or "mla, 32 + 16" (R + P); the
-# squared error that its conversion minimises, estimated (0 exact, None unknown or unchanged); and, where text was given,
+# squared error that its conversion minimises, estimated (0 exact, None unknown or unchanged); and, where there is text,
 # the relative error of its attention output, measured.
 LayerReport = TypedDict(
     "LayerReport", {"layer": int, "from": str, "to": str, "loss": float | None, "error": float}, total=False

@@ -104,7 +104,8 @@ def merge_heads(
         heads, merge_group = balanced_norms(heads, moments.key_scale), with_norm(merge_group)
     groups = [moments.group(members) for members in partition]
     merges = [merge_group(group) for group in groups]
-    loss: float | None = sum(merging_error(group, merge) for group, merge in zip(groups, merges, strict=True))
+    errors = [merging_error(group, merge) for group, merge in zip(groups, merges, strict=True)]
+    loss: float | None = sum(errors)
     planes = heads.complex_planes()
     parts = [
         _merged(heads, planes, moments.value_offset, members, merge)

@@ -107,7 +107,8 @@ def align(covariance: torch.Tensor, rounds: int = 30) -> torch.Tensor:
 def lowrank(group: Group) -> Merge:
     """Keep each plane's leading component and the values' leading subspace in the metric of the layer's output."""
     keys, key_decoder = leading_component(group.planes, group.plane_weight)
-    (values, value_decoder), (rest, rest_decoder) = (leading_subspace(*part) for part in group.real_parts)
+    values, value_decoder = leading_subspace(group.values, group.value_metric)
+    rest, rest_decoder = leading_subspace(group.rest, group.rest_metric)
     return Merge(keys, key_decoder, rest, rest_decoder, values, value_decoder)
 
 
@@ -180,8 +181,10 @@ def merging_error(group: Group, merge: Merge) -> float:
     lost = torch.eye(len(group.values), device=kept.device) - kept
     keys = lost @ group.planes @ lost.mH
     error = (keys.diagonal(dim1=1, dim2=2).real * group.plane_weight).sum()
-    codes = (merge.values, merge.value_decoder), (merge.rest, merge.rest_decoder)
-    for (covariance, metric), (encoder, decoder) in zip(group.real_parts, codes, strict=True):
+    for covariance, metric, encoder, decoder in (
+        (group.values, group.value_metric, merge.values, merge.value_decoder),
+        (group.rest, group.rest_metric, merge.rest, merge.rest_decoder),
+    ):
         count, size = covariance.shape[:2]
         lost = torch.eye(count * size, dtype=metric.dtype, device=metric.device).view(count, size, count, size)
         lost = lost - torch.einsum("aij,jbk->aibk", decoder, encoder)

@@ -174,16 +174,11 @@ class Group:
     rest: torch.Tensor
     rest_metric: torch.Tensor
 
-    @property
-    def real_parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Covariance and metric of the values, and of the key dimensions that are not rotated."""
-        return [(self.values, self.value_metric), (self.rest, self.rest_metric)]
-
     def lowrank_loss(self) -> float:
         """Return what the `lowrank` merge of this group loses: the eigenvalues that it drops."""
         planes = weigh_planes(self.planes, self.plane_weight.sqrt())
         loss = torch.linalg.eigvalsh(planes)[:, :-1].sum()
-        for covariance, metric in self.real_parts:
+        for covariance, metric in ((self.values, self.value_metric), (self.rest, self.rest_metric)):
             count, size = covariance.shape[:2]
             weighed = weigh(covariance, square_root(metric, DAMPING)).reshape(count * size, count * size)
             loss = loss + torch.linalg.eigvalsh(weighed)[: (count - 1) * size].sum()
