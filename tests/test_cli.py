@@ -1,5 +1,6 @@
 """The command `modeling-gqa`, called as its users call it; and every wrong input, which must leave nothing behind."""
 
+import dataclasses
 import errno
 import importlib.util
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from small_models import SIZES, make_model
@@ -19,11 +21,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+import modeling_gqa
 from modeling_gqa import GQAConfig
 from modeling_gqa.command_line import conversion as commands
 from modeling_gqa.command_line import main as command
 from modeling_gqa.conversion.checkpoints.checkpoint import Checkpoint
 from modeling_gqa.conversion.command import job
+from modeling_gqa.conversion.command.options import Options
 
 BYTES = 256
 SMALL = {"vocab_size": BYTES, "head_dim": 12}
@@ -111,6 +115,56 @@ def test_help_names_commands_and_options():
     assert "a multiple of the key/value heads" in " ".join(plain("convert", "--help").split())
     for name in ("import", "export", "inspect"):
         assert "SOURCE" in plain(name, "--help")
+
+
+def test_options_are_declared_once_and_read_in_both_spellings(checkpoints, tmp_path):
+    """Each option has its field's default and one spelling in help; `_` and `-` are both read, values too."""
+    parameters = {p.name: p for p in typer.main.get_command(command.app).commands["convert"].params}
+    for field in dataclasses.fields(Options):
+        if field.default is not dataclasses.MISSING:
+            assert parameters[field.name].default == field.default, field.name
+    assert "_" not in "".join(option for p in parameters.values() for option in p.opts if option.startswith("--"))
+    reports = []
+    for name, spelled in (("kebab", "{}".format), ("snake", lambda option: "--" + option[2:].replace("-", "_"))):
+        run(
+            "convert", checkpoints / "mha", tmp_path / name, spelled("--attention-kind"), "gqa",
+            spelled("--num-key-value-heads"), 2, spelled("--no-regroup"), spelled("--batch-size"), 2,
+        )  # fmt: skip
+        reports.append(json.loads((tmp_path / name / "conversion.json").read_text())["command"])
+    assert reports[0] | {"target": ""} == reports[1] | {"target": ""} and reports[0]["regroup"] is False
+    run("export", checkpoints / "mha", tmp_path / "llama", "--family", "llama")
+    run("inspect", tmp_path / "llama", "--json")
+    assert call("convert", checkpoints / "mha", tmp_path / "no", "--attention_kind", "gqa", "--nonsense").exit_code == 2
+
+
+def test_version():
+    assert run("--version") == f"modeling-gqa {modeling_gqa.__version__}"
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"]], ids=["version", "help"])
+def test_the_installed_command_starts(arguments):
+    """`modeling_gqa_command` is what the entry point calls: in a process of its own, as installed."""
+    process = subprocess.run(
+        [sys.executable, "-c", "import modeling_gqa_command; modeling_gqa_command.main()", *arguments],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=120,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert ("modeling-gqa 0" in process.stdout) if arguments == ["--version"] else "convert" in process.stdout
+
+
+def test_ctrl_c_while_it_starts_is_one_line():
+    """Importing torch takes seconds; who presses Ctrl-C meanwhile sees no traceback."""
+    code = "import os, signal, sys, modeling_gqa_command as start\n"
+    # A finder that is asked for the package presses Ctrl-C.
+    code += "class Finder:\n    def find_spec(self, name, *_):\n"
+    code += "        if name == 'modeling_gqa': os.kill(os.getpid(), signal.SIGINT)\n"
+    code += "sys.meta_path.insert(0, Finder())\nsys.argv = ['modeling-gqa', 'inspect', 'x']\nstart.main()"
+    process = subprocess.run(
+        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        cwd=Path(__file__).parents[1], timeout=120,
+    )  # fmt: skip
+    assert process.returncode == 130
+    assert process.stderr == "error: stopped by Ctrl-C: nothing was read or written\n" and process.stdout == ""
 
 
 def test_convert_measures_reports_and_saves_a_repository(checkpoints, corpus, tmp_path):

@@ -74,7 +74,7 @@ def allocate(
         from modeling_gqa.conversion import allocate
 
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = GQAForCausalLM(GQAConfig(vocab_size=64, **sizes))
+        model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mha", **sizes))
         batches = [{"input_ids": torch.randint(64, (2, 16))}]
         target = allocate(model, "gqa", cache_bytes_per_token(model.config) // 2, batches)
         assert cache_bytes_per_token(target) <= cache_bytes_per_token(model.config) // 2

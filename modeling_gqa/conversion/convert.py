@@ -76,7 +76,7 @@ def convert_model(
         from modeling_gqa.conversion import convert_model, target_config
 
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = GQAForCausalLM(GQAConfig(vocab_size=64, **sizes))
+        model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mha", **sizes))
         batches = [{"input_ids": torch.randint(64, (4, 16))}]
         target = target_config(model.config, "mla", cache_size=24)
         converted, done = convert_model(model, target, batches, method="lowrank")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -54,7 +55,7 @@ class Checkpoint:
         """
         # The tensors' names are the same in all families, so transformers' own loader reads any of them.
         try:
-            model = GQAForCausalLM.from_pretrained(
+            model: Any = GQAForCausalLM.from_pretrained(
                 self.folder, config=self.config, dtype=dtype or "auto", local_files_only=True
             )
             model = model.to(device) if device is not None else model
@@ -93,7 +94,7 @@ def open_checkpoint(
             folder = local_folder(source)  # which says what is wrong
     stock_config = read_config(folder)
     ours = isinstance(stock_config, GQAConfig) and not foreign
-    config = stock_config if ours else import_config(stock_config)
+    config: Any = stock_config if ours else import_config(stock_config)
     tensors: dict[str, LazyTensor] = {}
     if complete:
         if companions:

@@ -123,7 +123,7 @@ def export_checkpoint(
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         with tempfile.TemporaryDirectory() as folder:
             ours, stock = Path(folder, "ours"), Path(folder, "stock")
-            GQAForCausalLM(GQAConfig(vocab_size=64, **sizes)).save_pretrained(ours)
+            GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mha", **sizes)).save_pretrained(ours)
             config = export_checkpoint(ours, stock)
             model = LlamaForCausalLM.from_pretrained(stock)
         assert config.model_type == "llama"

@@ -109,7 +109,8 @@ class Job(Options):
                 model = checkpoint.load(checkpoint.dtype, self.device).eval()
             with self.timed("converting"):
                 converted, done = self.convert(model, target, checkpoint.dtype, batches, show_progress)
-            report = self.describe(checkpoint, converted.config) | done
+            report = self.describe(checkpoint, converted.config)
+            report.update(done)
             if batches:
                 with self.timed("measuring"):
                     self.measure(report, model, converted, batches, show_progress)
@@ -193,7 +194,7 @@ class Job(Options):
         dtype: torch.dtype,
         batches: Batches,
         show_progress: ShowProgress,
-    ) -> tuple[GQAForCausalLM, dict[str, Any]]:
+    ) -> tuple[GQAForCausalLM, Any]:
         """Return what `convert_model` returns; without a target, for the one that the budget allows."""
         calibration = batches.get("calibration")
         if target is None:
@@ -224,14 +225,15 @@ class Job(Options):
     ) -> None:
         """Enter into the report what is measured on the evaluation text."""
         text = batches["evaluation"]
-        report |= compare_predictions(model, converted, text, show_progress("measuring"))
+        report.update(compare_predictions(model, converted, text, show_progress("measuring")))  # type: ignore[typeddict-item]
         errors = layer_errors(model, converted, text, show_progress("measuring layers"))
-        report["text"] |= {f"{name}_tokens": count_tokens(part) for name, part in batches.items()}
+        tokens = {f"{name}_tokens": count_tokens(part) for name, part in batches.items()}
+        report["text"].update(tokens)  # type: ignore[typeddict-item]
         report["layers"] = [{**row, "error": error} for row, error in zip(report["layers"], errors, strict=True)]
 
     def describe(self, checkpoint: Checkpoint, target: GQAConfig) -> Report:
         """Return what the report says of source and target before anything is measured."""
-        both = {"before": checkpoint.config, "after": target}
+        dtype, both = checkpoint.dtype, {"before": checkpoint.config, "after": target}
         command = self.as_json()
         text = {
             "files": command["text"],
@@ -239,13 +241,13 @@ class Job(Options):
             "sequence_length": self.sequence_length,
         }
         unmeasured = dict.fromkeys(("perplexity_before", "perplexity_after", "kl", "top1_agreement"))
-        return {
+        report: Any = {
             "format_version": FORMAT_VERSION,
             "source": command["source"],
             "source_family": checkpoint.family,
-            "dtype": str(checkpoint.dtype).removeprefix("torch."),
+            "dtype": str(dtype).removeprefix("torch."),
             "device": self.device,
-            **{f"cache_bytes_per_token_{when}": cache_bytes_per_token(c, checkpoint.dtype) for when, c in both.items()},
+            **{f"cache_bytes_per_token_{when}": cache_bytes_per_token(c, dtype) for when, c in both.items()},
             **{f"parameters_{when}": count_parameters(c) for when, c in both.items()},
             **unmeasured,
             "tokens": 0,
@@ -258,6 +260,7 @@ class Job(Options):
                 "python": platform.python_version(),
             },
         }
+        return report
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

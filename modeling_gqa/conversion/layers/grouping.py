@@ -106,7 +106,7 @@ def merge_heads(
     merges = [merge_group(group) for group in groups]
     errors = [merging_error(group, merge) for group, merge in zip(groups, merges, strict=True)]
     loss: float | None = sum(errors)
-    planes = heads.complex_planes()
+    planes = heads.complex_planes
     parts = [
         _merged(heads, planes, moments.value_offset, members, merge)
         for members, merge in zip(partition, merges, strict=True)

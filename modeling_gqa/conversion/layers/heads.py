@@ -5,6 +5,7 @@ i and i + n of a head), R, P, N, V the sizes of MLA (latent, rotary key, unrotat
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,22 +54,24 @@ class Heads:
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """Query heads per key/value head."""
         return len(self.q) // len(self.k)
 
-    @property
+    @cached_property
     def planes(self) -> int:
+        """Number n of rotary planes of a head."""
         return len(self.frequencies)
 
-    @property
+    @cached_property
     def key_heads(self) -> torch.Tensor:
         """The key/value head that each query head reads, (H,)."""
         return torch.arange(len(self.q), device=self.q.device) // self.groups
 
+    @cached_property
     def complex_planes(self) -> dict[str, torch.Tensor]:
-        """Return the rotary planes of queries (H, n, ...) and keys (G, n, ...) and of their biases, as `plane_rows`."""
+        """The rotary planes of queries (H, n, ...) and keys (G, n, ...) and of their biases, as `plane_rows`."""
         return {name: plane_rows(getattr(self, name), self.planes) for name in ("q", "q_bias", "k", "k_bias")}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .heads import Heads, plane_rows, rotary_fields
+from .heads import Heads, rotary_fields
 from .moments import DAMPING, Moments, square_root
 
 # Names of the factors of `query_gain` that a search tries.
@@ -88,7 +88,7 @@ def unrotated_keys(heads: Heads, rotary: RotaryKey) -> torch.Tensor:
 
     Where they leave nothing of the rotary planes, it is (G, D - 2 n, E): the dimensions that were never rotated.
     """
-    n, planes = heads.planes, plane_rows(heads.k, heads.planes)  # (G, n, E)
+    n, planes = heads.planes, heads.complex_planes["k"]  # (G, n, E)
     if rotary.encoder.numel() == n * len(heads.k) ** 2:
         return heads.k[:, 2 * n :]
     component = torch.einsum("cg,gce->ce", rotary.encoder, planes[:, rotary.plane])  # (C, E)
@@ -187,7 +187,7 @@ def write_latent(
         latent: the latent to write.
         turn: (H, D, D) what the query of an unrotated key is multiplied by.
     """
-    planes, shared = heads.complex_planes(), heads.key_heads
+    planes, shared = heads.complex_planes, heads.key_heads
     rank, size, head_dim = len(latent.rows), 2 * len(rotary.plane), heads.k.shape[1]
     nope = latent.restore.shape[1] - head_dim
 
@@ -280,7 +280,7 @@ def weighed_rows(
 
     Keys are weighted by `alpha`. The rows are (G (N + V), E).
     """
-    roots = (alpha * square_root(key_metric, DAMPING), square_root(moments.value_metric, DAMPING))
+    roots = (alpha * square_root(key_metric, DAMPING), moments.value_root)
     root = torch.stack([torch.block_diag(*pair) for pair in zip(*roots, strict=True)])
     return root, (root @ torch.cat((keys, heads.v), dim=1)).flatten(0, 1)
 

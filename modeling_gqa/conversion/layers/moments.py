@@ -6,6 +6,7 @@ and i + n of a head), S lags.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -138,6 +139,11 @@ class Moments:
     key_scale: torch.Tensor
     input_covariance: torch.Tensor
     input_mean: torch.Tensor
+
+    @cached_property
+    def value_root(self) -> torch.Tensor:
+        """The square root (G, D, D) of `value_metric`."""
+        return square_root(self.value_metric, DAMPING)
 
     def group(self, heads: list[int]) -> "Group":
         """Return what merging these key/value heads has to keep."""

@@ -249,7 +249,7 @@ def _see_residual(sums: Sums, text: LayerwiseText, norm: torch.nn.Module, argume
 def _see_input(
     sums: Sums,
     text: LayerwiseText,
-    attention: torch.nn.Module,
+    attention: Any,
     arguments: tuple[torch.Tensor, ...],
     keywords: dict[str, Any],
 ) -> None:

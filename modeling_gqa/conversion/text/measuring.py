@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ...common.errors import ConversionError
 from ...common.progress import Progress
-from ...modeling_gqa import GQAForCausalLM, GQAModel
+from ...modeling_gqa import GQADecoderLayer, GQAForCausalLM, GQAModel
 from .calibration import MODEL_INPUTS, Batch, evaluating, hooks
 
 # Logits are computed for this number of tokens at a time; more no longer fit into the processor's caches, and take
@@ -53,7 +53,7 @@ def compare_predictions(
         from modeling_gqa.conversion import compare_predictions, convert_model, target_config
 
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = GQAForCausalLM(GQAConfig(vocab_size=64, **sizes))
+        model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mha", **sizes))
         converted, _ = convert_model(model, target_config(model.config, "mqa"))
         measured = compare_predictions(model, converted, [{"input_ids": torch.randint(64, (2, 16))}])
         assert measured["kl"] > 0 and measured["tokens"] == 30
@@ -160,7 +160,7 @@ def layer_errors(
         from modeling_gqa.conversion import convert_model, layer_errors, target_config
 
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = GQAForCausalLM(GQAConfig(vocab_size=64, **sizes))
+        model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mha", **sizes))
         converted, _ = convert_model(model, target_config(model.config, "mqa", layers=[1]))
         errors = layer_errors(model, converted, [{"input_ids": torch.randint(64, (2, 16))}])
         assert errors[0] == 0 < errors[1]
@@ -193,7 +193,7 @@ def layer_errors(
 
 
 def attend(
-    model: GQAModel, index: int, layer: torch.nn.Module, hidden: torch.Tensor, kwargs: dict[str, Any]
+    model: GQAModel, index: int, layer: GQADecoderLayer, hidden: torch.Tensor, kwargs: dict[str, Any]
 ) -> torch.Tensor:
     """Return the attention output (B, T, hidden) of layer `index` of `model` for an input and what came with it."""
     device = next(layer.parameters()).device
