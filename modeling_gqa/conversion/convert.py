@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from types import ModuleType
 from typing import Any
 
-from ..common.errors import ConversionError
+from ..common.errors import ConversionError, did_you_mean
 from ..common.progress import ShowProgress, no_progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
@@ -136,7 +136,8 @@ def check_source(model: GQAForCausalLM, target: GQAConfig, method: str) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConversionError("the model's weights are not in memory (offloaded, or on the meta device): load them all")
     if method not in METHODS:
-        raise ConversionError(f"method={method!r} is unknown: choose one of {', '.join(METHODS)}")
+        near = did_you_mean(str(method), METHODS)
+        raise ConversionError(f"method={method!r} is unknown{near}: choose one of {', '.join(METHODS)}")
     check_same_model(model.config, target)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
-from ..common.errors import ConversionError, one_line
+from ..common.errors import ConversionError, did_you_mean, one_line
 from ..configuration_checks import ATTENTION_KINDS
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
@@ -97,7 +97,8 @@ def target_config(
     check_ours(config)
     if attention_kind not in ATTENTION_KINDS:
         raise ConversionError(
-            f"attention_kind={attention_kind!r} is unknown: choose one of {', '.join(ATTENTION_KINDS)}"
+            f"attention_kind={attention_kind!r} is unknown{did_you_mean(str(attention_kind), ATTENTION_KINDS)}: choose one "
+            f"of {', '.join(ATTENTION_KINDS)}"
         )
     fields = layer_fields(config)
     chosen = chosen_layers(config, layers)

@@ -14,7 +14,7 @@ import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from ...attention_latent import _yarn_scale
-from ...common.errors import ConversionError, one_line
+from ...common.errors import ConversionError, did_you_mean, one_line
 from ...common.progress import Progress
 from ...configuration_gqa import GQAConfig
 from ..targets import layer_fields
@@ -54,8 +54,9 @@ def export_config(config: GQAConfig, family: str | None = None) -> PreTrainedCon
     choice: tuple[str, ...] = LATENT_FAMILIES if kinds == {"mla"} else GROUPED_FAMILIES
     if family is not None:
         if family not in GROUPED_FAMILIES + LATENT_FAMILIES:
+            known = GROUPED_FAMILIES + LATENT_FAMILIES
             raise ConversionError(
-                f"family={family!r} is unknown: choose one of {', '.join(GROUPED_FAMILIES + LATENT_FAMILIES)}"
+                f"family={family!r} is unknown{did_you_mean(family, known)}: choose one of {', '.join(known)}"
             )
         choice = (family,)
     reasons: dict[str, list[str]] = {}

@@ -1,23 +1,30 @@
-"""Least squares after a conversion: the output projection that brings a layer nearest to the source's.
+"""Least squares after a conversion: the output projection that brings a layer's output nearest to the source's.
 
-Its right-hand side is linear, so two running sums suffice, as in layer-wise pruning and quantization (Optimal Brain
-Compression, 2208.11580, section 3). Shapes: B rows, T tokens, E hidden size, M = heads times value size.
+The solution needs two sums over the tokens, x x^T and x r^T for the projection's input x and the residual r, as in
+layer-wise pruning and quantization (Optimal Brain Compression, 2208.11580, section 3).
+Shapes: B rows, T tokens, E hidden size, M = heads times value size.
 """
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
 from ...common.progress import Progress
+from ...modeling_gqa import GQAForCausalLM
 from ..text.calibration import Batch, LayerwiseText, evaluating, hooks, layerwise
 
-# Share of the mean power of what is projected that is added to all of it.
+# Ridge: this share of the mean of the diagonal of x x^T is added to the diagonal.
 RIDGE = 1e-3
 
 
 class Regression:
-    """Running sums of M inputs and E residuals, from which `solve` takes the correction of a linear layer."""
+    """Running sums over M inputs and E residuals, from which `solve` corrects a linear layer.
+
+    Args:
+        linear: the layer, of M inputs and E outputs.
+    """
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         size, device = linear.in_features + 1, linear.weight.device
@@ -26,13 +33,13 @@ class Regression:
         self.cross = torch.zeros(size, linear.out_features, dtype=torch.float64, device=device)
 
     def add(self, inputs: torch.Tensor, residual: torch.Tensor) -> None:
-        """Add `inputs` (tokens, M) and `residual` (tokens, E), what their projection misses."""
+        """Add inputs (tokens, M) and the residuals (tokens, E) of their projection."""
         inputs = torch.nn.functional.pad(inputs, (0, 1), value=1.0 if self.linear.bias is not None else 0.0).float()
         self.second += (inputs.mT @ inputs).double()
         self.cross += (inputs.mT @ residual.float()).double()
 
     def solve(self) -> None:
-        """Correct the layer in place."""
+        """Add the least squares solution to the layer's weight and bias, in place."""
         ridge = RIDGE * self.second.diagonal()[:-1].mean() * torch.ones_like(self.second.diagonal())
         change = torch.linalg.solve(self.second + torch.diag(ridge), self.cross).mT  # (E, M + 1)
         self.linear.weight.add_(change[:, :-1].to(self.linear.weight.dtype))
@@ -42,16 +49,31 @@ class Regression:
 
 @torch.no_grad()
 def refit_outputs(
-    source, converted, layers: Sequence[int], batches: Sequence[Batch], progress: Progress = iter
+    source: GQAForCausalLM,
+    converted: GQAForCausalLM,
+    layers: Sequence[int],
+    batches: Sequence[Batch],
+    progress: Progress = iter,
 ) -> None:
-    """Fit the output projections of `layers` of `converted`, in place, to the attention outputs of `source`; both see
-    the source's layer inputs."""
+    """Fit output projections of a converted model, in place, to the attention outputs of its source.
+
+    Both models' layers get the source's hidden states.
+
+    Args:
+        source: the model that was converted.
+        converted: its conversion.
+        layers: indices of the layers to fit.
+        batches: model inputs.
+        progress: wraps the iteration over the layers.
+    """
     projected: list[torch.Tensor] = []
 
-    def see(module, arguments) -> None:
+    def see(module: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
         projected.append(arguments[0])
 
-    def compare(regression: Regression, text: LayerwiseText, index: int, module, arguments, keywords, output) -> None:
+    def compare(
+        regression: Regression, text: LayerwiseText, index: int, module: Any, arguments: Any, keywords: Any, output: Any
+    ) -> None:
         size = converted.model.rotary_sizes[index]
         rotation = converted.model.rotary_emb[size](arguments[0], keywords["position_ids"])
         attention = converted.model.layers[index].self_attn

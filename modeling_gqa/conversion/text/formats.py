@@ -1,7 +1,6 @@
-"""Text files as people have them: unpacked, decoded, and read as documents.
+"""How each format of text files is read: unpacked, decoded, in pieces or in rows.
 
-A document is a file, or a row of a JSONL, JSON or Parquet file. What cannot be read ends in a `ConversionError` of one
-line that names the file, and of rows the line or the number.
+A file that cannot be read raises a `ConversionError` of one line that names the file and the line or the row.
 """
 
 import bz2
@@ -33,6 +32,7 @@ PACKED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, 
 
 @contextmanager
 def one_line_errors(where: Callable[[], str]) -> Iterator[None]:
+    """Raise any exception as a `ConversionError` that says "cannot read" and `where`."""
     try:
         yield
     except ConversionError:
@@ -45,13 +45,13 @@ def one_line_errors(where: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, unpacked."""
+    """Open a file for reading its bytes, unpacked."""
     with one_line_errors(lambda: str(path)), PACKED.get(path.suffix.lower(), partial(open, mode="rb"))(path) as file:
         yield file
 
 
 def text_pieces(path: Path, newlines: bool = False) -> Iterator[str]:
-    """Yield a text file in pieces, without a byte order mark."""
+    """Yield a text file in pieces, without a byte order mark; `newlines`: every end of a line becomes "\\n"."""
     utf8 = codecs.getincrementaldecoder("utf-8-sig")()
     decoder = io.IncrementalNewlineDecoder(utf8, translate=True) if newlines else utf8
     line = 1
@@ -73,12 +73,13 @@ def text_pieces(path: Path, newlines: bool = False) -> Iterator[str]:
                 return
 
 
-# A long whole number is no text and need not be exact; Python refuses to turn more than 4300 digits into one.
+# Whole numbers are read as floats, because Python refuses to read an int of more than 4300 digits.
 DECODER = json.JSONDecoder(parse_int=float)
 
 
 @contextmanager
 def json_errors(where: Callable[[], str]) -> Iterator[None]:
+    """Raise errors of JSON as a `ConversionError` that says `where`."""
     try:
         yield
     except json.JSONDecodeError as error:
@@ -88,7 +89,7 @@ def json_errors(where: Callable[[], str]) -> Iterator[None]:
 
 
 def jsonl_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file with one JSON value a line, and where each stands."""
+    """Yield the rows of a file of one JSON value a line, each after its place."""
     with opened(path) as file:
         for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"
@@ -103,16 +104,17 @@ def jsonl_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any
 
 
 class JSONValues:
-    """Reads one JSON value after the other from a text that comes in pieces; `where` names the line it has come to."""
+    """Reads one JSON value after the other from a file that is read in pieces."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.pieces, self.text, self.at, self.line = path, text_pieces(path), "", 0, 1
 
     def where(self) -> str:
+        """Return the file and the line that is being read."""
         return f"{self.path}, line {self.line}"
 
     def more(self) -> bool:
-        """Read at least as much again as is left, so that a long value is not tried too often."""
+        """Read at least as much as is left, so that a long value is tried again only a few times; false at the end."""
         parts = [self.text[self.at :]]
         length = 0
         while length <= len(parts[0]) and (piece := next(self.pieces, "")):
@@ -126,7 +128,7 @@ class JSONValues:
         self.at = end
 
     def peek(self) -> str:
-        """The next character that is no white space; "" at the end."""
+        """Return the next character that is no white space; "" at the end."""
         while True:
             end = self.at
             while self.text[end : end + 1] in (" ", "\t", "\n", "\r"):
@@ -136,6 +138,7 @@ class JSONValues:
                 return self.text[self.at : self.at + 1]
 
     def value(self) -> Any:
+        """Read and return the next value."""
         while True:
             try:
                 value, end = DECODER.raw_decode(self.text, self.at)
@@ -150,13 +153,14 @@ class JSONValues:
                 return value
 
     def skip(self, character: str) -> None:
+        """Read past a character; raises JSONDecodeError where another one comes."""
         if self.peek() != character and character:
             raise json.JSONDecodeError(f"{character!r} is missing", self.text, self.at)
         self.at += len(character)
 
 
 def json_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the elements of a JSON array, or of a file without one its values, and where each stands."""
+    """Yield the elements of a JSON array, or the values of a file without one, each after its place."""
     values = JSONValues(path)
     with json_errors(values.where):
         closing = "]" if values.peek() == "[" else ""
@@ -172,7 +176,7 @@ def json_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any]
 
 
 def parquet_rows(path: Path, column: str) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a Parquet file, of the column alone where there is one, and the number of each."""
+    """Yield the rows of a Parquet file, each after its number; of `column` alone where the file has it."""
     number = 0
     with one_line_errors(lambda: f"{path}" + (f" behind row {number}" if number else "")):
         from pyarrow import ArrowInvalid  # slow to import, and only this needs it

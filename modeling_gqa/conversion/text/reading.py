@@ -1,6 +1,7 @@
-"""Text files found in folders, and what is left out there: programs, models, training runs and what is hidden or empty.
+"""Text files and the documents in them.
 
-A path that is named is read as it is.
+A file that is named is read. Of a folder, hidden and empty files are left out, and folders of programs, models and
+training runs. A document is a text file, or a row of a JSONL, JSON or Parquet file.
 """
 
 import os
@@ -19,7 +20,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 JSON_SUFFIXES = (".jsonl", ".json")
 SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, ".parquet")
 
-# A folder with one of these holds programs, a model, or a training run: none of it is text that somebody collected.
+# A folder with one of these files holds programs, a model or a training run, and no collected text.
 MARKERS = (
     "pyvenv.cfg",
     "conda-meta",
@@ -35,31 +36,38 @@ PROGRAMS = ("node_modules", "__pycache__")
 
 @dataclass
 class Files:
-    """What was found to read, in a fixed order, and by reason what was left out of folders and globs."""
+    """The files to read.
+
+    Args:
+        paths: in a fixed order.
+        skipped: by reason, what was left out of folders and patterns.
+    """
 
     paths: list[Path] = field(default_factory=list)
     skipped: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def notes(self) -> list[str]:
-        """A line for each reason, for the user."""
+        """One line for each reason, which names what was left out."""
         return [f"not read ({reason}), {len(names)}: {listed(names)}" for reason, names in self.skipped.items()]
 
 
 def listed(names: Sequence[str]) -> str:
+    """Return the first three names, and how many more there are."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
 
 
 def find_files(paths: Iterable[Path], column: str | None = None, matched: Iterable[Path] = ()) -> Files:
-    """Return the files at `paths`, each once, folders searched for the suffixes that can be read.
+    """Return the files at `paths`, each once; folders are searched for the suffixes that can be read.
 
-    A file that is named is read whatever its suffix, and must not be empty. One in a folder, or of `matched` (what a
-    pattern gave), is left out where it is empty, or JSON without text in `column`; so are hidden files and folders, and
-    folders of programs, models and training runs.
+    Args:
+        paths: files, which are read whatever their suffixes, and folders.
+        column: JSON in a folder without text in this column is left out, too; `None` keeps it.
+        matched: files that a pattern matched; they are left out for the same reasons as files in a folder.
 
     Raises:
-        ConversionError: a path with nothing to read, an empty file, or a folder that cannot be opened.
+        ConversionError: a path has nothing to read, a file is empty, or a folder cannot be opened.
     """
     found = Files()
     for path in paths:
@@ -88,6 +96,8 @@ def find_files(paths: Iterable[Path], column: str | None = None, matched: Iterab
 
 
 def walk(folder: Path, found: Files, column: str | None) -> None:
+    """Add the files in a folder and its folders to `found`."""
+
     def refuse(error: OSError) -> None:
         raise ConversionError(f"cannot read the folder {error.filename}: {error.strerror}")
 
@@ -102,6 +112,7 @@ def walk(folder: Path, found: Files, column: str | None) -> None:
 
 
 def why_skipped(folder: Path) -> str:
+    """Return why a folder is left out; "" where it is searched."""
     if folder.name.startswith("."):
         return "hidden"
     if folder.is_symlink():
@@ -112,6 +123,7 @@ def why_skipped(folder: Path) -> str:
 
 
 def keep(path: Path, found: Files, column: str | None) -> None:
+    """Add a file to `found`, or its name to what was left out."""
     if path.name.startswith("."):
         found.skipped["hidden"].append(str(path))
     elif not path.is_file():
@@ -125,7 +137,7 @@ def keep(path: Path, found: Files, column: str | None) -> None:
 
 
 def holds_text(path: Path, column: str) -> bool:
-    """Whether a JSON file's first row has text, as settings have not; one that cannot be read is not judged here."""
+    """Return whether the first row of a JSON file has text; settings have none. A file that cannot be read is kept."""
     try:
         for _, row in islice(json_rows(path), 1):
             return isinstance(row, str) or (isinstance(row, dict) and isinstance(row.get(column), str))
@@ -135,14 +147,19 @@ def holds_text(path: Path, column: str) -> bool:
 
 
 class Document(NamedTuple):
-    """One text: `pieces` reads it, anew at each call; `path` is its file, or `None` of a row."""
+    """One text.
+
+    Args:
+        pieces: reads the text from its beginning and yields it in pieces.
+        path: its file; `None` for a row.
+    """
 
     pieces: Callable[[], Iterator[str]]
     path: str | None = None
 
 
 def kind(path: Path) -> str:
-    """The suffix by which a file is read, in lower case and without that of its packing; "" where it is unknown."""
+    """Return the suffix by which a file is read, in lower case and without that of its packing; "" for others."""
     suffix = path.suffix.lower()
     if suffix in PACKED:
         suffix = path.with_suffix("").suffix.lower()
@@ -156,10 +173,10 @@ def read_documents(path: Path, column: str, newlines: bool = False) -> Iterator[
     Args:
         path: the file.
         column: the field of rows that holds the text.
-        newlines: whether a text file's line ends are made "\\n".
+        newlines: whether every end of a line in a text file becomes "\\n".
 
     Raises:
-        ConversionError: it cannot be read, or a row has no text.
+        ConversionError: the file cannot be read, or a row has no text.
     """
     if (suffix := kind(path)) in ROW_READERS:
         for where, row in ROW_READERS[suffix](path, column):
