@@ -96,10 +96,8 @@ def target_config(
     """
     check_ours(config)
     if attention_kind not in ATTENTION_KINDS:
-        raise ConversionError(
-            f"attention_kind={attention_kind!r} is unknown{did_you_mean(str(attention_kind), ATTENTION_KINDS)}: choose one "
-            f"of {', '.join(ATTENTION_KINDS)}"
-        )
+        near, known = did_you_mean(str(attention_kind), ATTENTION_KINDS), ", ".join(ATTENTION_KINDS)
+        raise ConversionError(f"attention_kind={attention_kind!r} is unknown{near}: choose one of {known}")
     fields = layer_fields(config)
     chosen = chosen_layers(config, layers)
     sizes = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim, "cache_size": cache_size}

@@ -52,6 +52,7 @@ def same_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mha", {}), ("mla", MLA)], ids=["mqa", "mha", "mla"])
 def test_the_source_is_untouched_and_nothing_is_shared(kind, sizes, dtype):
+    """Overwriting the result leaves the source's tensors as they were, in every dtype."""
     model = in_dtype(random_model("gqa", attention_bias=True), dtype)
     before, mode = state_copy(model), model.training
     other, _ = convert_model(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", refit=True)
@@ -62,6 +63,7 @@ def test_the_source_is_untouched_and_nothing_is_shared(kind, sizes, dtype):
 
 
 def test_candidates_do_not_write_to_the_source(monkeypatch):
+    """A candidate shares the source's other tensors, does not change them, and equals the final conversion."""
     model = random_model("gqa", output_bias=True).double()
     before = state_copy(model)
     search = Search(model, target(model, "mqa"), dict(collect(model, CALIBRATION)), CALIBRATION, CALIBRATION, {})
@@ -74,6 +76,7 @@ def test_candidates_do_not_write_to_the_source(monkeypatch):
 
 
 def test_everything_but_the_attention_is_the_same():
+    """Only the chosen layer's keys and values change; ties, modes and the generation configuration are kept."""
     model = random_model("mixed", tie_word_embeddings=True, mlp_bias=True)
     model.generation_config.update(temperature=0.7, do_sample=True, max_length=19)
     model.set_attn_implementation("eager")
@@ -94,6 +97,7 @@ def test_everything_but_the_attention_is_the_same():
 
 
 def test_the_report_of_an_automatic_search():
+    """The report lists each candidate once, the chosen one has the least KL, and KL is measured on the last quarter."""
     model = random_model("mixed-window", per_layer_config={2: {"attention_kind": "mqa"}})
     other, report = convert_model(model, target(model, "mha", layers=[2]), CALIBRATION)
     assert report["exact"] and report["layers"][2] == {
@@ -125,6 +129,7 @@ def test_the_report_of_an_automatic_search():
 
 
 def test_the_search_for_mla_tries_gain_weight_metric_and_refit():
+    """The search to MLA tries all gains and weights, then the metric, then the refit."""
     model = random_model("gqa")
     _, report = convert_model(model, target(model, "mla", **MLA), CALIBRATION[:3], selection=CALIBRATION[3:])
     tried = [dict(part.split("=") for part in candidate["name"].split()) for candidate in report["candidates"]]
@@ -136,6 +141,7 @@ def test_the_search_for_mla_tries_gain_weight_metric_and_refit():
 
 
 def test_the_search_for_mla_tries_splits_where_it_may():
+    """With a shared cache each weight of sharing is tried first, and no setting twice."""
     model = random_model("gqa")
     _, report = convert_model(model, target(model, "mla", cache_size=28), CALIBRATION, share_cache=True)
     tried = [dict(part.split("=") for part in candidate["name"].split()) for candidate in report["candidates"]]
@@ -146,6 +152,7 @@ def test_the_search_for_mla_tries_splits_where_it_may():
 
 
 def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():
+    """For a target of GQA and MLA both searches run, and the result has the least KL of all candidates."""
     model = random_model("mha")
     both = target(random_model("gqa"), "mla", **MLA, layers=[0])
     other, report = convert_model(model, both, CALIBRATION)
@@ -156,6 +163,7 @@ def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():
 
 
 def test_regroup_and_refit_can_be_set():
+    """What is set is not searched."""
     model = random_model("mha")
     for regroup, refit in ((False, False), (True, True)):
         _, report = convert_model(model, target(model, "mqa"), CALIBRATION, regroup=regroup, refit=refit)
@@ -169,6 +177,7 @@ def test_regroup_and_refit_can_be_set():
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("fields", [{}, {"qk_norm": True}], ids=["plain", "qk-norm"])
 def test_every_method_works_with_and_without_text(method, fields):
+    """Each method gives finite logits that differ from the source's, and a report that JSON holds."""
     model = random_model("mha", **fields)
     grouped = target(model, "gqa", num_key_value_heads=2)
     for text in (None, [], CALIBRATION):
@@ -180,6 +189,7 @@ def test_every_method_works_with_and_without_text(method, fields):
 
 
 def test_the_same_seed_converts_alike():
+    """Equal arguments give equal bits."""
     model = random_model("mha")
     for kind, sizes in (("gqa", {"num_key_value_heads": 2}), ("mla", MLA)):
         states = [
@@ -190,6 +200,7 @@ def test_the_same_seed_converts_alike():
 
 
 def test_random_heads_differ_by_layer():
+    """random draws other numbers in each layer."""
     model = random_model("mha")
     other, _ = convert_model(model, target(model, "mqa"), method="random")
     drawn = [grouped(other, index).k for index in range(3)]
@@ -235,6 +246,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_converted_is_refused(name):
+    """Each impossible conversion is refused in one line that names the field."""
     config, arguments, message = REFUSED[name]
     with pytest.raises(ConversionError, match=message) as error:
         convert_model(make_model("gqa"), config, **arguments)
@@ -242,6 +254,7 @@ def test_what_cannot_be_converted_is_refused(name):
 
 
 def test_a_latent_norm_is_refused():
+    """MLA with a latent norm is refused, since it is not linear."""
     model = make_model("mla")
     with pytest.raises(ConversionError, match=r"layer 0 is MLA with an RMSNorm on its latent \(latent_norm=True\)"):
         convert_model(model, target(model, "mha"))
@@ -262,6 +275,7 @@ def projected(model, index: int, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("fields", [{}, {"attention_bias": True}], ids=["plain", "biases"])
 @pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mla", MLA)], ids=["mqa", "mla"])
 def test_refitting_is_ridge_regression(kind, sizes, fields):
+    """The fitted projection is NumPy's ridge regression of what the conversion misses; other layers stay."""
     model = random_model("gqa", **fields).double()
     other, _ = convert_model(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", refit=False)
     before = state_copy(other)
@@ -287,6 +301,7 @@ def test_refitting_is_ridge_regression(kind, sizes, fields):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_refitting_never_adds_to_the_error_on_its_text(seed):
+    """Fitting lowers each layer's error on its text, whatever the padding, and leaves the training mode."""
     model = random_model("mha", seed, attention_dropout=0.3, **BIASES)
     text = [make_batch(4, 15, padding="left", seed=seed), make_batch(3, 9, seed=seed + 1)]
     model.train(seed == 0)  # dropout must play no part
@@ -307,6 +322,7 @@ def test_refitting_never_adds_to_the_error_on_its_text(seed):
 
 
 def test_text_to_choose_by_is_bounded(monkeypatch):
+    """The part of the text for choosing has at most SELECTION_TOKENS tokens."""
     monkeypatch.setitem(hold_out.__globals__, "SELECTION_TOKENS", 100)
     batches = [{"input_ids": torch.full((2, 24), i)} for i in range(16)]
     calibration, selection = hold_out(batches)
@@ -314,6 +330,7 @@ def test_text_to_choose_by_is_bounded(monkeypatch):
 
 
 def test_longrope_is_refused_where_layers_would_rotate_differently():
+    """longrope is refused where layers would need frequencies of their own, and else converted."""
     rope = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 7, "long_factor": [1.0] * 7}
     rope |= {"original_max_position_embeddings": 16, "rope_theta": 500.0}
     model = random_model("gqa", rope_parameters=rope)
@@ -325,6 +342,7 @@ def test_longrope_is_refused_where_layers_would_rotate_differently():
 
 
 def test_longrope_to_mla_with_room_for_all_planes_is_exact():
+    """With room for all planes longrope converts to MLA exactly."""
     rope = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]}
     rope |= {"long_factor": [2.0] * 7, "original_max_position_embeddings": 16, "rope_theta": 500.0}
     model = random_model("gqa", rope_parameters=rope)
@@ -335,6 +353,7 @@ def test_longrope_to_mla_with_room_for_all_planes_is_exact():
 
 
 def test_offloaded_weights_are_refused():
+    """A model on the meta device is refused."""
     model = random_model("gqa").to("meta")
     with pytest.raises(ConversionError, match="not in memory"):
         convert_model(model, target(model, "mqa"))

@@ -73,6 +73,7 @@ LOSSY = {
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_the_loss_is_the_error_measured(name):
+    """Rotary key, turned queries, latent, output bias and loss follow their formulas, from weights and text alone."""
     model_name, fields, rank, size = LOSSY[name]
     model = random_model(model_name, **fields).double()
     other, report = to_mla(model, rank, size)
@@ -149,6 +150,7 @@ def smallest_loss(layer, x: torch.Tensor, turned: torch.Tensor, rank: int, size:
 
 
 def test_a_cache_is_shared_so_that_least_is_lost():
+    """R and P are those of the tried sizes that lose least by eigenvalues, and P grows with the weight of keys."""
     model, found = random_model("gqa").double(), {1.0: [], 0.2: [], 0.03: []}
     for index, x in enumerate(layer_inputs(model, CALIBRATION)):
         layer = grouped(model, index)
@@ -166,6 +168,7 @@ def test_a_cache_is_shared_so_that_least_is_lost():
 
 @pytest.mark.parametrize("method", ["lowrank", "auto"])
 def test_converted_with_a_shared_cache(method):
+    """R and P chosen layer by layer sum to the given cache, in the configuration and in the cache itself."""
     model = random_model("mha", attention_bias=True)
     for layers in (None, [0, 2]):
         target = target_config(model.config, "mla", cache_size=30, layers=layers)
@@ -183,12 +186,14 @@ def test_converted_with_a_shared_cache(method):
 
 
 def test_what_is_exact_is_not_shared_anew():
+    """A target that is exact keeps its R and P."""
     model = random_model("mqa")
     _, report = convert_model(model, target_config(model.config, "mla", cache_size=28), CALIBRATION, share_cache=True)
     assert report["exact"] and {layer["to"] for layer in report["layers"]} == {"mla, 14 + 14"}
 
 
 def test_gains_turn_queries():
+    """Each gain multiplies the planes of unrotated queries by 1, the mean rotation, or each head's own."""
     model = random_model("gqa", rope_parameters=PARTIAL).double()
     heads, statistics = read_heads(model, 0), collected(model, CALIBRATION)[0]
     moments = compute_moments(heads, statistics)
@@ -201,6 +206,7 @@ def test_gains_turn_queries():
 
 
 def test_more_room_loses_less():
+    """Losses and errors fall strictly as R or P grows, down to 0 where there is room for all."""
     model = random_model("mha", initializer_range=0.1).double()
     x = layer_inputs(model, CALIBRATION)[0][None, :24]
     expected, losses, errors = layer_output(model, 0, x), {}, {}
@@ -228,6 +234,7 @@ UNROTATED = {
 
 @pytest.mark.parametrize("name", UNROTATED)
 def test_planes_that_hardly_turn_need_no_rotation(name):
+    """With frequencies near 0 an unrotated conversion is exact to 1e-4; a wrong factor or bias is off by 1e-2."""
     model_name, fields = UNROTATED[name]
     model = random_model(model_name, **fields).double()
     other, _ = to_mla(model, 56, 4)  # room for all keys and values
@@ -246,6 +253,7 @@ def test_planes_that_hardly_turn_need_no_rotation(name):
 
 
 def test_norms_on_heads_are_refused():
+    """qk_norm has no MLA, and the message says what to do instead."""
     with pytest.raises(ConversionError, match=r"qk_norm=True: .*convert this model to fewer key/value heads instead"):
         target_config(random_model("gqa", qk_norm=True).config, "mla", cache_size=20)
 
@@ -272,6 +280,7 @@ def converted(name: str):
 @pytest.mark.parametrize("name", CONVERTED)
 @torch.no_grad()
 def test_decoding_is_the_full_forward(name, cache_class):
+    """Logits token by token with a cache are those of one forward."""
     model, ids = converted(name), make_batch()["input_ids"]
     expected = model(ids, use_cache=False).logits
     cache = DynamicCache(config=model.config) if cache_class is DynamicCache else StaticCache(model.config, 11)
@@ -282,6 +291,7 @@ def test_decoding_is_the_full_forward(name, cache_class):
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_converted_model_is_saved_and_loaded(name, tmp_path):
+    """Frequencies chosen layer by layer survive saving and loading, with equal logits."""
     model = converted(name)
     indices = [layer.rope_frequency_indices for layer in model.config.per_layer_config]
     if name == "plain":
@@ -293,6 +303,7 @@ def test_a_converted_model_is_saved_and_loaded(name, tmp_path):
 
 
 def test_a_converted_model_brings_its_code(tmp_path, monkeypatch):
+    """A saved conversion loads with the code in its own folder."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     model = converted("partial-one-layer")

@@ -32,6 +32,7 @@ def test_convert_is_the_module_and_can_still_be_called():
 
 
 def test_measure_is_compare_predictions():
+    """The old name gives what `compare_predictions` gives, with `known` under its old name."""
     model = make_model("gqa")
     batches = [{"input_ids": make_batch()["input_ids"]}]
     with pytest.warns(FutureWarning, match="compare_predictions, with source_states= for known="):

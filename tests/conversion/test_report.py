@@ -70,6 +70,7 @@ BATCHES = {
 
 @pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
 def test_measure_is_the_formula(batches, monkeypatch):
+    """Perplexities, KL and agreement equal sums over tokens in Python, each document computed alone in float64."""
     monkeypatch.setattr(measuring, "TOKENS_AT_ONCE", 7)  # several chunks, the last one shorter
     source, converted = make_model("mha"), make_model("mla", seed=3)
     measured = compare_predictions(source, converted, batches)
@@ -81,6 +82,7 @@ def test_measure_is_the_formula(batches, monkeypatch):
 
 
 def test_measure_of_the_same_model_and_modes():
+    """A model has KL 0 from itself, and models keep their modes."""
     model, other = make_model("gqa").train(), make_model("gqa")
     measured = compare_predictions(model, other, [packed_batch()])
     assert measured["kl"] == 0 and measured["top1_agreement"] == 1
@@ -89,6 +91,7 @@ def test_measure_of_the_same_model_and_modes():
 
 
 def test_measure_refuses_what_says_nothing():
+    """Text without a token to predict, and logits or perplexities that are not finite, are refused."""
     model = make_model("gqa")
     lonely = {"input_ids": torch.tensor([[5, 6]]), "position_ids": torch.zeros(1, 2, dtype=torch.long)}
     with pytest.raises(ConversionError, match="no token to measure on"):
@@ -105,6 +108,7 @@ def test_measure_refuses_what_says_nothing():
 
 @pytest.mark.parametrize("batch", [packed_batch(), make_batch(padding="left")], ids=["packed", "padded"])
 def test_layer_errors_find_the_changed_layer(batch, model_name):
+    """Scaling one output projection by 1.25 gives that layer the error 0.25 and the others 0."""
     source, converted = make_model(model_name), make_model(model_name)
     assert layer_errors(source, converted, [batch]) == [0, 0, 0]
     # The attention output is linear in this matrix, so the relative error is that of the matrix.
@@ -130,12 +134,14 @@ def test_layer_errors_between_kinds_are_of_the_attention_alone():
 
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_layer_errors_leave_padding_out(padding):
+    """Tokens in the padding do not change the errors."""
     source, converted, batch = make_model("mha"), make_model("mla", seed=3), make_batch(padding=padding)
     other = {**batch, "input_ids": batch["input_ids"].where(batch["attention_mask"].bool(), 77)}
     assert layer_errors(source, converted, [other]) == pytest.approx(layer_errors(source, converted, [batch]), rel=1e-5)
 
 
 def test_layer_errors_want_one_attention_implementation():
+    """Two attention implementations are refused."""
     source, converted = make_model("mha"), make_model("mha")
     converted.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="one attention implementation"):
@@ -164,6 +170,7 @@ REPORT = {
 
 
 def test_card_has_every_number_and_the_licence(tmp_path):
+    """The card holds each number of the report and the source's licence and language."""
     model = make_model("mla", latent_norm=False)
     source_card = tmp_path / "source.md"
     (tmp_path / "tokenizer_config.json").write_text("{}")
@@ -181,6 +188,7 @@ def test_card_has_every_number_and_the_licence(tmp_path):
 
 
 def test_card_without_measurement_says_so(tmp_path):
+    """Without text the card says that nothing was measured, and it holds no path of this machine."""
     broken_card = tmp_path / "source.md"
     broken_card.write_text("---\n: [\n---\n")
     written = {**REPORT, "source": str(tmp_path), "text": None, "tokens": 0, "method": "mean"}
@@ -192,6 +200,7 @@ def test_card_without_measurement_says_so(tmp_path):
 
 
 def test_report_is_strict_json(tmp_path):
+    """The file holds the report, and nan is refused."""
     write_report(tmp_path, REPORT)
     assert json.loads((tmp_path / "conversion.json").read_text()) == REPORT
     with pytest.raises(ValueError, match="JSON"):
@@ -199,5 +208,6 @@ def test_report_is_strict_json(tmp_path):
 
 
 def test_equal_layers_are_described_together():
+    """Neighbouring layers of equal attention are one entry."""
     assert describe_layers(make_model("mha").config) == [("0-2", "mha, 6 query heads, 6 key/value heads of 14")]
     assert [where for where, _ in describe_layers(make_model("mixed").config)] == ["0", "1", "2"]
