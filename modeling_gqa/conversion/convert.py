@@ -96,14 +96,7 @@ def convert_model(
     if all(layer.num_key_value_heads == 1 for layer in after):
         regroup = regroup or False  # one group holds all heads, however they are ordered
     searching = bool(method == "auto" and lossy and selection)
-    setting = Setting(
-        method="lowrank" if method == "auto" else method,
-        metric="full" if calibration else "identity",
-        regroup=regroup is True or (regroup is None and method == "auto"),
-        key_weight=KEY_WEIGHTS[0] if share_cache and calibration else None,
-        refit=bool(refit and calibration),
-        seed=seed,
-    )
+    setting = first_setting(bool(calibration), method, regroup, refit, share_cache, seed)
     changed = changed_layers(model.config, target_config)
     with ExitStack() as files:
         statistics: Mapping[int, Statistics]
@@ -139,6 +132,25 @@ def check_source(model: GQAForCausalLM, target: GQAConfig, method: str) -> None:
         near = did_you_mean(str(method), METHODS)
         raise ConversionError(f"method={method!r} is unknown{near}: choose one of {', '.join(METHODS)}")
     check_same_model(model.config, target)
+
+
+def first_setting(
+    calibrated: bool, method: str, regroup: bool | None, refit: bool | None, share_cache: bool, seed: int
+) -> Setting:
+    """Return the setting that a search begins with, and that is used without one.
+
+    Args:
+        calibrated: whether there is text to calibrate on.
+        method, regroup, refit, share_cache, seed: as for `convert_model`.
+    """
+    return Setting(
+        method="lowrank" if method == "auto" else method,
+        metric="full" if calibrated else "identity",
+        regroup=regroup is True or (regroup is None and method == "auto"),
+        key_weight=KEY_WEIGHTS[0] if share_cache and calibrated else None,
+        refit=bool(refit and calibrated),
+        seed=seed,
+    )
 
 
 def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:

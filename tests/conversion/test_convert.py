@@ -214,7 +214,7 @@ REFUSED = {
     "method": (
         make_config("mqa"),
         {"method": "median"},
-        "method='median' is unknown: choose one of auto, lowrank, procrustes, mean, first, random",
+        r"method='median' is unknown \(did you mean mean\?\): choose one of auto, lowrank, procrustes, mean, first, ra",
     ),
     "refit": (make_config("mqa"), {"refit": True}, "refit needs calibration text"),
     "hidden-size": (make_config("mqa", hidden_size=60), {}, "the target's hidden_size=60 differs from the source's 66"),
