@@ -28,6 +28,7 @@ from modeling_gqa.command_line import main as command
 from modeling_gqa.conversion.checkpoints.checkpoint import Checkpoint
 from modeling_gqa.conversion.command import job
 from modeling_gqa.conversion.command.options import Options
+from modeling_gqa.conversion.command.report import FORMAT_VERSION, Report, TextReport
 
 BYTES = 256
 SMALL = {"vocab_size": BYTES, "head_dim": 12}
@@ -184,6 +185,8 @@ def test_convert_measures_reports_and_saves_a_repository(checkpoints, corpus, tm
     assert report["tokens"] == 62 and report["kl"] > 0 and 0 <= report["top1_agreement"] <= 1
     assert report["text"]["calibration_tokens"] == 640 and report["text"]["evaluation_tokens"] == 64
 
+    assert report.keys() == Report.__annotations__.keys() and report["format_version"] == FORMAT_VERSION == 1
+    assert report["text"].keys() <= TextReport.__annotations__.keys()
     assert report["method"] == "lowrank" and not report["exact"] and report["source_family"] == "gqa"
     per_head = 2 * HEAD_DIM * 4 * LAYERS  # bytes of keys and values
     assert report["cache_bytes_per_token_before"] == HEADS * per_head

@@ -134,6 +134,7 @@ def recover(target: Path) -> None:
 
 
 def beside(target: Path, role: str, process: int | str) -> Path:
+    """Return the folder beside `target` in which a process writes it ("new") or keeps what it replaces ("old")."""
     return target.with_name(f".{target.name}.{role}-{process}")
 
 

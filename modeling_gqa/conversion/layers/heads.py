@@ -117,6 +117,7 @@ def _output_bias(linear: torch.nn.Linear) -> torch.Tensor:
 
 
 def read_grouped(attention: GroupedAttention, layer: GQAConfig, common: dict[str, Any]) -> Heads:
+    """Read MHA, MQA or GQA."""
     heads, key_heads = layer.num_attention_heads, layer.num_key_value_heads
     q, q_bias = weight_and_bias(attention.q_proj, heads)
     k, k_bias = weight_and_bias(attention.k_proj, key_heads)

@@ -41,11 +41,13 @@ class Merge:
 
 
 def mean(group: Group) -> Merge:
+    """Average the heads in equal shares."""
     count = len(group.values)
     return average(group, group.values.new_full((count,), 1 / count))
 
 
 def first(group: Group) -> Merge:
+    """Keep the first head."""
     share = group.values.new_zeros(len(group.values))
     share[0] = 1
     return average(group, share)

@@ -104,6 +104,7 @@ def compare(before: torch.Tensor, after: torch.Tensor, target: torch.Tensor) -> 
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities, computed in at least float32."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
