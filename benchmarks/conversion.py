@@ -23,11 +23,11 @@ from transformers import AutoTokenizer
 
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.accounting import cache_bytes_per_token
-from modeling_gqa.conversion import allocate, convert, measure, target_config
-from modeling_gqa.conversion.calibration import collect
-from modeling_gqa.conversion.measuring import predicted_states
+from modeling_gqa.conversion import allocate, compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.search import assemble
 from modeling_gqa.conversion.targets import configuration, layer_fields
+from modeling_gqa.conversion.text.calibration import collect
+from modeling_gqa.conversion.text.measuring import predicted_states
 from training.uptrain import uptrain as healing
 
 from .conversion_baselines import convert_baseline, mean_key, real_rotation
@@ -71,7 +71,7 @@ class Bench:
         return self.batches(drawn[0]), self.batches(drawn[1])
 
     def measure(self, model) -> dict:
-        return measure(self.source, model, self.evaluation, known=self.states)
+        return compare_predictions(self.source, model, self.evaluation, source_states=self.states)
 
     def add(self, target: str, method: str, models: list, seconds: float, **more) -> dict:
         """Measure `models`, which differ by seed, and note their mean."""
@@ -100,7 +100,7 @@ class Bench:
             if keywords.get("calibrated") is False:
                 calibration = selection = None
             passed = {name: value for name, value in keywords.items() if name != "calibrated"}
-            model, report = convert(
+            model, report = convert_model(
                 self.source, config, calibration, selection=selection, method=method, seed=seed, **passed
             )
             models.append(model)
@@ -151,8 +151,8 @@ def to_mla(bench: Bench) -> dict[str, GQAForCausalLM]:
             )
         config = target_config(bench.source.config, "mla", cache_size=size)
         bench.convert(target, config, "lowrank", range(1), calibrated=False)
-        kept[target] = bench.convert(target, config, "lowrank", bench.seeds, split=True)
-        bench.convert(target, config, "auto", range(1), split=True)
+        kept[target] = bench.convert(target, config, "lowrank", bench.seeds, share_cache=True)
+        bench.convert(target, config, "auto", range(1), share_cache=True)
     return kept
 
 
@@ -163,7 +163,8 @@ def under_budget(bench: Bench) -> None:
     shares = [("gqa", 2), ("gqa", 4), *([] if bench.source.config.qk_norm else [("mla", 4), ("mla", 8)])]
     for kind, share in shares:
         config = allocate(bench.source, kind, whole // share, calibration, dtype=torch.float32)
-        bench.convert(f"{kind}-1/{share}", config, "lowrank", range(1), regroup=kind == "gqa", split=kind == "mla")
+        grouped = kind == "gqa"
+        bench.convert(f"{kind}-1/{share}", config, "lowrank", range(1), regroup=grouped, share_cache=not grouped)
         bench.rows[-1]["method"] += ", sizes by layer"
 
 

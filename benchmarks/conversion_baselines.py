@@ -2,9 +2,9 @@
 
 import torch
 
-from modeling_gqa.conversion.calibration import Statistics
-from modeling_gqa.conversion.latent import Latent, RotaryKey, leading_vectors, unrotated_keys, write_latent
-from modeling_gqa.conversion.matrices import Heads, read_heads
+from modeling_gqa.conversion.layers.heads import Heads, read_heads
+from modeling_gqa.conversion.layers.latent import Latent, RotaryKey, leading_vectors, unrotated_keys, write_latent
+from modeling_gqa.conversion.layers.moments import Statistics
 
 
 def mean_key(heads: Heads, statistics: Statistics, rank: int, size: int) -> tuple[RotaryKey, Latent]:

@@ -11,7 +11,7 @@ import torch
 from transformers import set_seed
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.conversion import convert, target_config
+from modeling_gqa.conversion import convert_model, target_config
 
 from .measure import describe_machine, peak_bytes, reset_peak
 from .report import print_machine, print_table, save
@@ -56,7 +56,7 @@ def main() -> None:
     for target, changes in TARGETS.items():
         for method in arguments.methods:
             held, begin = reset_peak(arguments.device), time.perf_counter()
-            convert(model, target_config(model.config, **changes), text, method=method, split=True)
+            convert_model(model, target_config(model.config, **changes), text, method=method, share_cache=True)
             row = {"target": target, "method": method, "calibration_tokens": arguments.batches * arguments.tokens}
             row |= {"minutes": (time.perf_counter() - begin) / 60}
             rows.append(row | {"gib_beside_the_source": (peak_bytes(arguments.device) - held) / 2**30})

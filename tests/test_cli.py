@@ -1,5 +1,6 @@
 """The command `modeling-gqa`, called as its users call it; and every wrong input, which must leave nothing behind."""
 
+import dataclasses
 import errno
 import importlib.util
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from small_models import SIZES, make_model
@@ -19,8 +21,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from modeling_gqa import GQAConfig, cli
-from modeling_gqa.conversion import job
+import modeling_gqa
+from modeling_gqa import GQAConfig
+from modeling_gqa.command_line import conversion as commands
+from modeling_gqa.command_line import main as command
+from modeling_gqa.conversion.checkpoints.checkpoint import Checkpoint
+from modeling_gqa.conversion.command import job
+from modeling_gqa.conversion.command.options import Options
+from modeling_gqa.conversion.command.report import FORMAT_VERSION, Report, TextReport
 
 BYTES = 256
 SMALL = {"vocab_size": BYTES, "head_dim": 12}
@@ -69,7 +77,7 @@ def corpus(tmp_path_factory) -> Path:
 
 
 def call(*arguments):
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    return CliRunner().invoke(command.app, [str(argument) for argument in arguments])
 
 
 def run(*arguments) -> str:
@@ -110,6 +118,56 @@ def test_help_names_commands_and_options():
         assert "SOURCE" in plain(name, "--help")
 
 
+def test_options_are_declared_once_and_read_in_both_spellings(checkpoints, tmp_path):
+    """Each option has its field's default and one spelling in help; `_` and `-` are both read, values too."""
+    parameters = {p.name: p for p in typer.main.get_command(command.app).commands["convert"].params}
+    for field in dataclasses.fields(Options):
+        if field.default is not dataclasses.MISSING:
+            assert parameters[field.name].default == field.default, field.name
+    assert "_" not in "".join(option for p in parameters.values() for option in p.opts if option.startswith("--"))
+    reports = []
+    for name, spelled in (("kebab", "{}".format), ("snake", lambda option: "--" + option[2:].replace("-", "_"))):
+        run(
+            "convert", checkpoints / "mha", tmp_path / name, spelled("--attention-kind"), "gqa",
+            spelled("--num-key-value-heads"), 2, spelled("--no-regroup"), spelled("--batch-size"), 2,
+        )  # fmt: skip
+        reports.append(json.loads((tmp_path / name / "conversion.json").read_text())["command"])
+    assert reports[0] | {"target": ""} == reports[1] | {"target": ""} and reports[0]["regroup"] is False
+    run("export", checkpoints / "mha", tmp_path / "llama", "--family", "llama")
+    run("inspect", tmp_path / "llama", "--json")
+    assert call("convert", checkpoints / "mha", tmp_path / "no", "--attention_kind", "gqa", "--nonsense").exit_code == 2
+
+
+def test_version():
+    assert run("--version") == f"modeling-gqa {modeling_gqa.__version__}"
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"]], ids=["version", "help"])
+def test_the_installed_command_starts(arguments):
+    """`modeling_gqa_command` is what the entry point calls: in a process of its own, as installed."""
+    process = subprocess.run(
+        [sys.executable, "-c", "import modeling_gqa_command; modeling_gqa_command.main()", *arguments],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=120,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert ("modeling-gqa 0" in process.stdout) if arguments == ["--version"] else "convert" in process.stdout
+
+
+def test_ctrl_c_while_it_starts_is_one_line():
+    """Importing torch takes seconds; who presses Ctrl-C meanwhile sees no traceback."""
+    code = "import os, signal, sys, modeling_gqa_command as start\n"
+    # A finder that is asked for the package presses Ctrl-C.
+    code += "class Finder:\n    def find_spec(self, name, *_):\n"
+    code += "        if name == 'modeling_gqa': os.kill(os.getpid(), signal.SIGINT)\n"
+    code += "sys.meta_path.insert(0, Finder())\nsys.argv = ['modeling-gqa', 'inspect', 'x']\nstart.main()"
+    process = subprocess.run(
+        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        cwd=Path(__file__).parents[1], timeout=120,
+    )  # fmt: skip
+    assert process.returncode == 130
+    assert process.stderr == "error: stopped by Ctrl-C: nothing was read or written\n" and process.stdout == ""
+
+
 def test_convert_measures_reports_and_saves_a_repository(checkpoints, corpus, tmp_path):
     target, held_out = tmp_path / "deep" / "small-gqa", tmp_path / "held-out.txt"
     held_out.write_text("the quick brown fox jumps over the lazy dog, and so on; the end.")  # two blocks of 32
@@ -127,6 +185,8 @@ def test_convert_measures_reports_and_saves_a_repository(checkpoints, corpus, tm
     assert report["tokens"] == 62 and report["kl"] > 0 and 0 <= report["top1_agreement"] <= 1
     assert report["text"]["calibration_tokens"] == 640 and report["text"]["evaluation_tokens"] == 64
 
+    assert report.keys() == Report.__annotations__.keys() and report["format_version"] == FORMAT_VERSION == 1
+    assert report["text"].keys() <= TextReport.__annotations__.keys()
     assert report["method"] == "lowrank" and not report["exact"] and report["source_family"] == "gqa"
     per_head = 2 * HEAD_DIM * 4 * LAYERS  # bytes of keys and values
     assert report["cache_bytes_per_token_before"] == HEADS * per_head
@@ -285,7 +345,7 @@ def test_dtype_of_the_result(checkpoints, tmp_path):
 def test_dry_run_announces_and_touches_nothing(options, checkpoints, corpus, tmp_path, monkeypatch):
     arguments = ("convert", checkpoints / "mha", tmp_path / "out", "--attention-kind", *options, "--method", "lowrank")
     with monkeypatch.context() as patch:
-        patch.setattr(job, "load_source", lambda *_: pytest.fail("a dry run reads no weights"))
+        patch.setattr(Checkpoint, "load", lambda *_: pytest.fail("a dry run reads no weights"))
         planned = run(*arguments, "--dry-run", "--text", corpus, *TEXT_OPTIONS)
     assert "Nothing was written" in planned and not list(tmp_path.iterdir())
     run(*arguments)
@@ -586,8 +646,8 @@ def test_output_that_cannot_be_written(checkpoints, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cli, "show_inspection", refuse)
-    monkeypatch.setattr(cli, "print", refuse, raising=False)
+    monkeypatch.setattr(commands, "show_inspection", refuse)
+    monkeypatch.setattr(commands, "print", refuse, raising=False)
     for options in ((), ("--json",)):
         result = call("inspect", checkpoints / "gqa", *options)
         assert result.exit_code == 1 and result.stderr.startswith("error: No space left on device")
@@ -605,7 +665,7 @@ def test_force_replaces_the_whole_target(checkpoints, tmp_path):
 def test_a_process_of_its_own(checkpoints, tmp_path):
     """stderr is the one line and nothing else, apart from what the libraries say when they are imported."""
     process = subprocess.run(
-        [sys.executable, "-m", "modeling_gqa.cli", "convert", checkpoints / "mha", tmp_path / "out", *MLA],
+        [sys.executable, "-m", "modeling_gqa.command_line", "convert", checkpoints / "mha", tmp_path / "out", *MLA],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         cwd=Path(__file__).parents[1], timeout=120,
     )  # fmt: skip
@@ -616,6 +676,6 @@ def test_a_process_of_its_own(checkpoints, tmp_path):
 
 def test_without_typer_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "typer", None)
-    specification = importlib.util.spec_from_file_location("modeling_gqa.cli_again", cli.__file__)
+    specification = importlib.util.spec_from_file_location("modeling_gqa.command_line.main_again", command.__file__)
     with pytest.raises(SystemExit, match=r"^error: .*typer.*pip install 'modeling_gqa\[conversion\]'$"):
         specification.loader.exec_module(importlib.util.module_from_spec(specification))

@@ -24,11 +24,11 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from modeling_gqa.conversion.errors import ConversionError
-from modeling_gqa.conversion.finding import Files, find_files
-from modeling_gqa.conversion.reading import Document, read_documents, row_text
+from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.conversion.text.packing import pack
+from modeling_gqa.conversion.text.reading import Document, Files, find_files, read_documents, row_text
 
-from .packing import PackedBlocks, example, pack, recipe_errors, save_blocks, tokenize
+from .packing import PackedBlocks, example, recipe_errors, save_blocks, tokenize
 from .recipe import Recipe, RecipeError, public_name
 
 # Tests are repetitive, packages are other people's text, and lib2to3's test data is broken on purpose.

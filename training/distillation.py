@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax, pad
 from torch.utils.checkpoint import checkpoint
 from transformers import EvalPrediction, PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 
-from modeling_gqa.conversion.contexts import hooks
+from modeling_gqa.conversion.text.calibration import hooks
 
 from .trainer import PretrainTrainer
 from .uptrain_recipe import UptrainRecipe

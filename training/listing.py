@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, TypedDict
 
-from modeling_gqa.conversion.aside import sync_path
+from modeling_gqa.common.files import sync_path
 
 CHUNK = 2**22  # bytes read at a time
 

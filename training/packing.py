@@ -13,14 +13,13 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from modeling_gqa.conversion.errors import ConversionError
-from modeling_gqa.conversion.text import TextEncoder
+from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.conversion.text.packing import TextEncoder
 
 from .recipe import RecipeError
 
 BATCH = 2**20  # characters tokenized at a time
 BATCH_PIECES = 1000
-PACKED = 2**16  # tokens packed at a time
 
 
 @contextmanager
@@ -57,36 +56,6 @@ def batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def pack(documents: Iterable[tuple[list[int], bool]], length: int) -> Iterator[np.ndarray]:
-    """Lay documents end to end and cut them into blocks; an incomplete last block is dropped.
-
-    Takes token ids, and whether a document ends with them. Yields (2, L) arrays: token ids, and position ids, which
-    restart at every document and every block.
-    """
-    ids: list[int] = []
-    starts = [0]
-    for document, ends in documents:
-        ids += document
-        if ends:
-            starts.append(len(ids))
-        if len(ids) >= max(length, PACKED):
-            yield from blocks_of(ids, starts, length)
-            done = len(ids) - len(ids) % length
-            ids, starts = ids[done:], [start - done for start in starts if start >= done]
-    yield from blocks_of(ids, starts, length)
-
-
-def blocks_of(ids: list[int], starts: list[int], length: int) -> Iterator[np.ndarray]:
-    done = len(ids) - len(ids) % length
-    index = np.arange(length, dtype=np.int32)
-    begins = np.zeros(len(ids) + 1, bool)
-    begins[starts] = True
-    first = begins[:done].reshape(-1, length)  # (blocks, L)
-    positions = index - np.maximum.accumulate(np.where(first, index, 0), axis=1)
-    tokens = np.array(ids[:done], np.int32).reshape(-1, length)  # (blocks, L)
-    yield from np.stack([tokens, positions], axis=1)  # (blocks, 2, L)
 
 
 def example(block: np.ndarray) -> dict[str, torch.Tensor]:

@@ -15,9 +15,10 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, SchedulerType
 
-from modeling_gqa.conversion.files import LICENCES, PATH_FIELDS, copy_files, local_folder
-from modeling_gqa.conversion.inspection import find_checkpoint
-from modeling_gqa.conversion.report import NO_LATENT_NORM, REPORT_NAME, kept_metadata
+from modeling_gqa.common.cards import NO_LATENT_NORM, kept_metadata
+from modeling_gqa.conversion.checkpoints.checkpoint import open_checkpoint
+from modeling_gqa.conversion.checkpoints.files import LICENCES, PATH_FIELDS, copy_files, local_folder
+from modeling_gqa.conversion.command.report import REPORT_NAME
 
 from .data import Source
 from .recipe import Recipe, RecipeError, public_name
@@ -212,7 +213,7 @@ def save_repository(
     # Trainer switches the cache off for training and would have that saved.
     model.config.use_cache = True
     model.generation_config.use_cache = True
-    dtype = find_checkpoint(recipe.student).dtype if isinstance(recipe, UptrainRecipe) else model.dtype
+    dtype = open_checkpoint(recipe.student, download=False).dtype if isinstance(recipe, UptrainRecipe) else model.dtype
     tied = model.all_tied_weights_keys  # which are saved once
     model.save_pretrained(folder, state_dict={name: x.to(dtype) for name, x in weights.items() if name not in tied})
     model.config.dtype = dtype  # `save_pretrained` writes the dtype of the model in memory

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase, Trainer
 from transformers.optimization import get_scheduler
 
-from modeling_gqa.conversion.files import local_folder
+from modeling_gqa.conversion.checkpoints.files import local_folder
 
 from . import data, publish
 from .checkpoint import find_resumable, what_is_kept

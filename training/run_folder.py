@@ -18,7 +18,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from modeling_gqa.conversion.aside import is_in, sync, sync_path
+from modeling_gqa.common.files import is_in, sync, sync_path
 
 from .earlier import is_earlier, is_recipe
 from .listing import (

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 
-from modeling_gqa.conversion.errors import ConversionError
-from modeling_gqa.conversion.files import local_folder
-from modeling_gqa.conversion.importing import load_source
+from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.conversion.checkpoints.checkpoint import load_source
+from modeling_gqa.conversion.checkpoints.files import local_folder
 
 from .console import main
 from .distillation import UptrainTrainer

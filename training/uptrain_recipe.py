@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Literal
 
-from modeling_gqa.conversion.files import local_folder
+from modeling_gqa.conversion.checkpoints.files import local_folder
 
 from .recipe import Recipe
 from .recipe_fields import UNUSED

@@ -1,4 +1,4 @@
-"""Sizes by layer under a budget: cache goes first where it saves most.
+"""Sizes of the layers under a budget of cache: it is spent first where it lowers the loss most.
 
 Layers differ in what they lose, so equal sizes waste cache: QCQA (2406.10247), DHA (2406.06567).
 """
@@ -9,32 +9,29 @@ from typing import NamedTuple
 import torch
 
 from ..accounting import cache_bytes_per_token
+from ..common.errors import ConversionError
+from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
-from ..modeling_gqa import ATTENTION_CLASSES
-from .calibration import Statistics, collect
-from .errors import ConversionError
-from .grouping import regrouped
-from .latent import SPLITS, best_split
-from .matrices import read_heads
-from .merging import merging_loss
-from .moments import compute_moments
-from .targets import (
-    Fields,
-    chosen_layers,
-    configuration,
-    grouped_fields,
-    latent_fields,
-    layer_fields,
-    layer_head_dim,
-)
-from .types import Batch, Progress
+from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
+from .layers.grouping import regrouped
+from .layers.heads import read_heads
+from .layers.latent import KEY_WEIGHTS, best_sizes
+from .layers.moments import Statistics, compute_moments
+from .targets import Fields, chosen_layers, configuration, grouped_fields, latent_fields, layer_fields, layer_head_dim
+from .text.calibration import Batch, collect
 
 # Cache sizes that are tried for an MLA layer, as shares of its present one.
 SHARES = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 5 / 32, 3 / 16, 1 / 4, 5 / 16, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 
 
-class Option(NamedTuple):
-    """A size that a layer may have: numbers per token in its cache, and its loss relative to the residual stream."""
+class SizeChoice(NamedTuple):
+    """A size that a layer may have.
+
+    Args:
+        numbers: numbers that its cache takes per token.
+        loss: what it loses, relative to the mean squared norm of the residual stream.
+        fields: the layer's fields with this size.
+    """
 
     numbers: int
     loss: float
@@ -42,7 +39,7 @@ class Option(NamedTuple):
 
 
 def allocate(
-    model,
+    model: GQAForCausalLM,
     attention_kind: str,
     bytes_per_token: int,
     calibration: Sequence[Batch],
@@ -51,27 +48,45 @@ def allocate(
     dtype: torch.dtype | None = None,
     progress: Progress = iter,
 ) -> GQAConfig:
-    """The target configuration whose cache takes at most `bytes_per_token` in all layers together.
+    """Return the target configuration whose cache takes at most `bytes_per_token` bytes in all layers together.
 
-    A layer that loses most may keep its attention, so the result is often a mixed model.
+    A layer that would lose most may keep its attention, so the result is often a mixed model.
 
     Args:
-        attention_kind: "gqa" chooses the key/value heads of each layer, "mla" the size of each latent and rotary key.
-        calibration: model inputs; without text no layer's loss would be known.
-        layers: indices of the layers that may change, all where it is `None`; `dtype`: of the cache, the model's
-            where it is left out.
+        model: the model to convert.
+        attention_kind: "gqa" chooses the number of key/value heads of each layer, "mla" its R and P.
+        bytes_per_token: the budget.
+        calibration: batches of model inputs; the loss of each layer is estimated on them.
+        layers: indices of the layers that may change; `None` for all.
+        dtype: of the cache; `None` for the model's.
+        progress: wraps the iteration over the layers.
 
     Raises:
         ConversionError: the budget is too small, or the kind has no sizes to choose.
+
+    Example:
+        ```python
+        import torch
+
+        from modeling_gqa import GQAConfig, GQAForCausalLM
+        from modeling_gqa.accounting import cache_bytes_per_token
+        from modeling_gqa.conversion import allocate
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mha", **sizes))
+        batches = [{"input_ids": torch.randint(64, (2, 16))}]
+        target = allocate(model, "gqa", cache_bytes_per_token(model.config) // 2, batches)
+        assert cache_bytes_per_token(target) <= cache_bytes_per_token(model.config) // 2
+        ```
     """
     dtype = dtype or model.dtype
     smallest_target(model.config, attention_kind, bytes_per_token, layers=layers, dtype=dtype)  # or it is refused
     fields, chosen = layer_fields(model.config), chosen_layers(model.config, layers)
     seen = collect(model, calibration, chosen, progress=progress)
-    options = {index: layer_options(model, index, attention_kind, statistics) for index, statistics in seen}
-    fixed = sum(numbers_per_token(layer) for i, layer in enumerate(model.config.per_layer_config) if i not in options)
-    for index, option in spend(options, bytes_per_token // dtype.itemsize - fixed).items():
-        fields[index] |= option.fields
+    choices = {index: layer_choices(model, index, attention_kind, statistics) for index, statistics in seen}
+    fixed = sum(numbers_per_token(layer) for i, layer in enumerate(model.config.per_layer_config) if i not in choices)
+    for index, choice in spend(choices, bytes_per_token // dtype.itemsize - fixed).items():
+        fields[index] |= choice.fields
     return configuration(model.config, fields)
 
 
@@ -83,7 +98,11 @@ def smallest_target(
     layers: Sequence[int] | None = None,
     dtype: torch.dtype,
 ) -> GQAConfig:
-    """The least that `allocate` could choose; raises `ConversionError` where even that is beyond the budget."""
+    """Return the smallest configuration that `allocate` could choose.
+
+    Raises:
+        ConversionError: even this one is beyond the budget, or the kind has no sizes to choose.
+    """
     if attention_kind not in ("gqa", "mla"):
         raise ConversionError(f"a budget chooses sizes of gqa or mla, and {attention_kind} has none to choose")
     if config.rope_parameters["rope_type"] == "longrope":
@@ -102,11 +121,12 @@ def smallest_target(
 
 
 def numbers_per_token(layer: GQAConfig) -> int:
+    """Return how many numbers a layer caches per token."""
     return sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer))
 
 
 def layer_sizes(config: GQAConfig, index: int, kind: str) -> dict[int, Fields]:
-    """The sizes below its present one that layer `index` may have, rising: by numbers per token, the layer's fields."""
+    """Return the layer's fields by numbers per token, rising, for the sizes below the present one that it may have."""
     layer = config.per_layer_config[index]
     heads, size, sizes = layer.num_key_value_heads, layer_head_dim(layer), {}
     if kind == "mla":
@@ -118,40 +138,43 @@ def layer_sizes(config: GQAConfig, index: int, kind: str) -> dict[int, Fields]:
     return {numbers: fields for numbers, fields in sizes.items() if numbers < numbers_per_token(layer)}
 
 
-def layer_options(model, index: int, kind: str, statistics: Statistics) -> list[Option]:
-    """The sizes that layer `index` may have, and what each loses, by number; the present size loses nothing."""
+def layer_choices(model: GQAForCausalLM, index: int, kind: str, statistics: Statistics) -> list[SizeChoice]:
+    """Return the sizes that layer `index` may have, smallest first; the last is the present one, without loss."""
     present = model.config.per_layer_config[index]
-    options = [Option(numbers_per_token(present), 0.0, layer_fields(model.config)[index])]
+    choices = [SizeChoice(numbers_per_token(present), 0.0, layer_fields(model.config)[index])]
     sizes = layer_sizes(model.config, index, kind)
-    if not sizes:  # whatever the layer is, it stays
-        return options
+    if not sizes:  # the layer keeps its attention
+        return choices
     heads = read_heads(model, index)
     moments = compute_moments(heads, statistics, centered=kind == "mla" or heads.biases[2])
     for numbers, fields in reversed(sizes.items()):
         if kind == "mla":
-            rank, size, loss = best_split(heads, moments, numbers, SPLITS[0])
+            rank, size, loss = best_sizes(heads, moments, numbers, KEY_WEIGHTS[0])
             fields = latent_fields(model.config, index, rank, size, None)
         else:
             partition = regrouped(moments, fields["num_key_value_heads"])
-            loss = sum(merging_loss(moments, group) for group in partition)
-        options.insert(0, Option(numbers, loss / statistics.residual, fields))
-    return options
+            loss = sum(moments.group(group).lowrank_loss() for group in partition)
+        choices.insert(0, SizeChoice(numbers, loss / statistics.residual, fields))
+    return choices
 
 
-def spend(options: dict[int, list[Option]], numbers: int) -> dict[int, Option]:
-    """One option of each layer with at most `numbers` in all, for which the smallest have room: from these, the step
-    that saves most loss for its size, as long as there is room."""
-    picked = {index: layer[0] for index, layer in options.items()}
-    room = numbers - sum(option.numbers for option in picked.values())
+def spend(choices: dict[int, list[SizeChoice]], numbers: int) -> dict[int, SizeChoice]:
+    """Choose one size of each layer, at most `numbers` numbers per token in all.
+
+    It starts from the smallest sizes, which must fit, and takes the step that saves most loss for the numbers it adds,
+    as long as one fits.
+    """
+    picked = {index: layer[0] for index, layer in choices.items()}
+    room = numbers - sum(choice.numbers for choice in picked.values())
     while True:
         steps = [
-            ((now.loss - option.loss) / (option.numbers - now.numbers), index, option)
+            ((now.loss - choice.loss) / (choice.numbers - now.numbers), index, choice)
             for index, now in picked.items()
-            for option in options[index]
-            if now.numbers < option.numbers <= now.numbers + room and option.loss < now.loss
+            for choice in choices[index]
+            if now.numbers < choice.numbers <= now.numbers + room and choice.loss < now.loss
         ]
         if not steps:
             return picked
-        _, index, option = max(steps, key=lambda step: step[:2])
-        room -= option.numbers - picked[index].numbers
-        picked[index] = option
+        _, index, choice = max(steps, key=lambda step: step[:2])
+        room -= choice.numbers - picked[index].numbers
+        picked[index] = choice

@@ -1,29 +1,31 @@
 """From one kind of attention to another: what changes, what stays exact, and on which text the rest is chosen.
 
-converted, report = convert(model, target_config(model.config, "mla", cache_size=64), calibration)
+converted, done = convert_model(model, target_config(model.config, "mla", cache_size=64), calibration)
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import ModuleType
 from typing import Any
 
+from ..common.errors import ConversionError, did_you_mean
+from ..common.progress import ShowProgress, no_progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
-from .calibration import Statistics, collect, windows, without_data
-from .changes import changed_layers, lossy_layers
-from .errors import ConversionError
-from .latent import SPLITS
-from .layerwise import scratch
-from .search import Search, Setting, describe_setting
-from .targets import Fields, check_ours, check_same_model, layer_fields
-from .types import Batch, Stage, silent
+from .layers.latent import KEY_WEIGHTS
+from .layers.moments import Statistics, blank_statistics
+from .search import Search, Setting
+from .targets import Fields, changed_layers, check_ours, check_same_model, layer_fields, lossy_layers
+from .text.calibration import Batch, collect, scratch
 
-# What "auto" chooses by at most: settings differ by more than texts do.
+# "auto" compares settings on at most this number of tokens: settings differ by more than texts do.
 SELECTION_TOKENS = 16384
 METHODS = ("auto", "lowrank", "procrustes", "mean", "first", "random")
 
 
-def convert(
+def convert_model(
     model: GQAForCausalLM,
     target_config: GQAConfig,
     calibration: Sequence[Batch] | None = None,
@@ -32,96 +34,130 @@ def convert(
     method: str = "auto",
     regroup: bool | None = None,
     refit: bool | None = None,
-    split: bool = False,
+    share_cache: bool = False,
     seed: int = 0,
-    stage: Stage = silent,
+    show_progress: ShowProgress = no_progress,
 ) -> tuple[GQAForCausalLM, dict[str, Any]]:
     """Give a trained model another attention.
 
-    A multiple of the key/value heads, MQA to MLA, and MLA without a latent norm to MHA are exact.
+    Exact are a multiple of the key/value heads, MQA to MLA, and MLA without a latent norm to MHA. Every other
+    conversion is lossy.
 
     Args:
         model: the source; it is not changed.
-        target_config: the same model with other attention, best made by `targets.target_config`. An MLA layer's
-            frequencies, softmax scale and biases are found here, and it has no latent norm.
+        target_config: the same model with other attention, best made by `target_config`. The frequencies, softmax scale
+            and biases of its MLA layers are found here, and they get no latent norm.
         calibration: batches of model inputs of typical text, `[{"input_ids": (B, T)}, ...]`, with "attention_mask" or
-            "position_ids" where they are needed; without any, the weights alone decide.
-        selection: text by which "auto" chooses; where it is left out, the last quarter of `calibration`, at most
-            SELECTION_TOKENS.
-        method: how heads become fewer, of METHODS; "auto" tries settings of `lowrank` and `procrustes`, and of MLA's
-            gain and weight, and keeps the least KL(source || converted) on `selection`.
-        regroup: whether heads may be merged with others than their neighbours; "auto" tries both.
-        refit: whether the output projections of converted layers are fitted to the source's outputs by least squares
-            on `calibration`; "auto" tries both, other methods do not.
-        split: whether each lossy MLA layer may share its cache, of R + P as in `target_config`, between the two by what
-            it would lose; needs `calibration`.
+            "position_ids" where they are needed; `None`: the weights alone decide.
+        selection: batches by which "auto" chooses; `None` for the last quarter of `calibration`, at most
+            `SELECTION_TOKENS` tokens.
+        method: how heads become fewer, one of `METHODS`. "auto" tries settings of "lowrank" and "procrustes", and of
+            MLA's gain and weight, and keeps the one with the least KL(source || converted) on `selection`.
+        regroup: whether heads may be merged with others than their neighbours; `None`: "auto" tries both.
+        refit: whether the output projections of converted layers are fitted to the source's outputs on `calibration` by
+            least squares; `None`: "auto" tries both, other methods do not fit.
+        share_cache: whether each lossy MLA layer shares its cache of R + P numbers between R and P anew, by what it
+            would lose; needs `calibration`.
         seed: of "random", and of regrouping.
-        stage: gives, for a description, what wraps an iterable to show progress.
+        show_progress: returns, for a description, what wraps an iterable to show progress.
 
     Returns:
-        The converted model, and what was done: {"exact", "method", "setting", "layers", "candidates"}.
+        The converted model, and what was done: {"exact", "method", "setting", "layers", "candidates"}, the entries of
+        that name in `conversion.json`.
 
     Raises:
         ConversionError: this cannot be converted, and why.
+
+    Example:
+        ```python
+        import torch
+
+        from modeling_gqa import GQAConfig, GQAForCausalLM
+        from modeling_gqa.conversion import convert_model, target_config
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mha", **sizes))
+        batches = [{"input_ids": torch.randint(64, (4, 16))}]
+        target = target_config(model.config, "mla", cache_size=24)
+        converted, done = convert_model(model, target, batches, method="lowrank")
+        assert converted.config.attention_kind == "mla" and not done["exact"]
+        ```
     """
     check_source(model, target_config, method)
-    lossy = lossy_layers(model, target_config)
+    lossy = lossy_layers(model.config, target_config)
     if lossy and method == "auto" and calibration and selection is None:
         calibration, selection = hold_out(calibration)
     if refit and lossy and not calibration:
         raise ConversionError("refit needs calibration text")
-    kinds = {target_config.per_layer_config[index].attention_kind == "mla" for index in lossy}
-    if kinds == {True} and method not in ("auto", "lowrank"):
+    after = [target_config.per_layer_config[index] for index in lossy]
+    to_mla = {layer.attention_kind == "mla" for layer in after}
+    if to_mla == {True} and method not in ("auto", "lowrank"):
         raise ConversionError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
-    if all(target_config.per_layer_config[index].num_key_value_heads == 1 for index in lossy):
+    if all(layer.num_key_value_heads == 1 for layer in after):
         regroup = regroup or False  # one group holds all heads, however they are ordered
     searching = bool(method == "auto" and lossy and selection)
-    setting = Setting(
-        method="lowrank" if method == "auto" else method,
-        metric="full" if calibration else "identity",
-        regroup=regroup is True or (regroup is None and method == "auto"),
-        split=SPLITS[0] if split and calibration else None,
-        refit=bool(refit and calibration),
-        seed=seed,
-    )
+    setting = first_setting(bool(calibration), method, regroup, refit, share_cache, seed)
     changed = changed_layers(model.config, target_config)
-    with scratch(model.device) as seen, scratch(model.device) as known:
+    with ExitStack() as files:
+        statistics: Mapping[int, Statistics]
         if lossy and calibration:
-            progress = stage("calibrating layers")
+            statistics = seen = files.enter_context(scratch(model.device))
+            progress = show_progress("calibrating layers")
             seen.update(collect(model, calibration, changed, root=searching, progress=progress))
-        statistics = seen or blank_statistics(model, changed)
-        search = Search(model, target_config, statistics, calibration, selection, known, stage)
+        else:
+            statistics = blank_statistics(model.config, changed, model.device)
+        source_states = files.enter_context(scratch(model.device)) if searching else {}
+        search = Search(model, target_config, statistics, calibration, selection, source_states, show_progress)
         if searching:
-            setting = search.run(setting, kinds, regroup, refit)
+            setting = search.run(setting, to_mla, regroup, refit)
         converted, fields, losses = search.converted(setting, share=False)
-    report = {
+    return converted, {
         "exact": not lossy,
         "method": setting.method if lossy else "exact",
-        "setting": asdict(setting) if lossy else None,
+        "setting": setting.as_json() if lossy else None,
         "layers": [
             {"layer": index, "from": describe(before), "to": describe(after), "loss": losses.get(index)}
             for index, (before, after) in enumerate(zip(layer_fields(model.config), fields, strict=True))
         ],
-        "candidates": [{"name": describe_setting(setting), "kl": kl} for kl, setting in search.tried],
+        "candidates": [{"name": str(setting), "kl": kl} for kl, setting in search.tried],
     }
-    return converted, report
 
 
 def check_source(model: GQAForCausalLM, target: GQAConfig, method: str) -> None:
-    """Raise `ConversionError` where there is nothing that could be converted, or no such method."""
+    """Raise `ConversionError` for another model than this package's, weights not in memory, and unknown methods."""
     check_ours(model.config)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ConversionError("the model's weights are not in memory (offloaded, or on the meta device): load them all")
     if method not in METHODS:
-        raise ConversionError(f"method={method!r} is unknown: choose one of {', '.join(METHODS)}")
+        near = did_you_mean(str(method), METHODS)
+        raise ConversionError(f"method={method!r} is unknown{near}: choose one of {', '.join(METHODS)}")
     check_same_model(model.config, target)
-    if not changed_layers(model.config, target):
-        raise ConversionError("the target's attention is the source's: there is nothing to convert")
+
+
+def first_setting(
+    calibrated: bool, method: str, regroup: bool | None, refit: bool | None, share_cache: bool, seed: int
+) -> Setting:
+    """Return the setting that a search begins with, and that is used without one.
+
+    Args:
+        calibrated: whether there is text to calibrate on.
+        method, regroup, refit, share_cache, seed: as for `convert_model`.
+    """
+    return Setting(
+        method="lowrank" if method == "auto" else method,
+        metric="full" if calibrated else "identity",
+        regroup=regroup is True or (regroup is None and method == "auto"),
+        key_weight=KEY_WEIGHTS[0] if share_cache and calibrated else None,
+        refit=bool(refit and calibrated),
+        seed=seed,
+    )
 
 
 def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """The first three quarters and the last quarter of the batches, of single rows where there are few; the second has
-    at most SELECTION_TOKENS, or one batch."""
+    """Split batches into the first three quarters and the last quarter; fewer than four are split into rows first.
+
+    The second part has at most `SELECTION_TOKENS` tokens, or one batch.
+    """
     if len(batches) < 4:
         batches = [
             {name: tensor[row : row + 1] for name, tensor in batch.items()}
@@ -138,18 +174,25 @@ def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     return list(batches[:-held_out]), list(batches[-held_out:])
 
 
-def blank_statistics(model: GQAForCausalLM, layers: Iterable[int]) -> dict[int, Statistics]:
-    """The statistics of `layers` without text; layers that are alike share one."""
-    length = min(model.config.max_position_embeddings, 2048)
-    heads = [layer.num_attention_heads for layer in model.config.per_layer_config]
-    kinds = list(zip(heads, windows(model.config), strict=True))
-    hidden, device = model.config.hidden_size, model.device
-    blank = {(number, window): without_data(hidden, number, length, device, window) for number, window in set(kinds)}
-    return {index: blank[kinds[index]] for index in layers}
-
-
 def describe(layer: Fields) -> str:
-    """For instance `gqa, 2 of 8 heads` or `mla, 32 + 16`."""
+    """Return a layer's attention in a few words, such as `gqa, 2 of 8 heads` or `mla, 32 + 16` (R + P)."""
     if layer["attention_kind"] == "mla":
         return f"mla, {layer['kv_lora_rank']} + {layer['qk_rope_head_dim']}"
     return f"{layer['attention_kind']}, {layer['num_key_value_heads']} of {layer['num_attention_heads']} heads"
+
+
+class _CallableModule(ModuleType):
+    """This module, callable for one release, because `modeling_gqa.conversion.convert` was a function."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> tuple[GQAForCausalLM, dict[str, Any]]:
+        warnings.warn(
+            "modeling_gqa.conversion.convert(...) is now convert_model(...), with share_cache= for split= and "
+            "show_progress= for stage=; the old name goes in the next release",
+            FutureWarning,
+            stacklevel=2,
+        )
+        renamed = {"split": "share_cache", "stage": "show_progress"}
+        return convert_model(*arguments, **{renamed.get(name, name): value for name, value in options.items()})
+
+
+sys.modules[__name__].__class__ = _CallableModule

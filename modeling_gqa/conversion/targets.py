@@ -1,38 +1,44 @@
-"""Which configuration a conversion leads to: the same model with other attention in all or in some layers."""
+"""The configuration that a conversion leads to, and which layers it changes, exactly or with loss.
+
+Shapes: D head size, G key/value heads, R and P the sizes of MLA's latent and rotary key.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
 
+from ..common.errors import ConversionError, did_you_mean, one_line
 from ..configuration_checks import ATTENTION_KINDS
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
-from .errors import ConversionError
 
 Fields = dict[str, Any]
-# Where models differ without computing otherwise.
-IRRELEVANT = {
+# Fields in which two configurations may differ and describe the same function.
+BOOKKEEPING_FIELDS = {
     "per_layer_config", "transformers_version", "_name_or_path", "architectures", "auto_map",
     "dtype", "use_cache", "format_version", "initializer_range",
 }  # fmt: skip
 
 
 def layer_fields(config: GQAConfig) -> list[Fields]:
-    """Each layer's own fields, all of those that may differ by layer."""
+    """Return the fields of each layer that may differ by layer."""
     return [{name: getattr(layer, name) for name in PER_LAYER_FIELDS} for layer in config.per_layer_config]
 
 
 def configuration(config: GQAConfig, layers: list[Fields]) -> GQAConfig:
-    """`config` with other `layers`: what most layers share stands globally, and the rest in `per_layer_config`.
+    """Return `config` with other `layers`.
+
+    The values that most layers share become global fields; layers that differ stand in `per_layer_config`.
 
     Raises:
         ConversionError: these layers cannot be one model.
     """
     rope = dict(config.rope_parameters)
     if any(layer["attention_kind"] == "mla" for layer in layers) and rope.pop("partial_rotary_factor", 1.0) != 1.0:
-        # MLA says itself what it rotates, so every other layer must, too.
+        # MLA cannot follow the global share of rotated dimensions; without it every other layer names its own.
         for fields, layer in zip(layers, config.per_layer_config, strict=True):
             if fields["attention_kind"] != "mla" and fields["rope_frequency_indices"] is None:
                 indices, size = frequencies(layer)
@@ -48,7 +54,7 @@ def configuration(config: GQAConfig, layers: list[Fields]) -> GQAConfig:
     try:
         return GQAConfig.from_dict({**values, **({"per_layer_config": differing} if differing else {})})
     except (StrictDataclassError, ValueError) as error:
-        raise ConversionError(" ".join(str(error.__cause__ or error).split())) from error
+        raise ConversionError(one_line(error)) from error
 
 
 def target_config(
@@ -61,23 +67,37 @@ def target_config(
     qk_rope_head_dim: int | None = None,
     cache_size: int | None = None,
 ) -> GQAConfig:
-    """The configuration of `config`'s model with another attention kind.
+    """Return the configuration of `config`'s model with another attention kind.
+
+    MLA of an MQA layer needs no size: R and P are then those for which the conversion is exact.
 
     Args:
-        layers: indices of the layers to change; all where it is `None`.
-        num_key_value_heads: key/value heads G of GQA.
-        kv_lora_rank, qk_rope_head_dim: sizes R and P of MLA; P is as large as R where only R is given.
-        cache_size: R + P in place of them, in numbers per token and layer, shared equally (`convert` can share them
-            better). MLA of an MQA layer is exact where no size is given.
+        config: of the model to convert.
+        attention_kind: "mha", "mqa", "gqa" or "mla".
+        layers: indices of the layers to change; `None` for all.
+        num_key_value_heads: number G of key/value heads, for "gqa".
+        kv_lora_rank: size R of the latent, for "mla".
+        qk_rope_head_dim: size P of the rotary key, for "mla"; as large as R where only R is given.
+        cache_size: R + P in place of the two, in numbers cached per token and layer. R and P are about halves of it;
+            `convert_model(share_cache=True)` can find better shares.
 
     Raises:
         ConversionError: a size is missing, superfluous or impossible.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig
+        from modeling_gqa.conversion import target_config
+
+        config = GQAConfig(hidden_size=64, num_attention_heads=8, num_hidden_layers=2)
+        target = target_config(config, "gqa", num_key_value_heads=2)
+        assert target.num_key_value_heads == 2 and target.hidden_size == 64
+        ```
     """
     check_ours(config)
     if attention_kind not in ATTENTION_KINDS:
-        raise ConversionError(
-            f"attention_kind={attention_kind!r} is unknown: choose one of {', '.join(ATTENTION_KINDS)}"
-        )
+        near, known = did_you_mean(str(attention_kind), ATTENTION_KINDS), ", ".join(ATTENTION_KINDS)
+        raise ConversionError(f"attention_kind={attention_kind!r} is unknown{near}: choose one of {known}")
     fields = layer_fields(config)
     chosen = chosen_layers(config, layers)
     sizes = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim, "cache_size": cache_size}
@@ -100,7 +120,8 @@ def target_config(
     return configuration(config, fields)
 
 
-def check_ours(config) -> None:
+def check_ours(config: PreTrainedConfig) -> None:
+    """Raise `ConversionError` for a configuration of another class than `GQAConfig`."""
     if config.model_type != GQAConfig.model_type:
         raise ConversionError(
             f"this is a {config.model_type} model: import it first, with `load_source` or `modeling-gqa import`"
@@ -108,7 +129,7 @@ def check_ours(config) -> None:
 
 
 def chosen_layers(config: GQAConfig, layers: Sequence[int] | None) -> list[int]:
-    """The indices in `layers`, each once, or all where it is `None`; raises `ConversionError` out of range."""
+    """Return the indices in `layers` sorted and each once, or all for `None`; raises `ConversionError` out of range."""
     number = config.num_hidden_layers
     for index in layers or ():
         if not 0 <= index < number:
@@ -117,7 +138,7 @@ def chosen_layers(config: GQAConfig, layers: Sequence[int] | None) -> list[int]:
 
 
 def grouped_fields(config: GQAConfig, index: int, kind: str, key_value_heads: int | None) -> Fields:
-    """Fields of layer `index` as grouped attention; MLA's head is padded to the larger of key and value."""
+    """Return the fields of layer `index` as grouped attention; MLA's head is padded to the larger of key and value."""
     layer = config.per_layer_config[index]
     heads = layer.num_attention_heads
     fixed = {"mha": heads, "mqa": 1}.get(kind, key_value_heads)
@@ -146,7 +167,7 @@ def grouped_fields(config: GQAConfig, index: int, kind: str, key_value_heads: in
 def latent_fields(
     config: GQAConfig, index: int, kv_lora_rank: int | None, qk_rope_head_dim: int | None, cache_size: int | None
 ) -> Fields:
-    """Fields of layer `index` as MLA; which frequencies its rotary key has is for the conversion to find."""
+    """Return the fields of layer `index` as MLA; the frequencies of its rotary key are found by the conversion."""
     layer = config.per_layer_config[index]
     if layer.qk_norm:
         raise ConversionError(
@@ -217,15 +238,15 @@ def latent_fields(
     }
 
 
-def layer_head_dim(layer) -> int:
-    """Head size D of a layer as grouped attention: MLA's is the larger of key and value, padded to an even size."""
+def layer_head_dim(layer: GQAConfig) -> int:
+    """Return a layer's head size D as grouped attention; MLA's is the larger of key and value, rounded up to even."""
     if layer.attention_kind != "mla":
         return layer.head_dim
     return -(-max(layer.qk_head_dim, layer.v_head_dim) // 2) * 2
 
 
-def frequencies(layer) -> tuple[tuple[int, ...], int]:
-    """The frequencies of a head's rotary planes, as indices into those of a head of so many dimensions."""
+def frequencies(layer: GQAConfig) -> tuple[tuple[int, ...], int]:
+    """Return the indices of the frequencies of a head's rotary planes, and the size of the head that they count in."""
     if layer.rope_frequency_indices is not None:
         return tuple(layer.rope_frequency_indices), layer.rope_frequency_dim
     if layer.attention_kind == "mla":
@@ -235,14 +256,14 @@ def frequencies(layer) -> tuple[tuple[int, ...], int]:
     return tuple(range(size // 2)), size
 
 
-def rotary_planes(layer) -> int:
-    """Number of rotary planes of a head."""
+def rotary_planes(layer: GQAConfig) -> int:
+    """Return the number of rotary planes (pairs of dimensions) of a head."""
     return len(frequencies(layer)[0])
 
 
 def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
-    """Raise `ConversionError` where the two differ in more than their attention."""
-    skipped = IRRELEVANT | set(PER_LAYER_FIELDS)
+    """Raise `ConversionError` where two configurations differ in more than their attention."""
+    skipped = BOOKKEEPING_FIELDS | set(PER_LAYER_FIELDS)
     ours, theirs = (
         {name: value for name, value in c.to_dict().items() if name not in skipped} for c in (source, target)
     )
@@ -266,3 +287,61 @@ def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
                 )
         if "head_dim" in names and frequencies(before) != frequencies(after):
             raise ConversionError(f"layer {index}: the target rotates with other frequencies than the source")
+
+
+def shape(layer: Fields) -> tuple[Any, ...]:
+    """Return what two attention layers have in common whose weights have the same shapes."""
+    names: tuple[str, ...] = ("num_key_value_heads", "head_dim")
+    if layer["attention_kind"] == "mla":
+        names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    return (layer["attention_kind"] == "mla", *(layer[name] for name in names))
+
+
+def changed_layers(source: GQAConfig, target: GQAConfig) -> list[int]:
+    """Return the indices of the layers that a conversion changes."""
+    pairs = zip(layer_fields(source), layer_fields(target), strict=True)
+    return [index for index, (before, after) in enumerate(pairs) if shape(before) != shape(after)]
+
+
+def lossy_layers(source: GQAConfig, target: GQAConfig) -> list[int]:
+    """Return the indices of the changed layers that cannot keep their function.
+
+    Raises:
+        ConversionError: nothing changes, or a layer cannot be converted at all.
+    """
+    changed = changed_layers(source, target)
+    if not changed:
+        raise ConversionError("the target's attention is the source's: there is nothing to convert")
+    for index in changed:
+        check_linear(source.per_layer_config[index], index)
+    lossy = [index for index in changed if not is_exact(source, target, index)]
+    to_mla = [index for index in lossy if target.per_layer_config[index].attention_kind == "mla"]
+    if to_mla and source.rope_parameters["rope_type"] == "longrope" and source.num_hidden_layers > 1:
+        raise ConversionError(
+            "rope_type 'longrope' lists a factor per rotary dimension, and in MLA each layer keeps other frequencies: "
+            "convert this model to fewer key/value heads instead"
+        )
+    return lossy
+
+
+def is_exact(source: GQAConfig, target: GQAConfig, index: int) -> bool:
+    """Return whether layer `index` keeps its function.
+
+    It does with a multiple of its key/value heads, and as MLA that has room for all its keys and values.
+    """
+    before, after = source.per_layer_config[index], target.per_layer_config[index]
+    key_heads = before.num_key_value_heads
+    if after.attention_kind != "mla":
+        return after.num_key_value_heads % key_heads == 0
+    planes, size = rotary_planes(before), layer_head_dim(before)
+    needed = min(2 * (size - planes) * key_heads, source.hidden_size)  # unrotated keys and values
+    return after.qk_rope_head_dim == 2 * planes * key_heads and after.kv_lora_rank >= needed
+
+
+def check_linear(layer: GQAConfig, index: int) -> None:
+    """Raise `ConversionError` for a layer whose keys and values are no linear function of its input."""
+    if layer.attention_kind == "mla" and layer.latent_norm:
+        raise ConversionError(
+            f"layer {index} is MLA with an RMSNorm on its latent (latent_norm=True): keys and values are no linear "
+            "function of the layer's input, so no other kind of attention equals it"
+        )

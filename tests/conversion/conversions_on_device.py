@@ -9,7 +9,8 @@ sys.path.append(str(Path(__file__).parents[1]))  # as pytest does
 import torch
 from attention_oracle import CALIBRATION, random_model
 
-from modeling_gqa.conversion import allocate, convert, layer_errors, measure, target_config
+from modeling_gqa.conversion import allocate, compare_predictions, convert_model, layer_errors, target_config
+from modeling_gqa.conversion.text import calibration
 
 CASES = [
     ("gqa", {}, {"attention_kind": "mqa"}, {"method": "lowrank", "refit": True}),
@@ -26,9 +27,9 @@ CASES = [
 def converted(name: str, fields: dict, changes: dict, options: dict, device: str):
     """State, report and measures of one conversion, on the processor."""
     model = random_model(name, **fields).to(device)
-    other, report = convert(model, target_config(model.config, **changes), CALIBRATION, **options)
+    other, report = convert_model(model, target_config(model.config, **changes), CALIBRATION, **options)
     assert {tensor.device.type for tensor in other.state_dict().values()} == {device}
-    report["measured"] = measure(model, other, CALIBRATION[:1])
+    report["measured"] = compare_predictions(model, other, CALIBRATION[:1])
     report["errors"] = layer_errors(model, other, CALIBRATION[:1])
     return {key: tensor.cpu() for key, tensor in other.state_dict().items()}, report
 
@@ -59,12 +60,10 @@ def context(device: str):
         return nullcontext()
     from pretended_device import PretendedDevice
 
-    from modeling_gqa.conversion import layerwise
-
     class Kept(dict):
         """In place of `Scratch`, whose files cannot hold these tensors."""
 
-    layerwise.Scratch = lambda folder, device: Kept()
+    calibration.Scratch = lambda folder, device: Kept()
     return PretendedDevice()
 
 

@@ -5,7 +5,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.conversion.importing import import_config
+from modeling_gqa.conversion.checkpoints.families import import_config
 
 # Sizes whose products differ, so that a mistaken transpose or reshape cannot fit.
 SIZES = {
@@ -150,7 +150,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5)
 
 
 def own_model(stock, config=None) -> GQAForCausalLM:
-    """The GQA model of a stock model's configuration, with the stock model's weights."""
+    """This package's model of a stock model's configuration, with the stock model's weights."""
     model = GQAForCausalLM(config or import_config(stock.config)).eval()
     model.load_state_dict(stock.state_dict(), strict=True)
     return model

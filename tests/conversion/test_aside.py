@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from modeling_gqa.conversion.aside import check_target, refuse_overlap, why_kept, written_aside
-from modeling_gqa.conversion.errors import ConversionError
+from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.conversion.checkpoints.aside import check_target, refuse_overlap, why_kept, written_aside
 
 
 def checkpoint(folder, content="old"):

@@ -8,9 +8,10 @@ import torch
 from attention_oracle import CALIBRATION, collected, covariance, distance, grouped, layer_inputs, random_model
 from small_models import make_batch
 
-from modeling_gqa.conversion import ConversionError, calibration, convert, target_config
-from modeling_gqa.conversion.calibration import collect, mean_rotation, without_data
-from modeling_gqa.conversion.layerwise import Scratch
+from modeling_gqa.conversion import ConversionError, convert_model, target_config
+from modeling_gqa.conversion.layers.moments import mean_rotation, without_data
+from modeling_gqa.conversion.text import calibration
+from modeling_gqa.conversion.text.calibration import Scratch, collect
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -26,6 +27,7 @@ def lags(weights: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["gqa", "mixed-window"])
 def test_sums_are_those_of_all_tokens_whatever_the_batches(name):
+    """Moments, residual and length are means over all tokens, however these are split into batches."""
     model = random_model(name)
     rows = [row for batch in CALIBRATION[:2] for row in rows_of(batch)]
     splits = [CALIBRATION[:2], rows, [*rows_of(CALIBRATION[1]), CALIBRATION[0]]]
@@ -46,6 +48,7 @@ def test_sums_are_those_of_all_tokens_whatever_the_batches(name):
 
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_padding_is_not_counted(padding):
+    """Statistics of padded rows are those of the rows without padding."""
     model = random_model("gqa")
     batch = make_batch(padding=padding)
     documents = [
@@ -64,6 +67,7 @@ def test_padding_is_not_counted(padding):
 
 
 def test_lags_of_rows_that_begin_with_much_padding(monkeypatch):
+    """Attention by lag is taken from where the text begins."""
     monkeypatch.setattr(calibration, "LAGS_SEEN", 8)
     model = random_model("gqa")
     batch = {name: x[:1] for name, x in make_batch(1, 24).items() if name == "input_ids"}
@@ -77,19 +81,21 @@ def test_lags_of_rows_that_begin_with_much_padding(monkeypatch):
 
 @pytest.mark.parametrize("damage", ["weight", "overflow"])
 def test_what_is_not_finite_is_refused(damage):
+    """A nan weight and overflowing activations are refused with their causes."""
     model = random_model("gqa")
     if damage == "weight":
         model.model.layers[1].self_attn.k_proj.weight.data[3, 4] = torch.nan
         with pytest.raises(ConversionError, match=r"layer 1: k_proj\.weight is not finite"):
-            convert(model, target_config(model.config, "mqa"))
+            convert_model(model, target_config(model.config, "mqa"))
     else:
         model.model.layers[0].mlp.down_proj.weight.data[:] = 3e38
         with pytest.raises(ConversionError, match="activations are not finite on the calibration text"):
-            convert(model, target_config(model.config, "mqa"), CALIBRATION)
+            convert_model(model, target_config(model.config, "mqa"), CALIBRATION)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_lags_are_the_attentions(backend):
+    """Attention by lag equals the diagonals of the oracle's weights, and the backend is left as it was."""
     model = random_model("gqa", attention_bias=True).double()
     model.set_attn_implementation(backend)
     inputs = layer_inputs(model, CALIBRATION)
@@ -102,6 +108,7 @@ def test_lags_are_the_attentions(backend):
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_packed_documents_do_not_see_each_other(backend):
+    """Packed documents have the statistics of documents alone."""
     model = random_model("gqa")
     model.set_attn_implementation(backend)
     ids = make_batch(1, 12)["input_ids"]
@@ -123,6 +130,7 @@ def held(model, batches) -> list[int]:
 
 
 def test_memory_grows_neither_with_the_text_nor_with_the_layers():
+    """The numbers in memory do not grow with batches or layers, and no hook is left."""
     model = random_model("gqa", num_hidden_layers=6)
     batches = [make_batch(6, 24, seed=seed) for seed in range(9)]
     for batch in batches:
@@ -134,6 +142,7 @@ def test_memory_grows_neither_with_the_text_nor_with_the_layers():
 
 
 def test_only_the_layers_that_are_asked_for_are_seen():
+    """Layers beyond the last one asked for are not computed."""
     model, reached = random_model("gqa"), []
     expected = collected(model, CALIBRATION)[1]
     handles = [
@@ -155,6 +164,7 @@ def test_the_text_between_layers_has_no_name_on_disk(tmp_path, monkeypatch):
 
 
 def test_scratch_is_a_mapping_that_uses_its_room_again(tmp_path):
+    """`Scratch` is a mapping, and a value that fits overwrites its predecessor."""
     with open(tmp_path / "file", "w+b") as file:
         files = Scratch(file, torch.device("cpu"))
         expected = {}
@@ -169,6 +179,7 @@ def test_scratch_is_a_mapping_that_uses_its_room_again(tmp_path):
 
 
 def test_a_full_disk_is_said():
+    """A full temporary folder is named in one line."""
     with open("/dev/full", "r+b", buffering=0) as full:
         files = Scratch(full, torch.device("cpu"))
         with pytest.raises(ConversionError, match=f"cannot be written to {gettempdir()} .No space.*: set TMPDIR"):
@@ -177,6 +188,7 @@ def test_a_full_disk_is_said():
 
 
 def test_the_models_mode_is_kept():
+    """Statistics are those of evaluation mode, and a model in training stays in it."""
     model = random_model("gqa", attention_dropout=0.5)
     expected = collected(model, CALIBRATION[:1])
     model.train()
@@ -185,11 +197,13 @@ def test_the_models_mode_is_kept():
 
 @pytest.mark.parametrize("batches", [[], [{**make_batch(), "attention_mask": torch.zeros(3, 11, dtype=torch.long)}]])
 def test_no_text_is_refused(batches):
+    """No batches, or batches of padding, are refused."""
     with pytest.raises(ConversionError, match="the calibration text is empty"):
         collected(random_model("gqa"), batches)
 
 
 def test_metrics():
+    """The three metrics are the covariance, its square root with the mean shrunk alike, and the identity."""
     statistics = collected(random_model("gqa"), CALIBRATION, root=True)[1]
     full, mean = statistics.metric("full")
     assert torch.equal(mean, statistics.mean)
@@ -204,6 +218,7 @@ def test_metrics():
 
 @pytest.mark.parametrize(("index", "window"), [(0, 24), (1, 5)])
 def test_mean_rotation_is_mostly_that_of_attention_and_else_that_of_all_pairs(index, window):
+    """The mean rotation is 0.9 of where attention looks and 0.1 of all pairs, within the window."""
     model = random_model("mixed-window")
     statistics = collected(model, CALIBRATION)[index]
     omega = grouped(model, 0).omega
@@ -215,6 +230,7 @@ def test_mean_rotation_is_mostly_that_of_attention_and_else_that_of_all_pairs(in
 
 
 def test_without_data_nothing_is_known():
+    """Without text inputs are white, and all pairs count alike."""
     statistics = without_data(hidden=5, heads=3, length=4, device=torch.device("cpu"))
     assert torch.equal(statistics.metric("full")[0], torch.eye(5, dtype=torch.float64)) and not statistics.mean.any()
     assert torch.allclose(statistics.lags, torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).expand(3, -1))

@@ -18,11 +18,18 @@ from attention_oracle import (
 )
 from small_models import make_batch, make_config, make_model
 
-from modeling_gqa.conversion import METHODS, ConversionError, allocate, convert, measure, target_config
-from modeling_gqa.conversion.calibration import collect
+from modeling_gqa.conversion import (
+    METHODS,
+    ConversionError,
+    allocate,
+    compare_predictions,
+    convert_model,
+    target_config,
+)
 from modeling_gqa.conversion.convert import hold_out
-from modeling_gqa.conversion.refit import RIDGE, refit_outputs
+from modeling_gqa.conversion.layers.refit import RIDGE, refit_outputs
 from modeling_gqa.conversion.search import Search, Setting
+from modeling_gqa.conversion.text.calibration import collect
 
 MLA = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
 
@@ -45,9 +52,10 @@ def same_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mha", {}), ("mla", MLA)], ids=["mqa", "mha", "mla"])
 def test_the_source_is_untouched_and_nothing_is_shared(kind, sizes, dtype):
+    """Overwriting the result leaves the source's tensors as they were, in every dtype."""
     model = in_dtype(random_model("gqa", attention_bias=True), dtype)
     before, mode = state_copy(model), model.training
-    other, _ = convert(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", refit=True)
+    other, _ = convert_model(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", refit=True)
     for parameter in other.parameters():
         assert parameter.dtype == dtype and parameter.requires_grad
         parameter.data.fill_(1.0)
@@ -55,6 +63,7 @@ def test_the_source_is_untouched_and_nothing_is_shared(kind, sizes, dtype):
 
 
 def test_candidates_do_not_write_to_the_source(monkeypatch):
+    """A candidate shares the source's other tensors, does not change them, and equals the final conversion."""
     model = random_model("gqa", output_bias=True).double()
     before = state_copy(model)
     search = Search(model, target(model, "mqa"), dict(collect(model, CALIBRATION)), CALIBRATION, CALIBRATION, {})
@@ -67,11 +76,12 @@ def test_candidates_do_not_write_to_the_source(monkeypatch):
 
 
 def test_everything_but_the_attention_is_the_same():
+    """Only the chosen layer's keys and values change; ties, modes and the generation configuration are kept."""
     model = random_model("mixed", tie_word_embeddings=True, mlp_bias=True)
     model.generation_config.update(temperature=0.7, do_sample=True, max_length=19)
     model.set_attn_implementation("eager")
     model.train()
-    other, _ = convert(model, target(model, "mqa", layers=[1]), CALIBRATION, method="mean")
+    other, _ = convert_model(model, target(model, "mqa", layers=[1]), CALIBRATION, method="mean")
     assert other.lm_head.weight is other.model.embed_tokens.weight
     assert other.generation_config.to_dict() == model.generation_config.to_dict()
     assert other.generation_config is not model.generation_config
@@ -87,8 +97,9 @@ def test_everything_but_the_attention_is_the_same():
 
 
 def test_the_report_of_an_automatic_search():
+    """The report lists each candidate once, the chosen one has the least KL, and KL is measured on the last quarter."""
     model = random_model("mixed-window", per_layer_config={2: {"attention_kind": "mqa"}})
-    other, report = convert(model, target(model, "mha", layers=[2]), CALIBRATION)
+    other, report = convert_model(model, target(model, "mha", layers=[2]), CALIBRATION)
     assert report["exact"] and report["layers"][2] == {
         "layer": 2,
         "from": "mqa, 1 of 6 heads",
@@ -100,14 +111,14 @@ def test_the_report_of_an_automatic_search():
     model = random_model("mha")
     for kind, number in (("mqa", 8), ("gqa", 15)):  # 3 metrics, weighted or not, grouped or not; procrustes; refitted
         sizes = {"num_key_value_heads": 2} if kind == "gqa" else {}  # MQA has one group, however it is made
-        other, report = convert(model, target(model, kind, layers=[0], **sizes), CALIBRATION)
+        other, report = convert_model(model, target(model, kind, layers=[0], **sizes), CALIBRATION)
         names = [candidate["name"] for candidate in report["candidates"]]
         assert len(names) == len(set(names)) == number
     kls = [candidate["kl"] for candidate in report["candidates"]]
     chosen = " ".join(f"{name}={value}" for name, value in report["setting"].items() if name != "seed")
     assert chosen == names[kls.index(min(kls))]
     # The last of four batches is what was chosen by.
-    assert measure(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
+    assert compare_predictions(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
     assert report["layers"][0] | {"loss": 0} == {
         "layer": 0,
         "from": "mha, 6 of 6 heads",
@@ -118,8 +129,9 @@ def test_the_report_of_an_automatic_search():
 
 
 def test_the_search_for_mla_tries_gain_weight_metric_and_refit():
+    """The search to MLA tries all gains and weights, then the metric, then the refit."""
     model = random_model("gqa")
-    _, report = convert(model, target(model, "mla", **MLA), CALIBRATION[:3], selection=CALIBRATION[3:])
+    _, report = convert_model(model, target(model, "mla", **MLA), CALIBRATION[:3], selection=CALIBRATION[3:])
     tried = [dict(part.split("=") for part in candidate["name"].split()) for candidate in report["candidates"]]
     assert {(t["gain"], t["alpha"]) for t in tried[:6]} == {
         (gain, alpha) for gain in ("one", "mean", "head") for alpha in ("0.3", "0.1")
@@ -129,8 +141,9 @@ def test_the_search_for_mla_tries_gain_weight_metric_and_refit():
 
 
 def test_the_search_for_mla_tries_splits_where_it_may():
+    """With a shared cache each weight of sharing is tried first, and no setting twice."""
     model = random_model("gqa")
-    _, report = convert(model, target(model, "mla", cache_size=28), CALIBRATION, split=True)
+    _, report = convert_model(model, target(model, "mla", cache_size=28), CALIBRATION, share_cache=True)
     tried = [dict(part.split("=") for part in candidate["name"].split()) for candidate in report["candidates"]]
     assert [t["split"] for t in tried[:4]] == ["None", "0.2", "0.3", "0.1"] and len(
         {t["split"] for t in tried[4:]}
@@ -139,32 +152,36 @@ def test_the_search_for_mla_tries_splits_where_it_may():
 
 
 def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():
+    """For a target of GQA and MLA both searches run, and the result has the least KL of all candidates."""
     model = random_model("mha")
     both = target(random_model("gqa"), "mla", **MLA, layers=[0])
-    other, report = convert(model, both, CALIBRATION)
+    other, report = convert_model(model, both, CALIBRATION)
     kls = [candidate["kl"] for candidate in report["candidates"]]
     assert len(kls) == 14 + 5 + 1  # the best of the first is not tried again, in another gain, or with its own metric
-    assert measure(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
+    assert compare_predictions(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
     assert [layer.attention_kind for layer in other.config.per_layer_config] == ["mla", "gqa", "gqa"]
 
 
 def test_regroup_and_refit_can_be_set():
+    """What is set is not searched."""
     model = random_model("mha")
     for regroup, refit in ((False, False), (True, True)):
-        _, report = convert(model, target(model, "mqa"), CALIBRATION, regroup=regroup, refit=refit)
+        _, report = convert_model(model, target(model, "mqa"), CALIBRATION, regroup=regroup, refit=refit)
         assert len(report["candidates"]) == 7
         for candidate in report["candidates"]:
             assert f"regroup={regroup} " in candidate["name"] and f"refit={refit}" in candidate["name"]
-    _, report = convert(model, target(model, "mqa"), CALIBRATION, method="mean")
+    _, report = convert_model(model, target(model, "mqa"), CALIBRATION, method="mean")
     assert report["method"] == "mean" and not report["setting"]["regroup"] and not report["setting"]["refit"]
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("fields", [{}, {"qk_norm": True}], ids=["plain", "qk-norm"])
 def test_every_method_works_with_and_without_text(method, fields):
+    """Each method gives finite logits that differ from the source's, and a report that JSON holds."""
     model = random_model("mha", **fields)
+    grouped = target(model, "gqa", num_key_value_heads=2)
     for text in (None, [], CALIBRATION):
-        other, report = convert(model, target(model, "gqa", num_key_value_heads=2), text, method=method, refit=False)
+        other, report = convert_model(model, grouped, text, method=method, refit=False)
         assert other.config.num_key_value_heads == 2 and not report["exact"]
         assert torch.isfinite(logits(other)).all() and distance(logits(other), logits(model)) > 1e-2
         assert report["setting"]["metric"] == "identity" or text
@@ -172,18 +189,20 @@ def test_every_method_works_with_and_without_text(method, fields):
 
 
 def test_the_same_seed_converts_alike():
+    """Equal arguments give equal bits."""
     model = random_model("mha")
     for kind, sizes in (("gqa", {"num_key_value_heads": 2}), ("mla", MLA)):
         states = [
-            convert(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", regroup=True, seed=3)[0]
+            convert_model(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", regroup=True, seed=3)[0]
             for _ in range(2)
         ]
         assert same_state(*(other.state_dict() for other in states))
 
 
 def test_random_heads_differ_by_layer():
+    """random draws other numbers in each layer."""
     model = random_model("mha")
-    other, _ = convert(model, target(model, "mqa"), method="random")
+    other, _ = convert_model(model, target(model, "mqa"), method="random")
     drawn = [grouped(other, index).k for index in range(3)]
     assert not any(torch.equal(drawn[a], drawn[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
 
@@ -195,7 +214,7 @@ REFUSED = {
     "method": (
         make_config("mqa"),
         {"method": "median"},
-        "method='median' is unknown: choose one of auto, lowrank, procrustes, mean, first, random",
+        r"method='median' is unknown \(did you mean mean\?\): choose one of auto, lowrank, procrustes, mean, first, ra",
     ),
     "refit": (make_config("mqa"), {"refit": True}, "refit needs calibration text"),
     "hidden-size": (make_config("mqa", hidden_size=60), {}, "the target's hidden_size=60 differs from the source's 66"),
@@ -227,16 +246,18 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_converted_is_refused(name):
+    """Each impossible conversion is refused in one line that names the field."""
     config, arguments, message = REFUSED[name]
     with pytest.raises(ConversionError, match=message) as error:
-        convert(make_model("gqa"), config, **arguments)
+        convert_model(make_model("gqa"), config, **arguments)
     assert "\n" not in str(error.value)
 
 
 def test_a_latent_norm_is_refused():
+    """MLA with a latent norm is refused, since it is not linear."""
     model = make_model("mla")
     with pytest.raises(ConversionError, match=r"layer 0 is MLA with an RMSNorm on its latent \(latent_norm=True\)"):
-        convert(model, target(model, "mha"))
+        convert_model(model, target(model, "mha"))
 
 
 # -- output projections fitted to the source's outputs
@@ -254,8 +275,9 @@ def projected(model, index: int, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("fields", [{}, {"attention_bias": True}], ids=["plain", "biases"])
 @pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mla", MLA)], ids=["mqa", "mla"])
 def test_refitting_is_ridge_regression(kind, sizes, fields):
+    """The fitted projection is NumPy's ridge regression of what the conversion misses; other layers stay."""
     model = random_model("gqa", **fields).double()
-    other, _ = convert(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", refit=False)
+    other, _ = convert_model(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", refit=False)
     before = state_copy(other)
     refit_outputs(model, other, [0, 2], CALIBRATION)
     inputs = [x.view(24, 24, -1) for x in layer_inputs(model, CALIBRATION)]  # 4 batches of 6 rows of 24 tokens
@@ -279,11 +301,12 @@ def test_refitting_is_ridge_regression(kind, sizes, fields):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_refitting_never_adds_to_the_error_on_its_text(seed):
+    """Fitting lowers each layer's error on its text, whatever the padding, and leaves the training mode."""
     model = random_model("mha", seed, attention_dropout=0.3, **BIASES)
     text = [make_batch(4, 15, padding="left", seed=seed), make_batch(3, 9, seed=seed + 1)]
     model.train(seed == 0)  # dropout must play no part
-    plain, _ = convert(model, target(model, "mqa"), text, method="procrustes")
-    fitted, _ = convert(model, target(model, "mqa"), text, method="procrustes", refit=True)
+    plain, _ = convert_model(model, target(model, "mqa"), text, method="procrustes")
+    fitted, _ = convert_model(model, target(model, "mqa"), text, method="procrustes", refit=True)
     assert fitted.training == model.training == (seed == 0)
     for each in (model, plain, fitted):
         each.eval()
@@ -299,6 +322,7 @@ def test_refitting_never_adds_to_the_error_on_its_text(seed):
 
 
 def test_text_to_choose_by_is_bounded(monkeypatch):
+    """The part of the text for choosing has at most SELECTION_TOKENS tokens."""
     monkeypatch.setitem(hold_out.__globals__, "SELECTION_TOKENS", 100)
     batches = [{"input_ids": torch.full((2, 24), i)} for i in range(16)]
     calibration, selection = hold_out(batches)
@@ -306,30 +330,33 @@ def test_text_to_choose_by_is_bounded(monkeypatch):
 
 
 def test_longrope_is_refused_where_layers_would_rotate_differently():
+    """longrope is refused where layers would need frequencies of their own, and else converted."""
     rope = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 7, "long_factor": [1.0] * 7}
     rope |= {"original_max_position_embeddings": 16, "rope_theta": 500.0}
     model = random_model("gqa", rope_parameters=rope)
     with pytest.raises(ConversionError, match="'longrope' lists a factor per rotary dimension"):
-        convert(model, target(model, "mla", **MLA))
+        convert_model(model, target(model, "mla", **MLA))
     with pytest.raises(ConversionError, match="a budget makes layers differ"):
         allocate(model, "gqa", 9999, CALIBRATION)
-    convert(model, target(model, "mqa"))
+    convert_model(model, target(model, "mqa"))
 
 
 def test_longrope_to_mla_with_room_for_all_planes_is_exact():
+    """With room for all planes longrope converts to MLA exactly."""
     rope = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]}
     rope |= {"long_factor": [2.0] * 7, "original_max_position_embeddings": 16, "rope_theta": 500.0}
     model = random_model("gqa", rope_parameters=rope)
     layer = model.config.per_layer_config[0]
     size = layer.num_key_value_heads * layer.head_dim
-    converted, _ = convert(model, target(model, "mla", kv_lora_rank=size, qk_rope_head_dim=size))
+    converted, _ = convert_model(model, target(model, "mla", kv_lora_rank=size, qk_rope_head_dim=size))
     assert distance(logits(converted), logits(model)) < 1e-5
 
 
 def test_offloaded_weights_are_refused():
+    """A model on the meta device is refused."""
     model = random_model("gqa").to("meta")
     with pytest.raises(ConversionError, match="not in memory"):
-        convert(model, target(model, "mqa"))
+        convert_model(model, target(model, "mqa"))
 
 
 @pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj", "o_proj"])
@@ -339,4 +366,4 @@ def test_a_layer_of_zeros_is_named(kind, sizes, projection):
     model = random_model("gqa")
     getattr(model.model.layers[1].self_attn, projection).weight.data.zero_()
     with pytest.raises(ConversionError, match="layer 1 has projections of zeros"):
-        convert(model, target(model, kind, **sizes), method="lowrank")
+        convert_model(model, target(model, kind, **sizes), method="lowrank")

@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).with_name("conversions_on_device.py")
 
 @pytest.mark.parametrize("device", ["pretended", "cuda"])
 def test_what_a_conversion_finds_does_not_depend_on_the_device(device):
+    """Conversions on a device have the losses, settings and weights of those on the processor."""
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs CUDA: conversions")
     if device == "pretended" and not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"):

@@ -23,9 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import MODELS, make_batch
 
-from modeling_gqa.conversion import convert, target_config
-from modeling_gqa.conversion.heads import permuted
-from modeling_gqa.conversion.matrices import read_heads, write_grouped
+from modeling_gqa.conversion import convert_model, target_config
+from modeling_gqa.conversion.layers.heads import permute_heads, read_heads, write_grouped
 
 pytestmark = pytest.mark.compat
 
@@ -73,11 +72,12 @@ def converted(name: str, prepare=lambda model: model):
         latent = {index: {**layer, **PLAIN} for index, layer in layers.items() if layer["attention_kind"] == "mla"}
         fields = {**fields, "per_layer_config": {**layers, **latent}}
     model = prepare(random_model(model_name, **fields))
-    return model, *convert(model, target_config(model.config, kind, **sizes))
+    return model, *convert_model(model, target_config(model.config, kind, **sizes))
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_the_attention_of_every_layer_is_the_same(name):
+    """Each layer's attention output equals the source's on random inputs."""
     model, other, report = converted(name, torch.nn.Module.double)
     assert report["exact"] and report["method"] == "exact" and not report["candidates"]
     x = inputs()
@@ -90,6 +90,7 @@ def test_the_attention_of_every_layer_is_the_same(name):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_the_model_is_the_same(name):
+    """Logits and generated tokens equal the source's."""
     model, other, _ = converted(name)
     assert distance(logits(other), logits(model)) < 1e-5
     batch = make_batch(padding="left")
@@ -101,6 +102,7 @@ def test_the_model_is_the_same(name):
 @pytest.mark.parametrize("name", ["gqa-mha-biases", "mqa-mla-biases-window", "gqa-mla-full", "mla-mha-large-values"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounding_stays_that_of_the_dtype(name, dtype):
+    """In bfloat16 and float16 an exact conversion is at most twice as far from float64 as the source is."""
     model, other, _ = converted(name, lambda model: in_dtype(model, dtype))
     assert {parameter.dtype for parameter in other.parameters()} == {dtype}
     found, rounded = logits(other), logits(model)
@@ -111,9 +113,10 @@ def test_rounding_stays_that_of_the_dtype(name, dtype):
 
 
 def test_heads_in_another_order_are_the_same_attention():
+    """Key/value heads may be permuted together with the queries that read them."""
     model = random_model("gqa", num_key_value_heads=3, attention_bias=True).double()
     x, expected = inputs(), layer_output(model, 0, inputs())
-    state, _ = write_grouped(permuted(read_heads(model, 0), [[2], [0], [1]]))
+    state, _ = write_grouped(permute_heads(read_heads(model, 0), [2, 0, 1]))
     model.model.layers[0].self_attn.load_state_dict({name: tensor.clone() for name, tensor in state.items()})
     assert distance(layer_output(model, 0, x), expected) < 1e-10
     assert not torch.equal(layer_output(model, 0, x), expected)
@@ -150,6 +153,7 @@ def standard_frequencies(model, attention):
     ],
 )
 def test_a_wrong_conversion_is_far_off(name, damage):
+    """Each of these mistakes would be seen by the tests above."""
     model, other, _ = converted(name, torch.nn.Module.double)
     damage(other, other.model.layers[1].self_attn)
     x = inputs()
@@ -167,6 +171,7 @@ GAUGED = {
 
 @pytest.mark.parametrize("name", GAUGED)
 def test_the_oracle_is_the_models_attention(name):
+    """The oracle that the tests compare with computes what the model computes."""
     model_name, fields = GAUGED[name]
     model = random_model(model_name, **fields).double()
     x = inputs(rows=1)
@@ -177,6 +182,7 @@ def test_the_oracle_is_the_models_attention(name):
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**16))
 def test_changes_of_gauge_leave_attention_and_logits_alone(name, seed):
+    """Queries and keys, and values and outputs, may be changed together by any gauge; keys alone may not."""
     model_name, fields = GAUGED[name]
     model = random_model(model_name, **fields).double()
     x, layer = inputs(rows=1, seed=seed), grouped(model, 0)
@@ -198,7 +204,7 @@ def test_changes_of_gauge_leave_attention_and_logits_alone(name, seed):
 def test_mixing_all_heads_planes_of_a_frequency_leaves_mla_alone(seed):
     """With every frequency once for each key head, any complex matrix over the heads is free."""
     model = random_model("gqa", seed=seed % 7).double()
-    other, _ = convert(model, target_config(model.config, "mla", **FULL))
+    other, _ = convert_model(model, target_config(model.config, "mla", **FULL))
     attention, x = other.model.layers[0].self_attn, inputs(rows=1, seed=seed)
     frequencies = torch.tensor(other.config.per_layer_config[0].rope_frequency_indices)
     generator = torch.Generator().manual_seed(seed)
@@ -236,6 +242,7 @@ def test_biases_that_drop_out():
 
 
 def test_interleaved_rows_are_half_split_ones_in_another_order():
+    """The two rotary layouts differ by a permutation of rows."""
     model = random_model("mla", latent_norm=False, rope_interleave=False, attention_bias=True).double()
     other = random_model("mla", latent_norm=False, rope_interleave=True, attention_bias=True).double()
     other.load_state_dict(model.state_dict())

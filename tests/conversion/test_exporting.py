@@ -20,10 +20,11 @@ from stock_models import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.conversion.errors import ConversionError
-from modeling_gqa.conversion.exporting import export_checkpoint, export_config, inexactness
-from modeling_gqa.conversion.files import open_tensors
-from modeling_gqa.conversion.importing import import_checkpoint, import_config
+from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.conversion.checkpoints.exporting import export_checkpoint, export_config, inexactness
+from modeling_gqa.conversion.checkpoints.families import import_config
+from modeling_gqa.conversion.checkpoints.files import open_tensors
+from modeling_gqa.conversion.checkpoints.importing import import_checkpoint
 
 pytestmark = pytest.mark.compat
 
@@ -314,7 +315,7 @@ def test_a_family_that_does_not_fit_is_refused(fields, family, reason):
 def test_only_complete_models_of_ours_are_exported(tmp_path):
     stock = stock_model(stock_config("llama"))
     stock.save_pretrained(tmp_path / "stock")
-    with pytest.raises(ConversionError, match="is a llama model: only GQA models are exported"):
+    with pytest.raises(ConversionError, match="is a llama model: only modeling_gqa models are exported"):
         export_checkpoint(tmp_path / "stock", tmp_path / "target")
     model = GQAForCausalLM(import_config(stock.config))
     model.save_pretrained(tmp_path / "own")

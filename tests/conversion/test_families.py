@@ -22,9 +22,8 @@ from stock_models import (
 )
 from transformers import CONFIG_MAPPING
 
-from modeling_gqa.conversion.errors import ConversionError
-from modeling_gqa.conversion.families import FAMILIES, IRRELEVANT
-from modeling_gqa.conversion.importing import import_config
+from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.conversion.checkpoints.families import FAMILIES, IGNORED_FIELDS, import_config
 
 
 def is_latent(family: str) -> bool:
@@ -170,7 +169,7 @@ def test_every_field_is_followed_refused_or_irrelevant(family, name):
     assert close(logits(own_model(stock, imported)), expected)
     moved = not close(base_logits(family), expected, 1e-3)
     stored_name = config.attribute_map.get(name, name)
-    irrelevant = stored_name in IRRELEVANT or stored_name in FAMILIES[family].irrelevant
+    irrelevant = stored_name in IGNORED_FIELDS or stored_name in FAMILIES[family].ignored
     assert moved != (irrelevant or name in CARRIED)
     if name in CARRIED and name != "dtype":
         assert getattr(imported, name) == CHANGED[name]

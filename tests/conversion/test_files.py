@@ -11,9 +11,9 @@ from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 
-from modeling_gqa.conversion import files
-from modeling_gqa.conversion.errors import ConversionError
-from modeling_gqa.conversion.files import (
+from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.conversion.checkpoints import files
+from modeling_gqa.conversion.checkpoints.files import (
     check_companions,
     check_finite,
     check_tokenizer,

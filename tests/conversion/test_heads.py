@@ -26,15 +26,14 @@ from attention_oracle import (
     write,
 )
 
-from modeling_gqa.conversion import convert, target_config
-from modeling_gqa.conversion.heads import permuted
-from modeling_gqa.conversion.matrices import read_heads, write_grouped
+from modeling_gqa.conversion import convert_model, target_config
+from modeling_gqa.conversion.layers.heads import permute_heads, read_heads, write_grouped
 
 
 def fewer(model, number: int, method: str, **arguments):
     """Conversion with all of CALIBRATION, without any search."""
     target = target_config(model.config, "gqa" if number > 1 else "mqa", num_key_value_heads=number)
-    return convert(model, target, CALIBRATION, selection=CALIBRATION, method=method, **arguments)
+    return convert_model(model, target, CALIBRATION, selection=CALIBRATION, method=method, **arguments)
 
 
 def solve(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
@@ -111,6 +110,7 @@ LOSSY = {
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_the_loss_of_lowrank_is_the_error_measured_and_the_eigenvalues_dropped(name):
+    """The reported loss equals the error measured from weights and text, and the sum of the eigenvalues left out."""
     model_name, fields, number = LOSSY[name]
     model = random_model(model_name, **fields).double()
     other, report = fewer(model, number, "lowrank")
@@ -129,6 +129,7 @@ def test_the_loss_of_lowrank_is_the_error_measured_and_the_eigenvalues_dropped(n
 
 
 def test_no_other_subspace_of_values_loses_less():
+    """Moving the kept subspace of values in any direction, a little or far, loses more."""
     model = random_model("mha", output_bias=True).double()
     other, _ = fewer(model, 2, "lowrank")
     x = layer_inputs(model, CALIBRATION)[0]
@@ -170,7 +171,7 @@ def copies(name: str, seed: int = 0, number: int = 6, turn=random_gauge, **field
     """A model of `number` heads that computes what `name` computes with fewer: each a copy in a gauge of its own."""
     model = random_model(name, seed, **fields).double()
     kind = "mha" if number == model.config.num_attention_heads else "gqa"
-    many, _ = convert(model, target_config(model.config, kind, num_key_value_heads=number))
+    many, _ = convert_model(model, target_config(model.config, kind, num_key_value_heads=number))
     for index in range(3):
         layer = grouped(many, index)
         write(change_gauge(layer, *turn(layer, seed + index)), many, index)
@@ -188,6 +189,7 @@ def worst(model, other) -> float:
     ids=["plain", "biases", "partial", "small"],
 )
 def test_copies_in_any_gauge_merge_without_loss(fields):
+    """Heads that are copies of each other, each in a gauge of its own, merge exactly by lowrank and not by the mean."""
     model, many = copies("gqa", **fields)
     other, report = fewer(many, 2, "lowrank")
     assert all(abs(layer["loss"]) < 1e-9 for layer in report["layers"])
@@ -198,8 +200,9 @@ def test_copies_in_any_gauge_merge_without_loss(fields):
 
 
 def test_without_data_copies_merge_without_loss_too():
+    """Copies merge exactly when the weights alone decide."""
     model, many = copies("gqa", attention_bias=True)
-    other, _ = convert(many, target_config(many.config, "gqa", num_key_value_heads=2), method="lowrank")
+    other, _ = convert_model(many, target_config(many.config, "gqa", num_key_value_heads=2), method="lowrank")
     assert worst(model, other) < 1e-7
 
 
@@ -209,6 +212,7 @@ def rotations(layer, seed: int):
 
 
 def test_procrustes_undoes_rotations():
+    """Copies that were turned by phases and orthogonal matrices merge exactly by procrustes and not by the mean."""
     model, many = copies("gqa", seed=1, turn=rotations, attention_bias=True)
     other, report = fewer(many, 2, "procrustes")
     assert all(abs(layer["loss"]) < 1e-9 for layer in report["layers"])
@@ -231,6 +235,7 @@ def test_numbers_of_heads_that_do_not_nest():
 
 @pytest.mark.parametrize("what", ["values", "keys"])
 def test_the_result_does_not_depend_on_the_sources_gauge(what):
+    """Two sources that compute the same function in other gauges give the same converted function and losses."""
     model = random_model("mha", seed=2, attention_bias=True).double()
     other = random_model("mha", seed=2, attention_bias=True).double()
     for index in range(3):
@@ -254,6 +259,7 @@ def test_the_result_does_not_depend_on_the_sources_gauge(what):
 
 @pytest.mark.parametrize("method", ["mean", "first", "random"])
 def test_baselines_change_keys_and_values_alone(method):
+    """mean, first and random make keys and values by definition, keep queries and output, and follow the seed."""
     model = random_model("mha", seed=3, attention_bias=True)
     other, _ = fewer(model, 2, method, seed=4)
     for index in range(3):
@@ -276,6 +282,7 @@ def test_baselines_change_keys_and_values_alone(method):
 
 @pytest.mark.parametrize("method", ["mean", "first"])
 def test_the_loss_of_baselines_is_the_error_measured(method):
+    """The losses of mean and first equal the measured error, and lowrank loses less."""
     model = random_model("mha", output_bias=True).double()
     other, report = fewer(model, 2, method)
     better = fewer(model, 2, "lowrank")[1]["layers"]
@@ -288,6 +295,7 @@ def test_the_loss_of_baselines_is_the_error_measured(method):
 
 
 def test_procrustes_turns_heads_towards_their_mean():
+    """procrustes turns by orthogonal matrices and phases, after which heads are nearer to their mean."""
     model = random_model("mha", seed=5, attention_bias=True).double()
     other, _ = fewer(model, 2, "procrustes")
     x = layer_inputs(model, CALIBRATION)[0]
@@ -316,6 +324,7 @@ def test_procrustes_turns_heads_towards_their_mean():
 
 @pytest.mark.parametrize("method", ["lowrank", "procrustes", "mean", "first", "random"])
 def test_norms_on_heads_are_balanced_only_for_turning(method):
+    """Each plane's two norm weights become their root mean square for methods that turn planes, and else stay."""
     model = random_model("mha", qk_norm=True)
     other, _ = fewer(model, 3, method)
     for index in range(3):
@@ -330,11 +339,12 @@ def test_norms_on_heads_are_balanced_only_for_turning(method):
 
 @pytest.mark.parametrize("method", ["lowrank", "procrustes", "mean", "first"])
 def test_equal_heads_with_norms_merge_without_loss(method):
+    """Equal heads behind an RMSNorm merge exactly by every method."""
     model = random_model("gqa", qk_norm=True).double()
     for layer in model.model.layers:
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             norm.weight.data[7:] = norm.weight.data[:7]
-    many, _ = convert(model, target_config(model.config, "mha"))
+    many, _ = convert_model(model, target_config(model.config, "mha"))
     assert worst(model, fewer(many, 2, method)[0]) < 1e-6
 
 
@@ -344,7 +354,7 @@ def test_phases_of_heads_with_norms_are_undone():
     for layer in model.model.layers:
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             norm.weight.data[7:] = norm.weight.data[:7]
-    many, _ = convert(model, target_config(model.config, "mha"))
+    many, _ = convert_model(model, target_config(model.config, "mha"))
     for index in range(3):
         layer = grouped(many, index)
         planes, values, rest = random_gauge(layer, index)
@@ -360,7 +370,7 @@ def test_phases_of_heads_with_norms_are_undone():
 def shuffled(model, order: list[int]):
     """The same model with its key/value heads, and the queries that read them, in another order."""
     for index in range(3):
-        state, _ = write_grouped(permuted(read_heads(model, index), [[head] for head in order]))
+        state, _ = write_grouped(permute_heads(read_heads(model, index), order))
         model.model.layers[index].self_attn.load_state_dict({name: x.clone() for name, x in state.items()})
     return model
 
@@ -368,7 +378,8 @@ def shuffled(model, order: list[int]):
 @pytest.mark.parametrize("exact_sets", [500, 0], ids=["whole-groups", "pairs"])
 @pytest.mark.parametrize("order", [[0, 4, 2, 5, 1, 3], [5, 0, 3, 1, 4, 2]], ids=str)
 def test_planted_groups_are_found(order, exact_sets, monkeypatch):
-    monkeypatch.setattr("modeling_gqa.conversion.grouping.EXACT_SETS", exact_sets)
+    """Copies in shuffled order are found and merge exactly; merging neighbours does not."""
+    monkeypatch.setattr("modeling_gqa.conversion.layers.grouping.EXACT_SETS", exact_sets)
     model, many = copies("gqa", seed=6, attention_bias=True)
     many = shuffled(many, order)
     assert worst(model, many) < 1e-9
@@ -380,7 +391,8 @@ def test_planted_groups_are_found(order, exact_sets, monkeypatch):
 @pytest.mark.parametrize("exact_sets", [500, 0], ids=["whole-groups", "pairs"])
 @pytest.mark.parametrize("seed", range(3))
 def test_groups_are_never_worse_than_neighbours(seed, exact_sets, monkeypatch):
-    monkeypatch.setattr("modeling_gqa.conversion.grouping.EXACT_SETS", exact_sets)
+    """The groups that are found lose at most what neighbours lose, in every layer."""
+    monkeypatch.setattr("modeling_gqa.conversion.layers.grouping.EXACT_SETS", exact_sets)
     model = random_model("mha", seed)
     losses = [
         [layer["loss"] for layer in fewer(model, 3, "lowrank", regroup=regroup)[1]["layers"]]
@@ -390,6 +402,7 @@ def test_groups_are_never_worse_than_neighbours(seed, exact_sets, monkeypatch):
 
 
 def test_the_size_of_a_head_that_its_norm_takes_away_is_no_matter():
+    """A head scaled by 20 behind an RMSNorm converts as before, with the same losses."""
     model = random_model("mha", qk_norm=True).double()
     other = copy.deepcopy(model)
     for layer in other.model.layers:
@@ -411,6 +424,6 @@ def test_losses_do_not_depend_on_where_scores_are_scaled(kind, sizes):
     for factor, scale in ((1.0, 0.3), (2.0, 0.3 / 4)):
         rope = {**YARN, "attention_factor": factor}
         model = random_model("mha", rope_parameters=rope, softmax_scale=scale).double()
-        _, report = convert(model, target_config(model.config, kind, **sizes), CALIBRATION, method="lowrank")
+        _, report = convert_model(model, target_config(model.config, kind, **sizes), CALIBRATION, method="lowrank")
         losses.append([row["loss"] for row in report["layers"]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

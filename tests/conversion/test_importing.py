@@ -20,12 +20,12 @@ from stock_models import (
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.conversion import importing
-from modeling_gqa.conversion.errors import ConversionError
-from modeling_gqa.conversion.families import FAMILIES
-from modeling_gqa.conversion.files import LazyTensor, open_tensors
-from modeling_gqa.conversion.importing import import_checkpoint, import_config, load_source
-from modeling_gqa.conversion.inspection import find_checkpoint
+from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.conversion.checkpoints import checkpoint
+from modeling_gqa.conversion.checkpoints.checkpoint import load_source, open_checkpoint
+from modeling_gqa.conversion.checkpoints.families import FAMILIES, import_config
+from modeling_gqa.conversion.checkpoints.files import LazyTensor, open_tensors
+from modeling_gqa.conversion.checkpoints.importing import import_checkpoint
 
 pytestmark = pytest.mark.compat
 
@@ -139,7 +139,7 @@ def test_smollm2s_own_fields_are_understood():
         ("smollm3", "layers without positions"),
         ("gpt_oss", "attention sinks"),
         ("gemma2", "soft-caps its attention scores and logits"),
-        ("gqa", "a GQA model already"),
+        ("gqa", "a modeling_gqa model already"),
         ("bert", ": these can be imported"),
     ],
 )
@@ -390,7 +390,7 @@ def test_what_is_computed_or_for_speculative_decoding_is_left_out(tmp_path):
     import_checkpoint(source, tmp_path / "target")
     assert open_tensors(tmp_path / "target").keys() == dict(model.named_parameters()).keys()
     assert close(logits(load_source(source)), logits(model))
-    assert find_checkpoint(source).family == "deepseek_v3"
+    assert open_checkpoint(source, download=False).family == "deepseek_v3"
     add("model.layers.4.eh_proj.weight", torch.ones(4, 4))(source)
     with pytest.raises(ConversionError, match=r"model\.layers\.4\.eh_proj"):
         import_checkpoint(source, tmp_path / "again")
@@ -413,7 +413,7 @@ def test_a_shard_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
             for name, tensor in open_tensors(folder).items()
         }
 
-    monkeypatch.setattr(importing, "open_tensors", counted)
+    monkeypatch.setattr(checkpoint, "open_tensors", counted)
     import_checkpoint(source, tmp_path / "target", max_shard_size=SHARD)
     total = sum(tensor.nbytes for tensor in open_tensors(source).values())
     assert 0 < most[0] <= 2 * SHARD < total / 3

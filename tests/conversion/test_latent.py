@@ -29,15 +29,15 @@ from transformers import DynamicCache, StaticCache
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.conversion import ConversionError, convert, target_config
-from modeling_gqa.conversion.latent import GAINS, best_split, to_latent
-from modeling_gqa.conversion.matrices import read_heads
-from modeling_gqa.conversion.moments import compute_moments
+from modeling_gqa.conversion import ConversionError, convert_model, target_config
+from modeling_gqa.conversion.layers.heads import read_heads
+from modeling_gqa.conversion.layers.latent import GAINS, best_sizes, to_latent
+from modeling_gqa.conversion.layers.moments import compute_moments
 
 
 def to_mla(model, rank: int, size: int, **arguments):
     target = target_config(model.config, "mla", kv_lora_rank=rank, qk_rope_head_dim=size)
-    return convert(model, target, CALIBRATION, **{"method": "lowrank", **arguments})
+    return convert_model(model, target, CALIBRATION, **{"method": "lowrank", **arguments})
 
 
 def components(layer, x: torch.Tensor, rotation: torch.Tensor, number: int):
@@ -73,6 +73,7 @@ LOSSY = {
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_the_loss_is_the_error_measured(name):
+    """Rotary key, turned queries, latent, output bias and loss follow their formulas, from weights and text alone."""
     model_name, fields, rank, size = LOSSY[name]
     model = random_model(model_name, **fields).double()
     other, report = to_mla(model, rank, size)
@@ -149,13 +150,14 @@ def smallest_loss(layer, x: torch.Tensor, turned: torch.Tensor, rank: int, size:
 
 
 def test_a_cache_is_shared_so_that_least_is_lost():
+    """R and P are those of the tried sizes that lose least by eigenvalues, and P grows with the weight of keys."""
     model, found = random_model("gqa").double(), {1.0: [], 0.2: [], 0.03: []}
     for index, x in enumerate(layer_inputs(model, CALIBRATION)):
         layer = grouped(model, index)
         turned = mean_rotation(layer, [rows[0] for rows in x.view(4, 6, 24, -1)])
         heads, statistics = read_heads(model, index), collected(model, CALIBRATION)[index]
         for weight, sizes in found.items():
-            rank, size, loss = best_split(heads, compute_moments(heads, statistics), 32, weight)
+            rank, size, loss = best_sizes(heads, compute_moments(heads, statistics), 32, weight)
             tried = (2, 4, 6, 8, 12, 16, 20, 24)
             losses = {each: smallest_loss(layer, x, turned, 32 - each, each, weight) for each in tried}
             assert rank + size == 32 and losses[size] <= 1.001 * min(losses.values())
@@ -166,10 +168,11 @@ def test_a_cache_is_shared_so_that_least_is_lost():
 
 @pytest.mark.parametrize("method", ["lowrank", "auto"])
 def test_converted_with_a_shared_cache(method):
+    """R and P chosen layer by layer sum to the given cache, in the configuration and in the cache itself."""
     model = random_model("mha", attention_bias=True)
     for layers in (None, [0, 2]):
         target = target_config(model.config, "mla", cache_size=30, layers=layers)
-        other, report = convert(model, target, CALIBRATION, method=method, split=True)
+        other, report = convert_model(model, target, CALIBRATION, method=method, share_cache=True)
         changed = [other.config.per_layer_config[index] for index in layers or range(3)]
         sizes = [(layer.kv_lora_rank, layer.qk_rope_head_dim) for layer in changed]
         assert all(sum(pair) == 30 for pair in sizes) and report["setting"]["split"] in (None, 0.2, 0.3, 0.1)
@@ -178,17 +181,19 @@ def test_converted_with_a_shared_cache(method):
         cached = other(CALIBRATION[0]["input_ids"], use_cache=True).past_key_values
         layers_cached = [cached.layers[index] for index in layers or range(3)]
         assert [layer.keys.shape[-1] + layer.values.shape[-1] for layer in layers_cached] == [30] * len(sizes)
-    _, report = convert(model, target, split=True)  # without text nothing is known of the losses
+    _, report = convert_model(model, target, share_cache=True)  # without text nothing is known of the losses
     assert report["layers"][0]["to"] == "mla, 16 + 14"
 
 
 def test_what_is_exact_is_not_shared_anew():
+    """A target that is exact keeps its R and P."""
     model = random_model("mqa")
-    _, report = convert(model, target_config(model.config, "mla", cache_size=28), CALIBRATION, split=True)
+    _, report = convert_model(model, target_config(model.config, "mla", cache_size=28), CALIBRATION, share_cache=True)
     assert report["exact"] and {layer["to"] for layer in report["layers"]} == {"mla, 14 + 14"}
 
 
 def test_gains_turn_queries():
+    """Each gain multiplies the planes of unrotated queries by 1, the mean rotation, or each head's own."""
     model = random_model("gqa", rope_parameters=PARTIAL).double()
     heads, statistics = read_heads(model, 0), collected(model, CALIBRATION)[0]
     moments = compute_moments(heads, statistics)
@@ -201,6 +206,7 @@ def test_gains_turn_queries():
 
 
 def test_more_room_loses_less():
+    """Losses and errors fall strictly as R or P grows, down to 0 where there is room for all."""
     model = random_model("mha", initializer_range=0.1).double()
     x = layer_inputs(model, CALIBRATION)[0][None, :24]
     expected, losses, errors = layer_output(model, 0, x), {}, {}
@@ -228,6 +234,7 @@ UNROTATED = {
 
 @pytest.mark.parametrize("name", UNROTATED)
 def test_planes_that_hardly_turn_need_no_rotation(name):
+    """With frequencies near 0 an unrotated conversion is exact to 1e-4; a wrong factor or bias is off by 1e-2."""
     model_name, fields = UNROTATED[name]
     model = random_model(model_name, **fields).double()
     other, _ = to_mla(model, 56, 4)  # room for all keys and values
@@ -246,6 +253,7 @@ def test_planes_that_hardly_turn_need_no_rotation(name):
 
 
 def test_norms_on_heads_are_refused():
+    """qk_norm has no MLA, and the message says what to do instead."""
     with pytest.raises(ConversionError, match=r"qk_norm=True: .*convert this model to fewer key/value heads instead"):
         target_config(random_model("gqa", qk_norm=True).config, "mla", cache_size=20)
 
@@ -265,13 +273,14 @@ def converted(name: str):
     model = random_model(model_name, **fields)
     model.set_attn_implementation(options.get("attn_implementation", "sdpa"))
     target = target_config(model.config, "mla", cache_size=24, layers=options.get("layers"))
-    return convert(model, target, CALIBRATION, method="lowrank")[0]
+    return convert_model(model, target, CALIBRATION, method="lowrank")[0]
 
 
 @pytest.mark.parametrize("cache_class", [DynamicCache, StaticCache])
 @pytest.mark.parametrize("name", CONVERTED)
 @torch.no_grad()
 def test_decoding_is_the_full_forward(name, cache_class):
+    """Logits token by token with a cache are those of one forward."""
     model, ids = converted(name), make_batch()["input_ids"]
     expected = model(ids, use_cache=False).logits
     cache = DynamicCache(config=model.config) if cache_class is DynamicCache else StaticCache(model.config, 11)
@@ -282,6 +291,7 @@ def test_decoding_is_the_full_forward(name, cache_class):
 
 @pytest.mark.parametrize("name", CONVERTED)
 def test_a_converted_model_is_saved_and_loaded(name, tmp_path):
+    """Frequencies chosen layer by layer survive saving and loading, with equal logits."""
     model = converted(name)
     indices = [layer.rope_frequency_indices for layer in model.config.per_layer_config]
     if name == "plain":
@@ -293,6 +303,7 @@ def test_a_converted_model_is_saved_and_loaded(name, tmp_path):
 
 
 def test_a_converted_model_brings_its_code(tmp_path, monkeypatch):
+    """A saved conversion loads with the code in its own folder."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     model = converted("partial-one-layer")

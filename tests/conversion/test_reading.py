@@ -13,9 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from modeling_gqa.conversion import ConversionError, reading
-from modeling_gqa.conversion.finding import find_files
-from modeling_gqa.conversion.reading import JSONValues, read_documents
+from modeling_gqa.conversion import ConversionError
+from modeling_gqa.conversion.text import formats
+from modeling_gqa.conversion.text.formats import JSONValues
+from modeling_gqa.conversion.text.reading import find_files, read_documents
 
 TEXTS = ["one\r\ntwo — 漢字 🙂\n", "three", '"four" \\ {[,]}\t', "  "]
 
@@ -61,7 +62,7 @@ def test_upper_case_and_a_byte_order_mark(name, tmp_path):
 
 @pytest.mark.parametrize("packing", PACKERS)
 def test_text_of_every_packing(packing, tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "CHUNK", 1000)
+    monkeypatch.setattr(formats, "CHUNK", 1000)
     text = "\n".join(f"line {number} — 漢" for number in range(1000))
     path = tmp_path / f"a.txt{packing}"
     path.write_bytes(PACKERS[packing](b"\xef\xbb\xbf" + text.encode()))
@@ -84,7 +85,7 @@ def test_rows_of_parquet(tmp_path):
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_json_is_read_in_chunks_of_any_size(chunk, tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "CHUNK", chunk)
+    monkeypatch.setattr(formats, "CHUNK", chunk)
     values = [{"text": "a" * 100, "n": -1.5e300, "b": [True, False, None, "\\"]}, "\U0001f642", {"text": "\n"}]
     for name, content in (("a.json", json.dumps(values)), ("b.json", "\n".join(map(json.dumps, values)))):
         (tmp_path / name).write_text(content)
@@ -167,7 +168,7 @@ def test_an_unreadable_file_and_folder_are_named(tmp_path, monkeypatch):
     def refuse(path, *_, **__):
         raise PermissionError(13, "Permission denied", os.fspath(path))
 
-    monkeypatch.setattr(reading, "open", refuse, raising=False)
+    monkeypatch.setattr(formats, "open", refuse, raising=False)
     with pytest.raises(ConversionError, match=r"^cannot read .*a.txt: Permission denied$"):
         read(tmp_path / "a.txt")
     scandir = os.scandir
@@ -223,7 +224,7 @@ def test_nothing_to_read_says_what_was_left_out(tmp_path):
 
 def test_a_wrong_value_does_not_read_on(tmp_path, monkeypatch):
     """A fault in the first value of a long file is found there, not at its end."""
-    monkeypatch.setattr(reading, "CHUNK", 100)
+    monkeypatch.setattr(formats, "CHUNK", 100)
     (tmp_path / "a.json").write_text('{"text": nothing} ' + '{"text": "a"} ' * 1000)
     values = JSONValues(tmp_path / "a.json")
     with pytest.raises(json.JSONDecodeError):

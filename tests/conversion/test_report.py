@@ -5,11 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from huggingface_hub import metadata_load
 from small_models import make_batch, make_model
 
-from modeling_gqa.conversion import ConversionError, measuring, report
-from modeling_gqa.conversion.measuring import layer_errors, measure, predicted_states
-from modeling_gqa.conversion.report import describe_layers, write_card, write_report
+from modeling_gqa.conversion import ConversionError
+from modeling_gqa.conversion.command.report import describe_layers, write_card, write_report
+from modeling_gqa.conversion.text import measuring
+from modeling_gqa.conversion.text.measuring import compare_predictions, layer_errors, predicted_states
 
 
 def packed_batch(batch: int = 2, length: int = 13) -> dict[str, torch.Tensor]:
@@ -68,41 +70,45 @@ BATCHES = {
 
 @pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
 def test_measure_is_the_formula(batches, monkeypatch):
+    """Perplexities, KL and agreement equal sums over tokens in Python, each document computed alone in float64."""
     monkeypatch.setattr(measuring, "TOKENS_AT_ONCE", 7)  # several chunks, the last one shorter
     source, converted = make_model("mha"), make_model("mla", seed=3)
-    measured = measure(source, converted, batches)
+    measured = compare_predictions(source, converted, batches)
     assert measured == pytest.approx(expected_measurement(source, converted, batches), rel=1e-4)
     known = [predicted_states(source, batch) for batch in batches]
     for parameter in source.model.parameters():  # which is not run again
         parameter.data.zero_()
-    assert measure(source, converted, batches, known=known) == pytest.approx(measured, rel=1e-5)
+    assert compare_predictions(source, converted, batches, source_states=known) == pytest.approx(measured, rel=1e-5)
 
 
 def test_measure_of_the_same_model_and_modes():
+    """A model has KL 0 from itself, and models keep their modes."""
     model, other = make_model("gqa").train(), make_model("gqa")
-    measured = measure(model, other, [packed_batch()])
+    measured = compare_predictions(model, other, [packed_batch()])
     assert measured["kl"] == 0 and measured["top1_agreement"] == 1
     assert measured["perplexity_before"] == measured["perplexity_after"]
     assert model.training and not other.training
 
 
 def test_measure_refuses_what_says_nothing():
+    """Text without a token to predict, and logits or perplexities that are not finite, are refused."""
     model = make_model("gqa")
     lonely = {"input_ids": torch.tensor([[5, 6]]), "position_ids": torch.zeros(1, 2, dtype=torch.long)}
     with pytest.raises(ConversionError, match="no token to measure on"):
-        measure(model, model, [lonely])
+        compare_predictions(model, model, [lonely])
     broken = make_model("gqa")
     broken.lm_head.weight.data[7] = torch.inf
     with pytest.raises(ConversionError, match="not finite"):
-        measure(model, broken, [packed_batch()])
+        compare_predictions(model, broken, [packed_batch()])
     certain = make_model("gqa")
     certain.lm_head.weight.data *= 1e6
     with pytest.raises(ConversionError, match="whose perplexity no number holds"):
-        measure(model, certain, [packed_batch()])
+        compare_predictions(model, certain, [packed_batch()])
 
 
 @pytest.mark.parametrize("batch", [packed_batch(), make_batch(padding="left")], ids=["packed", "padded"])
 def test_layer_errors_find_the_changed_layer(batch, model_name):
+    """Scaling one output projection by 1.25 gives that layer the error 0.25 and the others 0."""
     source, converted = make_model(model_name), make_model(model_name)
     assert layer_errors(source, converted, [batch]) == [0, 0, 0]
     # The attention output is linear in this matrix, so the relative error is that of the matrix.
@@ -128,12 +134,14 @@ def test_layer_errors_between_kinds_are_of_the_attention_alone():
 
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_layer_errors_leave_padding_out(padding):
+    """Tokens in the padding do not change the errors."""
     source, converted, batch = make_model("mha"), make_model("mla", seed=3), make_batch(padding=padding)
     other = {**batch, "input_ids": batch["input_ids"].where(batch["attention_mask"].bool(), 77)}
     assert layer_errors(source, converted, [other]) == pytest.approx(layer_errors(source, converted, [batch]), rel=1e-5)
 
 
 def test_layer_errors_want_one_attention_implementation():
+    """Two attention implementations are refused."""
     source, converted = make_model("mha"), make_model("mha")
     converted.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="one attention implementation"):
@@ -162,13 +170,14 @@ REPORT = {
 
 
 def test_card_has_every_number_and_the_licence(tmp_path):
+    """The card holds each number of the report and the source's licence and language."""
     model = make_model("mla", latent_norm=False)
     source_card = tmp_path / "source.md"
     (tmp_path / "tokenizer_config.json").write_text("{}")
     source_card.write_text("---\nlicense: apache-2.0\nlanguage: [de]\npipeline_tag: x\n---\ntext")
     write_card(tmp_path, "small", REPORT, model.config, source_card)
     card = (tmp_path / "README.md").read_text()
-    metadata = report.metadata_load(tmp_path / "README.md")
+    metadata = metadata_load(tmp_path / "README.md")
     assert metadata["license"] == "apache-2.0" and metadata["language"] == ["de"]
     assert metadata["base_model"] == "org/some-llama" and metadata["tags"] == ["gqa", "mla"]
     assert 'tokenizer = AutoTokenizer.from_pretrained("small"' in card
@@ -179,6 +188,7 @@ def test_card_has_every_number_and_the_licence(tmp_path):
 
 
 def test_card_without_measurement_says_so(tmp_path):
+    """Without text the card says that nothing was measured, and it holds no path of this machine."""
     broken_card = tmp_path / "source.md"
     broken_card.write_text("---\n: [\n---\n")
     written = {**REPORT, "source": str(tmp_path), "text": None, "tokens": 0, "method": "mean"}
@@ -190,6 +200,7 @@ def test_card_without_measurement_says_so(tmp_path):
 
 
 def test_report_is_strict_json(tmp_path):
+    """The file holds the report, and nan is refused."""
     write_report(tmp_path, REPORT)
     assert json.loads((tmp_path / "conversion.json").read_text()) == REPORT
     with pytest.raises(ValueError, match="JSON"):
@@ -197,5 +208,6 @@ def test_report_is_strict_json(tmp_path):
 
 
 def test_equal_layers_are_described_together():
+    """Neighbouring layers of equal attention are one entry."""
     assert describe_layers(make_model("mha").config) == [("0-2", "mha, 6 query heads, 6 key/value heads of 14")]
     assert [where for where, _ in describe_layers(make_model("mixed").config)] == ["0", "1", "2"]

@@ -11,8 +11,8 @@ from small_models import make_config
 from transformers import LlamaConfig
 
 from modeling_gqa.accounting import cache_bytes_per_token
-from modeling_gqa.conversion import ConversionError, allocate, convert, target_config
-from modeling_gqa.conversion.allocation import Option, numbers_per_token, spend
+from modeling_gqa.conversion import ConversionError, allocate, convert_model, target_config
+from modeling_gqa.conversion.allocation import SizeChoice, numbers_per_token, spend
 
 
 def sizes(config) -> list[tuple[str, int, int | None, int | None]]:
@@ -48,6 +48,7 @@ TARGETS = {
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_sizes_follow(name):
+    """R, P, heads and kinds of each layer follow from the arguments, and nothing else changes."""
     model, fields, kind, arguments, expected = TARGETS[name]
     source = make_config(model, **fields)
     before = source.to_dict()
@@ -64,12 +65,14 @@ def test_sizes_follow(name):
 
 
 def test_a_head_of_mla_has_room_for_key_and_value():
+    """As MHA, an MLA head has the larger of its key and value sizes, rounded up to even."""
     for value, size in ((13, 16), (20, 20), (17, 18)):
         config = target_config(make_config("mla", v_head_dim=value), "mha")
         assert config.head_dim == size and config.kv_lora_rank is None
 
 
 def test_partly_rotated_layers_beside_mla_say_what_they_rotate():
+    """Layers that stay grouped name the frequencies that they rotate with."""
     config = target_config(make_config("gqa", rope_parameters=PARTIAL), "mla", cache_size=20, layers=[1])
     for index in (0, 2):
         layer = config.per_layer_config[index]
@@ -144,6 +147,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_impossible_targets_are_refused(name):
+    """Each impossible target is refused in one line that names the field and its value."""
     model, fields, kind, arguments, message = REFUSED[name]
     with pytest.raises(ConversionError, match=message) as error:
         target_config(make_config(model, **fields), kind, **arguments)
@@ -167,7 +171,7 @@ def uneven_model(name: str = "mha", **fields):
 
 def relative_losses(model, config) -> float:
     """Summed losses of a conversion, each relative to the stream that the layer adds to."""
-    _, report = convert(model, config, CALIBRATION, selection=CALIBRATION, method="lowrank", regroup=True)
+    _, report = convert_model(model, config, CALIBRATION, selection=CALIBRATION, method="lowrank", regroup=True)
     streams = []
     hooks = [
         layer.post_attention_layernorm.register_forward_pre_hook(
@@ -191,6 +195,7 @@ def relative_losses(model, config) -> float:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_budget_is_kept_and_well_spent(kind, uniform, dtype):
+    """The cache keeps to the budget, and the layers lose less than with equal sizes."""
     model = uneven_model()
     equal = target_config(model.config, kind, **uniform)
     budget = cache_bytes_per_token(equal, dtype)
@@ -202,6 +207,7 @@ def test_a_budget_is_kept_and_well_spent(kind, uniform, dtype):
 
 
 def test_layers_that_may_not_change_are_counted():
+    """The cache of unchanged layers counts towards the budget."""
     model = uneven_model()
     for index in range(3):
         config = allocate(model, "gqa", 3 * 500, CALIBRATION, layers=[0, index], dtype=torch.float16)
@@ -210,6 +216,7 @@ def test_layers_that_may_not_change_are_counted():
 
 
 def test_a_layer_without_smaller_sizes_stays_whatever_it_is():
+    """A layer that cannot become smaller keeps its attention."""
     model = random_model("mixed-window")  # the last layer is MLA with a latent norm, smaller than one key/value head
     least = (2 * 2 * 14 + numbers_per_token(model.config.per_layer_config[2])) * 2
     config = allocate(model, "gqa", least, CALIBRATION, dtype=torch.bfloat16)
@@ -217,6 +224,7 @@ def test_a_layer_without_smaller_sizes_stays_whatever_it_is():
 
 
 def test_a_large_budget_changes_nothing():
+    """With room for all caches every layer keeps its attention."""
     model = uneven_model()
     for kind in ("gqa", "mla"):
         assert sizes(allocate(model, kind, 3 * 2 * 6 * 14 * 4, CALIBRATION)) == sizes(model.config)
@@ -224,6 +232,7 @@ def test_a_large_budget_changes_nothing():
 
 @pytest.mark.parametrize(("kind", "layers", "least"), [("gqa", None, 3 * 56), ("gqa", [1], 2 * 336 + 56)])
 def test_a_small_budget_is_refused_and_the_least_is_enough(kind, layers, least):
+    """One byte less than the least is refused, which the message names; the least is enough."""
     model = uneven_model()
     message = f"a budget of {least - 1} bytes per token is too small: the least with {kind} in these layers is {least}"
     given = {"layers": layers, "dtype": torch.bfloat16}
@@ -242,6 +251,7 @@ def test_a_small_budget_is_refused_and_the_least_is_enough(kind, layers, least):
     ],
 )
 def test_impossible_budgets_are_refused(kind, layers, text, message):
+    """Kinds without sizes, unknown layers and missing text are refused."""
     with pytest.raises(ConversionError, match=message):
         allocate(random_model("gqa"), kind, 1000, text, layers=layers)
 
@@ -256,7 +266,7 @@ def test_spending_is_best_for_losses_that_fall_ever_slower(curves, share):
     options = {}
     for index, savings in enumerate(curves):
         losses = [float(sum(sorted(savings, reverse=True)[taken:])) for taken in range(len(savings) + 1)]
-        options[index] = [Option(2 * (i + 1), loss, {}) for i, loss in enumerate(losses)]
+        options[index] = [SizeChoice(2 * (i + 1), loss, {}) for i, loss in enumerate(losses)]
     least = sum(layer[0].numbers for layer in options.values())
     most = sum(layer[-1].numbers for layer in options.values())
     budget = least + round(share * (most - least))
@@ -271,19 +281,22 @@ def test_spending_is_best_for_losses_that_fall_ever_slower(curves, share):
 
 
 def test_a_conversion_of_an_old_checkpoint_has_the_present_format():
+    """The target of a configuration of format 1 has the present format."""
     config = make_config("gqa", format_version=1)
     assert target_config(config, "mha").format_version == 2
 
 
 def test_mla_of_the_same_sizes_is_the_same():
-    converted, _ = convert(
+    """Converting to the present sizes is refused as changing nothing."""
+    converted, _ = convert_model(
         random_model("gqa"), target_config(make_config("gqa"), "mla", kv_lora_rank=20, qk_rope_head_dim=8)
     )
     same = target_config(converted.config, "mla", kv_lora_rank=20, qk_rope_head_dim=8)
     with pytest.raises(ConversionError, match="nothing to convert"):
-        convert(converted, same)
+        convert_model(converted, same)
 
 
 def test_a_stock_model_is_to_be_imported_first():
+    """A configuration of transformers' own class is refused with what to do."""
     with pytest.raises(ConversionError, match="this is a llama model: import it first"):
         target_config(LlamaConfig(), "mqa")

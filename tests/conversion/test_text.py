@@ -8,9 +8,10 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from modeling_gqa.conversion import ConversionError, text
-from modeling_gqa.conversion.reading import read_documents
-from modeling_gqa.conversion.text import read_batches
+from modeling_gqa.conversion import ConversionError
+from modeling_gqa.conversion.text import packing
+from modeling_gqa.conversion.text.packing import read_batches
+from modeling_gqa.conversion.text.reading import read_documents
 
 LENGTH = 8
 pytestmark = pytest.mark.filterwarnings("ignore:not read .empty.")
@@ -130,7 +131,7 @@ def test_reading_stops_when_the_parts_are_full(tmp_path, tokenizer, monkeypatch)
         (tmp_path / f"{i:03}.txt").write_text(numbers(1 + 12 * i, 12))
     opened = []
     monkeypatch.setattr(
-        text, "read_documents", lambda path, *_, **__: (opened.append(path), read_documents(path, "text"))[1]
+        packing, "read_documents", lambda path, *_, **__: (opened.append(path), read_documents(path, "text"))[1]
     )
     read([tmp_path], tokenizer)
     assert 1400 / 12 < len(opened) < 1400 / 12 + 6

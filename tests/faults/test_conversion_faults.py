@@ -23,7 +23,7 @@ from small_models import make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from modeling_gqa import cli
+from modeling_gqa.command_line import main as command
 from modeling_gqa.conversion import load_source
 
 FORK = multiprocessing.get_context("fork")
@@ -78,7 +78,7 @@ def run(arguments: list[str], pipe, fault) -> None:
     if fault:
         fault()
     try:
-        cli.main()
+        command.main()
         code = 0
     except SystemExit as stopped:
         code = stopped.code

@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # training/ is run from a checkout, not installed
 
 from modeling_gqa.conversion import ConversionError  # noqa: E402
-from modeling_gqa.conversion.finding import find_files  # noqa: E402
-from modeling_gqa.conversion.text import read_sections  # noqa: E402
+from modeling_gqa.conversion.text.packing import read_sections  # noqa: E402
+from modeling_gqa.conversion.text.reading import find_files  # noqa: E402
 from training import data  # noqa: E402
 from training.recipe import Recipe, RecipeError  # noqa: E402
 

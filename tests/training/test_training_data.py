@@ -22,8 +22,8 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from training_texts import MODEL, make_texts
 from transformers import EvalPrediction, PreTrainedTokenizerFast
 
-from modeling_gqa.conversion import reading
-from training import data, packing
+from modeling_gqa.conversion.text import formats, packing
+from training import data
 from training.baseline import bigram_loss
 from training.pretrain import pretrain
 from training.recipe import Recipe, RecipeError
@@ -135,7 +135,7 @@ def test_split_is_recorded_and_old_runs_keep_theirs(tmp_path, corpus, tokenizer)
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_single_document_gives_its_end(tmp_path, streaming, monkeypatch):
-    monkeypatch.setattr(reading, "CHUNK", 1000)  # the cut lies within a piece
+    monkeypatch.setattr(formats, "CHUNK", 1000)  # the cut lies within a piece
     for name in ("one.txt", "two.txt"):  # equal, so one document
         (tmp_path / name).write_text("".join(TEXTS))
     recipe = Recipe(output_dir=str(tmp_path), streaming=streaming, max_steps=1)
@@ -229,7 +229,7 @@ def test_packing_documents_in_any_pieces(documents, length, chunk):
     pieces = [(ids, ids is document[-1]) for document in documents for ids in document]
     flat = [(token, n) for document in documents for n, token in enumerate(chain.from_iterable(document))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "PACKED", chunk)
+        patch.setattr(packing, "PACKED_AT_ONCE", chunk)
         blocks = list(data.pack(pieces, length))
     assert len(blocks) == len(flat) // length
     for number, (ids, positions) in enumerate(blocks):

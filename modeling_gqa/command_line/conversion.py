@@ -1,0 +1,147 @@
+"""The commands `convert`, `import`, `export` and `inspect`."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ..conversion.checkpoints.exporting import export_checkpoint
+from ..conversion.checkpoints.importing import import_checkpoint
+from ..conversion.command.inspection import inspect_checkpoint
+from ..conversion.command.job import Job
+from ..conversion.command.options import Source, Target, with_options
+from ..conversion.command.report import Report, describe_cost, layer_rows, runs, summary
+from .console import out, printable, progress_bars, saved, user_errors
+
+FORCE = (
+    "Delete the checkpoint at TARGET when the new one is complete. Refused where TARGET holds anything else: files or "
+    "folders that checkpoints do not consist of, or no weights, or no config.json with a model_type."
+)
+Force = Annotated[bool, typer.Option("--force", help=FORCE)]
+EXAMPLES = """Examples:
+
+- `modeling-gqa convert llama/ out/ --attention-kind gqa --num-key-value-heads 4 --text corpus/`
+- `modeling-gqa convert llama/ out/ --attention-kind mla --cache-size 128 --text corpus/ --layers 4-27`
+- `modeling-gqa convert llama/ out/ --attention-kind mla --budget 16384 --text a.jsonl --text b.parquet`
+- `modeling-gqa convert mqa/ out/ --attention-kind mla` (exact)
+"""
+
+
+def add_conversion_commands(app: typer.Typer) -> None:
+    """Add the commands of this file to a command line."""
+    app.command(epilog=EXAMPLES)(convert)
+    app.command("import")(import_)
+    app.command()(export)
+    app.command()(inspect)
+
+
+@with_options
+def convert(
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            rich_help_panel="Running",
+            help="Check everything but the weights, show what would be done, and write nothing.",
+        ),
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", rich_help_panel="Running", help=FORCE)] = False,
+    **options: Any,
+) -> None:
+    """Give a trained model another attention, measure what that cost, and save it as a Hub repository.
+
+    Exact: a multiple of the key/value heads (GQA to MHA), MQA to MLA, MLA without a latent norm to MHA. Everything else
+    is lossy, and a short training heals it. TARGET gets weights, configuration, code, tokenizer, a model card and the
+    report `conversion.json`.
+    """
+    target = options["target"]
+    with user_errors(target):
+        job = Job(**options)
+        if dry_run:
+            plan = job.plan(force)
+            show(plan)
+            how = f"by {plan['method']}" + (", calibrated on the text" if job.text else "")
+            out.print(f"Dry run: would convert {'exactly' if plan['exact'] else how}. Nothing was written.")
+            return
+        with progress_bars() as show_progress:
+            report = job.run(force, show_progress)
+        show(report)
+        out.print(describe_cost(report))
+        saved(target, "report in conversion.json, card in README.md")
+
+
+def import_(source: Source, target: Target, force: Force = False) -> None:
+    """Rewrite a Llama, Mistral, Qwen2, Qwen3, SmolLM2, dense DeepSeek or Youtu checkpoint as this package's, exactly.
+
+    Weights are copied tensor by tensor, in their dtype; tokenizer and generation configuration are carried over.
+    """
+    with user_errors(target), progress_bars() as show_progress:
+        config = import_checkpoint(source, target, force=force, progress=show_progress("importing tensors"))
+    saved(target, f"{config.num_hidden_layers} layers")
+
+
+def export(
+    source: Source,
+    target: Target,
+    family: Annotated[
+        str | None,
+        typer.Option(
+            help="llama, mistral, qwen2, qwen3 or deepseek_v3. Default: the first that fits.", show_default=False
+        ),
+    ] = None,
+    force: Force = False,
+) -> None:
+    """Rewrite a checkpoint of this package as transformers' own class, for tools that know only that.
+
+    Refused with the reason where the class cannot express the model: mixed kinds, chosen frequencies, other biases.
+    """
+    with user_errors(target), progress_bars() as show_progress:
+        progress = show_progress("exporting tensors")
+        config = export_checkpoint(source, target, family=family, force=force, progress=progress)
+    saved(target, f"a {config.model_type} model")
+
+
+def inspect(source: Source, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show the attention of each layer, what it caches, and what it can become exactly, with loss, or not at all."""
+    with user_errors():
+        found = inspect_checkpoint(source)
+        if as_json:
+            print(json.dumps(found, indent=2), flush=True)
+        else:
+            show_inspection(found)
+
+
+def show(report: Report) -> None:
+    table = Table("", "before", "after")
+    for cells in summary(report):
+        table.add_row(*cells)
+    layers = Table("layers", "attention", "error of its output", "loss")
+    for row in layer_rows(report):
+        layers.add_row(*row)
+    out.print(layers, table)
+
+
+def show_inspection(found: dict[str, Any]) -> None:
+    family = "" if found["family"] == "gqa" else f", a {found['family']} model that can be imported"
+    out.print(
+        f"{printable(found['source'])}{family}: {found['parameters']:,} parameters, {found['dtype']}", soft_wrap=True
+    )
+    table = Table("layers", "attention", "window", "cache, bytes per token and layer")
+    columns = ("attention", "sliding_window", "cache_bytes_per_token")
+    for where, (what, window, size) in runs(tuple(layer[name] for name in columns) for layer in found["layers"]):
+        table.add_row(where, what, "" if window is None else f"{window:,}", f"{size:,}")
+    out.print(table, f"Cache of the whole model: {found['cache_bytes_per_token']:,} bytes per token.")
+    can = found["conversions"]
+    for title, kinds in (("Exactly", can["exact"]), ("With loss", can["lossy"])):
+        listed = ", ".join(f"{name} ({size:,} bytes per token)" for name, size in kinds.items())
+        out.print(f"{title}: {listed or 'nothing'}.", soft_wrap=True)
+    reasons: dict[str, list[str]] = {}
+    for name, reason in can["impossible"].items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        out.print(f"Not: {', '.join(names)}: {reason}.", soft_wrap=True)
+    export = found["export"]
+    how = f"to transformers' own class, as {export['family']}" if export["family"] else ""
+    text = ": ".join(filter(None, (how, export["reason"])))
+    out.print(f"Export: {text.rstrip('.')}.", soft_wrap=True)

@@ -1,0 +1,80 @@
+"""The command `modeling-gqa`: its commands, what all of them have in common, and how it ends.
+
+modeling-gqa convert SOURCE TARGET --attention-kind mla --cache-size 128 --text corpus/
+"""
+
+import signal
+import sys
+import warnings
+from typing import Annotated
+
+try:
+    import rich  # noqa: F401
+    import typer
+except ImportError as missing:
+    raise SystemExit(
+        f"error: modeling-gqa needs {missing.name}, which is not installed: pip install 'modeling_gqa[conversion]'"
+    ) from None
+
+from transformers.utils import logging
+
+from .. import __version__
+from .console import err
+from .conversion import add_conversion_commands
+
+
+def kebab_case(name: str) -> str:
+    return name.replace("_", "-")
+
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    # `--cache_size` is read as `--cache-size`, which help shows; the commands inherit it.
+    context_settings={"token_normalize_func": kebab_case},
+)
+add_conversion_commands(app)
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"modeling-gqa {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Change the attention of a trained language model: between MHA, MQA, GQA and MLA, and to and from transformers'
+    own classes.
+
+    A SOURCE is a folder with a checkpoint in safetensors, or the name of a model on the Hub. It is only read, and no
+    file outside it is. A TARGET is a folder. It is written completely or not at all: beside it as `.TARGET.new-PID`,
+    then renamed. What a killed command left there, the next one to the same TARGET deletes or puts back.
+
+    Refused: a TARGET that exists, without `--force`; with it, all but checkpoints and empty folders; one that another
+    process is writing; one that is, holds or lies in the SOURCE or the text; the folder you are in.
+
+    Options may be written `--cache-size` or `--cache_size`.
+
+    Exit codes: 0 done, 1 an error that the message explains, 2 wrong usage, 129, 130 or 143 stopped by a signal.
+    """
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.showwarning = lambda message, *_: err.print(f"warning: {message}", soft_wrap=True)
+
+
+def main() -> None:
+    """Run the command that `sys.argv` holds; signals that end it let it remove what is half-written."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores the second
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    app()

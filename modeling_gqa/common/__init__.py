@@ -1,0 +1,1 @@
+"""What conversions, training and the command line share, and saved models do not need."""

@@ -1,0 +1,36 @@
+"""Errors that a user can act on, in one line."""
+
+import difflib
+from collections.abc import Iterable
+
+LONGEST_LINE = 400  # characters
+
+
+class ConversionError(ValueError):
+    """Raised for a checkpoint, text, field or size that cannot be read, imported, exported or converted.
+
+    Its message is one line that says what is wrong and what to do.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig
+        from modeling_gqa.conversion import ConversionError, target_config
+
+        try:
+            target_config(GQAConfig(num_attention_heads=8), "gqa", num_key_value_heads=3)
+        except ConversionError as error:
+            print(error)  # num_key_value_heads=3 does not divide the 8 query heads: choose one of 1, 2, 4, 8
+        ```
+    """
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an exception, or of its cause, without line breaks and cut after `LONGEST_LINE`."""
+    said = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+    return said if len(said) <= LONGEST_LINE else said[:LONGEST_LINE] + " ..."
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Return ` (did you mean X?)` for the X of `words` nearest to `word`; "" where none is near."""
+    near = difflib.get_close_matches(word, list(words), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

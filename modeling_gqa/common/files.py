@@ -1,0 +1,54 @@
+"""Paths and files: what lies in what, and what is on the disk."""
+
+import os
+from pathlib import Path
+
+from .errors import ConversionError, one_line
+
+
+def within(folder: Path, path: Path) -> Path:
+    """Return `path`, which a checkpoint in `folder` names; raises `ConversionError` where it leads out of the folder.
+
+    Else whoever made the checkpoint would choose which of the user's files are read. Links into the blobs of a Hub
+    cache are followed.
+    """
+    try:
+        home, real = folder.resolve(), path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, and strings that are no path
+        raise ConversionError(f"{path} cannot be read: {one_line(error)}") from error
+    blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
+    if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
+        raise ConversionError(
+            f"{path} leads out of the checkpoint, to {real}: put the file itself into {folder} if you trust it"
+        )
+    return path
+
+
+def is_in(path: Path, folder: Path) -> bool:
+    """Return whether `path` is `folder` or lies in it, also where a folder has several names."""
+    return any(
+        above == folder or (os.path.exists(above) and os.path.exists(folder) and above.samefile(folder))
+        for above in (path, *path.parents)
+    )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text; characters that UTF-8 cannot hold, as names of files may have them, are written as escapes."""
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def sync(folder: Path) -> None:
+    """Make the system write a folder's files, and their names, to the disk."""
+    for path in (folder, *folder.rglob("*")):
+        sync_path(path)
+
+
+def sync_path(path: Path) -> None:
+    """Make the system write a file, or the names in a folder, to the disk."""
+    if path.is_dir() and os.name != "posix":  # where folders cannot be opened
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

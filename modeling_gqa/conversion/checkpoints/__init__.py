@@ -1,0 +1,1 @@
+"""Checkpoints: opened, imported, exported, and written beside their targets."""

@@ -1,0 +1,327 @@
+"""This package's models as transformers' own classes: Llama, Mistral, Qwen2, Qwen3 and, for MLA, DeepSeek-V3.
+
+An exported model computes the same function, and its tensors hold the same bits. Two exports round, and `inexactness`
+names them: a softmax scale folded into the query weights, and a latent without a norm (see `padding.py`).
+"""
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+
+from ...attention_latent import _yarn_scale
+from ...common.errors import ConversionError, did_you_mean, one_line
+from ...common.progress import Progress
+from ...configuration_gqa import GQAConfig
+from ..targets import layer_fields
+from .aside import refuse_overlap, written_aside
+from .checkpoint import meta_model, open_checkpoint, own_tensors
+from .families import SHARED
+from .files import MAX_SHARD_SIZE, LazyTensor, write_checkpoint
+from .padding import padded_latent, zero_where_missing
+
+GROUPED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+LATENT_FAMILIES = ("deepseek_v3",)
+# Rotary types with which the frequencies of a smaller head are some of those of a larger one. With the others they
+# depend on the head's size by more than the exponent of each plane ("dynamic" changes the base with the length).
+STRIDE_TYPES = ("default", "linear", "llama3")
+
+
+def export_config(config: GQAConfig, family: str | None = None) -> PreTrainedConfig:
+    """Return the configuration of transformers' own model that computes what the model of `config` computes.
+
+    Args:
+        config: of a model whose layers are all alike.
+        family: "llama", "mistral", "qwen2", "qwen3" or "deepseek_v3"; `None` for the first that fits.
+
+    Raises:
+        ConversionError: no class of transformers, or not the one of `family`, can express the model, and why.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig
+        from modeling_gqa.conversion import export_config
+
+        stock = export_config(GQAConfig(num_attention_heads=8, num_key_value_heads=2, attention_kind="gqa"))
+        assert stock.model_type == "llama" and stock.num_key_value_heads == 2
+        ```
+    """
+    kinds = {layer.attention_kind for layer in config.per_layer_config}
+    choice: tuple[str, ...] = LATENT_FAMILIES if kinds == {"mla"} else GROUPED_FAMILIES
+    if family is not None:
+        if family not in GROUPED_FAMILIES + LATENT_FAMILIES:
+            known = GROUPED_FAMILIES + LATENT_FAMILIES
+            raise ConversionError(
+                f"family={family!r} is unknown{did_you_mean(family, known)}: choose one of {', '.join(known)}"
+            )
+        choice = (family,)
+    reasons: dict[str, list[str]] = {}
+    for name in choice:
+        reason = next(_obstacles(config, name), None)
+        if reason is None:
+            return _stock_config(config, name)
+        reasons.setdefault(reason, []).append(name)
+    listed = "; ".join(f"{' and '.join(names)}: {reason}" for reason, names in reasons.items())
+    raise ConversionError(f"this model cannot be exported to transformers' own classes. {listed}")
+
+
+def inexactness(config: GQAConfig) -> str | None:
+    """Return in one sentence what the export of a model rounds; `None` where it is exact.
+
+    Args:
+        config: one that `export_config` accepts.
+    """
+    if config.attention_kind == "mla" and not config.latent_norm:
+        return (
+            "The latents get a padding channel that makes DeepSeek's norm harmless: in float32 the logits agree to "
+            "1e-4 of the largest."
+        )
+    if not math.log2(_scale_ratio(config)).is_integer():
+        return "The softmax scale is folded into the query weights, which rounds them once more."
+    return None
+
+
+def export_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    *,
+    family: str | None = None,
+    force: bool = False,
+    progress: Progress = iter,
+    max_shard_size: int = MAX_SHARD_SIZE,
+) -> PreTrainedConfig:
+    """Rewrite a checkpoint of this package as one of transformers' own class, with its tokenizer.
+
+    Args:
+        source: folder of a checkpoint of this package in safetensors, or the name of one on the Hub.
+        target: folder to write; it appears complete at the end, or not at all.
+        family: see `export_config`.
+        force: whether a checkpoint at `target` is replaced.
+        progress: wraps the iteration over the tensors' names.
+        max_shard_size: bytes of a weights file, and of the tensors held in memory at a time.
+
+    Returns:
+        The configuration that was written.
+
+    Raises:
+        ConversionError: the source is not complete or not of this package, no class of transformers can express it,
+            or the target exists.
+
+    Example:
+        ```python
+        import tempfile
+        from pathlib import Path
+
+        from transformers import LlamaForCausalLM
+
+        from modeling_gqa import GQAConfig, GQAForCausalLM
+        from modeling_gqa.conversion import export_checkpoint
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        with tempfile.TemporaryDirectory() as folder:
+            ours, stock = Path(folder, "ours"), Path(folder, "stock")
+            GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mha", **sizes)).save_pretrained(ours)
+            config = export_checkpoint(ours, stock)
+            model = LlamaForCausalLM.from_pretrained(stock)
+        assert config.model_type == "llama"
+        ```
+    """
+    checkpoint = open_checkpoint(source)
+    refuse_overlap(checkpoint.folder, target)
+    if checkpoint.family != GQAConfig.model_type:
+        raise ConversionError(f"{source} is a {checkpoint.family} model: only modeling_gqa models are exported")
+    config = checkpoint.config
+    stock = export_config(config, family)
+    model = meta_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(stock)], stock)  # type: ignore[arg-type]
+    tensors = own_tensors(model, _stock_tensors(config, checkpoint.tensors))
+    with written_aside(target, force) as aside:
+        write_checkpoint(aside, model, tensors, checkpoint.folder, progress, max_shard_size)
+    return stock
+
+
+# -- what each class can express
+
+
+def _obstacles(config: GQAConfig, family: str) -> Iterator[str]:
+    """Yield the reasons why a family cannot express the model, one sentence each."""
+    if config.is_heterogeneous:
+        layers = layer_fields(config)
+        differing = [name for name in layers[0] if any(layer[name] != layers[0][name] for layer in layers)]
+        yield f"its layers differ in {', '.join(differing)} (per_layer_config), and these classes have equal layers"
+        return  # what differs by layer cannot be read below
+    latent = config.attention_kind == "mla"
+    if latent != (family in LATENT_FAMILIES):
+        yield f"attention_kind={config.attention_kind!r} is not this class's"
+        return
+    if not _standard_frequencies(config):
+        yield (
+            f"rope_frequency_indices of rope_frequency_dim={config.rope_frequency_dim} are not the frequencies of a "
+            f"head of {_rotary_size(config)} dimensions"
+        )
+    rope = config.rope_parameters
+    if rope["rope_type"] != "proportional" and rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield f"partial_rotary_factor={rope['partial_rotary_factor']}: the class rotates whole heads"
+    half = config.dtype in (torch.float16, torch.bfloat16)
+    if half and not math.log2(_scale_ratio(config)).is_integer():
+        yield (
+            f"softmax_scale={config.softmax_scale} would be folded into query weights, for which {config.dtype} is too "
+            "coarse: save the model in float32 first"
+        )
+    yield from _latent_obstacles(config) if latent else _grouped_obstacles(config, family)
+
+
+def _grouped_obstacles(config: GQAConfig, family: str) -> Iterator[str]:
+    if config.qk_norm != (family == "qwen3"):
+        yield f"qk_norm={config.qk_norm}"
+    biases = config.projection_biases
+    fits = {
+        "llama": len(set(biases)) == 1,
+        "mistral": not any(biases),
+        "qwen2": biases == (True, True, False),
+        "qwen3": len(set(biases)) == 1,
+    }
+    if not fits[family]:
+        yield _bias_reason(biases)
+    if config.mlp_bias and family != "llama":
+        yield "mlp_bias=True"
+    sliding = set(config.layer_types) != {"full_attention"}
+    if sliding and (family == "llama" or (family == "mistral" and len(set(config.layer_types)) > 1)):
+        yield f"layer_types={sorted(set(config.layer_types))}"
+    if family == "llama" and config.hidden_size % config.num_attention_heads:
+        yield (
+            f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads={config.num_attention_heads}"
+        )
+
+
+def _latent_obstacles(config: GQAConfig) -> Iterator[str]:
+    query_bias, key_value_bias, output_bias = config.projection_biases
+    if config.q_lora_rank is None and query_bias:
+        yield "q_proj has a bias (query_bias=True)"
+    given = {key_value_bias, output_bias} | ({query_bias} if config.q_lora_rank is not None else set())
+    if config.latent_norm and len(given) > 1:  # with a padding channel all have one
+        yield _bias_reason(config.projection_biases)
+    if config.mlp_bias:
+        yield "mlp_bias=True"
+    if set(config.layer_types) != {"full_attention"}:
+        yield f"layer_types={sorted(set(config.layer_types))}"
+    if not config.latent_norm and config.dtype == torch.float16:
+        yield "the padding channel of a latent without a norm overflows float16: save the model in float32 first"
+
+
+def _bias_reason(biases: tuple[bool, bool, bool]) -> str:
+    return "the biases are in other places than the class's: query {}, key and value {}, output {}".format(*biases)
+
+
+def _rotary_size(config: GQAConfig) -> int:
+    return config.qk_rope_head_dim if config.attention_kind == "mla" else config.head_dim
+
+
+def _standard_frequencies(config: GQAConfig) -> bool:
+    """Return whether the rotary planes have the frequencies that a head of their size has by default."""
+    indices, size = config.rope_frequency_indices, config.rope_frequency_dim
+    if indices is None or size is None:
+        return True
+    rotary = _rotary_size(config)
+    if 2 * len(indices) != rotary or size % rotary:
+        return False
+    stride = size // rotary
+    if stride > 1 and config.rope_parameters["rope_type"] not in STRIDE_TYPES:
+        return False
+    return list(indices) == list(range(0, size // 2, stride))
+
+
+def _scale_ratio(config: GQAConfig) -> float:
+    """Return the model's softmax scale divided by that of transformers' own model of the same sizes."""
+    if config.softmax_scale is None:
+        return 1.0
+    if config.attention_kind == "mla":
+        stock = config.qk_head_dim**-0.5 * _yarn_scale(config.rope_parameters)
+    else:
+        stock = config.head_dim**-0.5
+    ratio = config.softmax_scale / stock
+    power = 2.0 ** round(math.log2(ratio))
+    return power if math.isclose(ratio, power, rel_tol=1e-9) else ratio
+
+
+# -- what is written
+
+
+def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
+    fields = {name: copy.deepcopy(getattr(config, name)) for name in SHARED}
+    if family in LATENT_FAMILIES:
+        fields |= _latent_fields(config)
+    else:
+        fields |= {"num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim}
+    query_bias, _, _ = config.projection_biases
+    if family in ("llama", "qwen3"):
+        fields["attention_bias"] = query_bias
+    if family == "llama":
+        fields["mlp_bias"] = config.mlp_bias
+    if family == "mistral":
+        sliding = config.layer_types[0] == "sliding_attention"
+        fields["sliding_window"] = config.sliding_window if sliding else None
+    if family == "qwen2" and config.head_dim * config.num_attention_heads == config.hidden_size:
+        del fields["head_dim"]  # no field of its own there
+    if family in ("qwen2", "qwen3"):
+        fields |= _window_fields(config)
+    try:
+        return CONFIG_MAPPING[family](**fields)
+    except Exception as error:  # each class checks its own way
+        raise ConversionError(f"transformers' {family} class refuses this model: {one_line(error)}") from error
+
+
+def _latent_fields(config: GQAConfig) -> dict[str, Any]:
+    _, key_value_bias, _ = config.projection_biases
+    padding = 0 if config.latent_norm else 1
+    return {
+        "num_key_value_heads": config.num_attention_heads,
+        "kv_lora_rank": config.kv_lora_rank + padding,
+        "q_lora_rank": None if config.q_lora_rank is None else config.q_lora_rank + padding,
+        "qk_nope_head_dim": config.qk_nope_head_dim,
+        "qk_rope_head_dim": config.qk_rope_head_dim,
+        "v_head_dim": config.v_head_dim,
+        "rope_interleave": config.rope_interleave,
+        "attention_bias": key_value_bias or padding > 0,
+        "first_k_dense_replace": config.num_hidden_layers,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _window_fields(config: GQAConfig) -> dict[str, Any]:
+    types = list(config.layer_types)
+    sliding = "sliding_attention" in types
+    return {
+        "use_sliding_window": sliding or config.sliding_window is not None,
+        "sliding_window": config.sliding_window,
+        "layer_types": types,
+        # The first layer with a window, where earlier readers of this family do not know layer_types.
+        "max_window_layers": types.index("sliding_attention") if sliding else len(types),
+    }
+
+
+def _stock_tensors(config: GQAConfig, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Return the tensors that transformers' own model stores; those that differ are computed when they are loaded."""
+    tensors = dict(tensors)
+    ratio = _scale_ratio(config)
+    query = "q_norm" if config.qk_norm else "q_proj" if config.q_lora_rank is None else "q_b_proj"
+    for index in range(config.num_hidden_layers):
+        layer = f"model.layers.{index}"
+        if config.attention_kind == "mla" and not config.latent_norm:
+            tensors |= padded_latent(tensors, layer, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+            if config.q_lora_rank is not None:
+                tensors |= padded_latent(tensors, layer, "q_a_proj", "q_a_layernorm", "q_b_proj")
+            tensors |= zero_where_missing(tensors, f"{layer}.self_attn.o_proj.bias", config.hidden_size)
+        if ratio != 1.0:
+            for part in ("weight", "bias"):
+                name = f"{layer}.self_attn.{query}.{part}"
+                if name in tensors:
+                    tensors[name] = _computed(tensors[name], lambda tensor: (tensor.double() * ratio).to(tensor.dtype))
+    return tensors
+
+
+def _computed(tensor: LazyTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
+    return tensor._replace(load=lambda: function(tensor.load()))

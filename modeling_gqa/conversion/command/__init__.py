@@ -1,0 +1,1 @@
+"""What the command `modeling-gqa convert` and `inspect` do, without printing."""

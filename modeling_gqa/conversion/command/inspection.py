@@ -1,0 +1,103 @@
+"""What a checkpoint is, and what its attention can become with how large a cache, from its configuration alone."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...accounting import cache_bytes_per_token, count_parameters
+from ...common.errors import ConversionError
+from ...configuration_gqa import GQAConfig
+from ..allocation import numbers_per_token
+from ..checkpoints.checkpoint import open_checkpoint
+from ..checkpoints.exporting import export_config, inexactness
+from ..targets import changed_layers, lossy_layers, target_config
+from .report import describe_layer
+
+LAYER_FIELDS = (
+    "attention_kind",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "qk_norm",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "qk_nope_head_dim",
+    "v_head_dim",
+    "latent_norm",
+)
+
+
+def conversions(config: GQAConfig, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    """Return what all layers together can become.
+
+    Args:
+        config: of the model.
+        dtype: of its cache.
+
+    Returns:
+        `exact` and `lossy` conversions with the bytes of cache per token that result, and `impossible` ones with the
+        reason.
+    """
+    found: dict[str, dict[str, Any]] = {"exact": {}, "lossy": {}, "impossible": {}}
+
+    def enter(name: str, kind: str, **sizes: Any) -> None:
+        try:
+            target = target_config(config, kind, **sizes)
+            if changed_layers(config, target):
+                outcome = "lossy" if lossy_layers(config, target) else "exact"
+                found[outcome][name] = cache_bytes_per_token(target, dtype)
+        except ConversionError as error:
+            found["impossible"][name] = str(error)
+
+    layers = list(config.per_layer_config)
+    heads = layers[0].num_attention_heads
+    for number in (number for number in range(heads, 0, -1) if heads % number == 0):
+        if number in (1, heads):
+            enter("mha" if number == heads else "mqa", "mha" if number == heads else "mqa")
+        else:
+            enter(f"gqa with {number} key/value heads", "gqa", num_key_value_heads=number)
+    if all(layer.attention_kind != "mla" and layer.num_key_value_heads == 1 for layer in layers):
+        enter("mla of the same cache size", "mla")
+    half = max(3, min(numbers_per_token(layer) for layer in layers) // 2)
+    enter(f"mla of a chosen cache size, for instance {half}", "mla", cache_size=half)
+    return found
+
+
+def inspect_checkpoint(source: str | Path) -> dict[str, Any]:
+    """Return what `modeling-gqa inspect` shows of a checkpoint, in types that JSON has.
+
+    Args:
+        source: folder of a checkpoint, or the name of a model on the Hub, of which only `config.json` is fetched.
+
+    Raises:
+        ConversionError: there is no such checkpoint, it is not supported, or a folder's weights do not fit.
+    """
+    checkpoint = open_checkpoint(source, download=False)
+    config, dtype = checkpoint.config, checkpoint.dtype
+    family_out: str | None
+    reason: str | None
+    try:
+        family_out, reason = export_config(config).model_type, inexactness(config)
+    except ConversionError as error:
+        family_out, reason = None, str(error)
+    return {
+        # The output may be passed on, so it holds no path of this machine.
+        "source": Path(source).resolve().name if Path(source).exists() else str(source),
+        "family": checkpoint.family,
+        "parameters": count_parameters(config),
+        "dtype": str(dtype).removeprefix("torch."),
+        "cache_bytes_per_token": cache_bytes_per_token(config, dtype),
+        "layers": [
+            {
+                "layer": index,
+                "attention": describe_layer(layer),
+                **{name: getattr(layer, name) for name in LAYER_FIELDS},
+                "sliding_window": config.sliding_window if kind == "sliding_attention" else None,
+                "cache_bytes_per_token": numbers_per_token(layer) * dtype.itemsize,
+            }
+            for index, (layer, kind) in enumerate(zip(config.per_layer_config, config.layer_types, strict=True))
+        ],
+        "conversions": conversions(config, dtype),
+        "export": {"family": family_out, "reason": reason},
+    }

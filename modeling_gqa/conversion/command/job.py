@@ -1,0 +1,295 @@
+"""One conversion from checkpoint to checkpoint: what the command `modeling-gqa convert` does."""
+
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from ... import __version__
+from ...accounting import cache_bytes_per_token, count_parameters
+from ...common.errors import ConversionError, one_line
+from ...common.progress import Progress, ShowProgress
+from ...configuration_gqa import GQAConfig
+from ...modeling_gqa import GQAForCausalLM
+from ..allocation import allocate, smallest_target
+from ..checkpoints.aside import check_target, refuse_overlap, written_aside
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoints.files import LazyTensor, write_checkpoint
+from ..convert import SELECTION_TOKENS, convert_model, describe
+from ..targets import chosen_layers, layer_fields, lossy_layers, target_config
+from ..text.calibration import Batch
+from ..text.measuring import compare_predictions, layer_errors
+from ..text.packing import read_batches
+from .options import SIZES, Options
+from .report import FORMAT_VERSION, Report, write_card, write_report
+
+# "auto" compares settings on a quarter of the tokens that calibrate them.
+SELECTION_SHARE = 4
+LONGEST_BLOCK = 2048  # tokens, where --sequence-length is left out
+
+Batches = dict[str, list[Batch]]
+
+
+@dataclass
+class Job(Options):
+    """A conversion that is planned, or run.
+
+    Attributes:
+        seconds: wall time of each step that was done.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict, init=False)
+
+    def plan(self, force: bool) -> Report:
+        """Return the report as far as it is known before anything is converted.
+
+        It is known from the configuration and the weights' headers. Of a model on the Hub the tokenizer, and with it
+        the text, is not looked at.
+
+        Raises:
+            ConversionError: `run` would raise it before it converts.
+        """
+        check_target(self.target.resolve(), force)
+        checkpoint = self.open(download=False)
+        target, exact = self.find_target(checkpoint)
+        if checkpoint.tensors:
+            self.read_text(checkpoint, exact)
+        config = checkpoint.config
+        report = self.describe(checkpoint, target or config)
+        later = target is None or (self.shares_cache and not exact)
+        pairs = zip(layer_fields(config), self.layers_after(config, target, later), strict=True)
+        report["layers"] = [{"layer": i, "from": describe(old), "to": new} for i, (old, new) in enumerate(pairs)]
+        if later:
+            report["parameters_after"] = None
+        if target is None:
+            report["cache_bytes_per_token_after"] = self.budget
+        return report | {"exact": exact, "method": self.method}
+
+    def layers_after(self, source: GQAConfig, target: GQAConfig | None, later: bool) -> list[str]:
+        """Return what each layer will be; `later`: sizes of those that change are chosen by what they would lose."""
+        after = [describe(layer) for layer in layer_fields(target or source)]
+        for index in chosen_layers(source, self.layers) if later else ():
+            layer = target.per_layer_config[index] if target else None
+            size = f"R + P = {layer.kv_lora_rank + layer.qk_rope_head_dim}" if layer else "chosen by loss"
+            after[index] = f"{self.attention_kind}, {size}"
+        return after
+
+    def run(self, force: bool, show_progress: ShowProgress) -> Report:
+        """Convert, measure and save; the target appears complete at the end, or not at all.
+
+        Args:
+            force: whether a checkpoint at the target is replaced.
+            show_progress: returns, for a description, what wraps an iterable to show progress.
+
+        Returns:
+            The report that is saved as `conversion.json`.
+
+        Raises:
+            ConversionError: the checkpoint, the text or the options cannot be used.
+            OSError: a file cannot be read or written.
+        """
+        checkpoint = self.open(download=False)  # what can be refused early is
+        target, exact = self.find_target(checkpoint)
+        with written_aside(self.target, force) as aside:
+            if not checkpoint.tensors:
+                assumed, checkpoint = checkpoint.dtype, self.open()
+                refuse_overlap(checkpoint.folder, self.target)
+                if checkpoint.dtype != assumed:  # config.json does not name it
+                    target, exact = self.find_target(checkpoint)
+            with self.timed("reading text"):
+                batches = self.read_text(checkpoint, exact)
+            with self.timed("loading"):
+                model = checkpoint.load(checkpoint.dtype, self.device).eval()
+            with self.timed("converting"):
+                converted, done = self.convert(model, target, checkpoint.dtype, batches, show_progress)
+            report = self.describe(checkpoint, converted.config)
+            report.update(done)
+            if batches:
+                with self.timed("measuring"):
+                    self.measure(report, model, converted, batches, show_progress)
+            with self.timed("saving"):
+                save(aside, converted, checkpoint.folder, show_progress("saving"))
+            report["seconds"] = self.seconds
+            write_report(aside, report)
+            card_report = report | {"source": self.source}  # by which a local source is told from one on the Hub
+            card = checkpoint.folder / "README.md"
+            write_card(aside, self.target.resolve().name, card_report, converted.config, card)
+        return report
+
+    def open(self, download: bool = True) -> Checkpoint:
+        """Open the source; its `dtype` is then that of the result."""
+        checkpoint = open_checkpoint(self.source, download=download)
+        return checkpoint if self.dtype == "auto" else replace(checkpoint, dtype=getattr(torch, self.dtype))
+
+    def find_target(self, checkpoint: Checkpoint) -> tuple[GQAConfig | None, bool]:
+        """Return the result's configuration (`None`: a budget is to be shared out), and whether it is exact."""
+        config, dtype = checkpoint.config, checkpoint.dtype
+        target, exact = None, False
+        if self.budget is not None:
+            least = smallest_target(config, self.attention_kind, self.budget, layers=self.layers, dtype=dtype)
+            lossy_layers(config, least)  # raises where it cannot be had
+            present = cache_bytes_per_token(config, dtype)
+            if self.budget >= present:
+                raise ConversionError(
+                    f"a budget of {self.budget} bytes per token changes nothing: the source takes {present}"
+                )
+        else:
+            target = self.sized_target(config, dtype)
+            exact = not lossy_layers(config, target)
+        if self.attention_kind == "mla" and not exact and self.method not in ("auto", "lowrank"):
+            raise ConversionError(f"--method={self.method} merges heads, which MLA does not: choose auto or lowrank")
+        return target, exact
+
+    def sized_target(self, config: GQAConfig, dtype: torch.dtype) -> GQAConfig:
+        """Return the result's configuration by the sizes that were given."""
+        sizes = {name: getattr(self, name) for name in SIZES if name != "cache_bytes"}
+        if self.cache_bytes is None:
+            return target_config(config, self.attention_kind, layers=self.layers, **sizes)
+        sizes["cache_size"] = self.cache_bytes // dtype.itemsize
+        try:
+            return target_config(config, self.attention_kind, layers=self.layers, **sizes)
+        except ConversionError as error:
+            # The user gave bytes, so the message names them.
+            said = str(error).replace(f"cache_size={sizes['cache_size']}", f"--cache-bytes={self.cache_bytes}")
+            raise ConversionError(f"{said} (a number takes {dtype.itemsize} bytes)") from error
+
+    def read_text(self, checkpoint: Checkpoint, exact: bool) -> Batches:
+        """Return the parts "calibration", "selection" and "evaluation" of the text; only the last where exact."""
+        if not self.text:
+            return {}
+        longest = checkpoint.config.max_position_embeddings
+        length = self.sequence_length or min(LONGEST_BLOCK, longest)
+        if length > longest:
+            raise ConversionError(f"--sequence-length={length} is more than max_position_embeddings={longest}")
+        self.sequence_length = length
+        tokens = {
+            "calibration": self.calibration_tokens,
+            "selection": min(self.calibration_tokens // SELECTION_SHARE, SELECTION_TOKENS),
+            "evaluation": self.evaluation_tokens,
+        }
+        if exact:  # nothing to calibrate
+            tokens = {"evaluation": self.evaluation_tokens}
+        return read_batches(
+            self.text,
+            load_tokenizer(checkpoint.folder),
+            tokens,
+            sequence_length=length,
+            batch_size=self.batch_size,
+            evaluation_paths=self.evaluation_text or (),
+            text_column=self.text_column,
+            seed=self.seed,
+        )
+
+    def convert(
+        self,
+        model: GQAForCausalLM,
+        target: GQAConfig | None,
+        dtype: torch.dtype,
+        batches: Batches,
+        show_progress: ShowProgress,
+    ) -> tuple[GQAForCausalLM, Any]:
+        """Return what `convert_model` returns; without a target, for the one that the budget allows."""
+        calibration = batches.get("calibration")
+        if target is None:
+            progress = show_progress("choosing sizes")
+            target = allocate(
+                model, self.attention_kind, self.budget, calibration, layers=self.layers, dtype=dtype, progress=progress
+            )
+        return convert_model(
+            model,
+            target,
+            calibration,
+            selection=batches.get("selection"),
+            method=self.method,
+            regroup=self.regroup,
+            refit=self.refit,
+            share_cache=self.shares_cache,
+            seed=self.seed,
+            show_progress=show_progress,
+        )
+
+    def measure(
+        self,
+        report: Report,
+        model: GQAForCausalLM,
+        converted: GQAForCausalLM,
+        batches: Batches,
+        show_progress: ShowProgress,
+    ) -> None:
+        """Enter into the report what is measured on the evaluation text."""
+        text = batches["evaluation"]
+        report.update(compare_predictions(model, converted, text, show_progress("measuring")))  # type: ignore[typeddict-item]
+        errors = layer_errors(model, converted, text, show_progress("measuring layers"))
+        tokens = {f"{name}_tokens": count_tokens(part) for name, part in batches.items()}
+        report["text"].update(tokens)  # type: ignore[typeddict-item]
+        report["layers"] = [{**row, "error": error} for row, error in zip(report["layers"], errors, strict=True)]
+
+    def describe(self, checkpoint: Checkpoint, target: GQAConfig) -> Report:
+        """Return what the report says of source and target before anything is measured."""
+        dtype, both = checkpoint.dtype, {"before": checkpoint.config, "after": target}
+        command = self.as_json()
+        text = {
+            "files": command["text"],
+            "evaluation_files": command["evaluation_text"],
+            "sequence_length": self.sequence_length,
+        }
+        unmeasured = dict.fromkeys(("perplexity_before", "perplexity_after", "kl", "top1_agreement"))
+        report: Any = {
+            "format_version": FORMAT_VERSION,
+            "source": command["source"],
+            "source_family": checkpoint.family,
+            "dtype": str(dtype).removeprefix("torch."),
+            "device": self.device,
+            **{f"cache_bytes_per_token_{when}": cache_bytes_per_token(c, dtype) for when, c in both.items()},
+            **{f"parameters_{when}": count_parameters(c) for when, c in both.items()},
+            **unmeasured,
+            "tokens": 0,
+            "text": text if self.text else None,
+            "command": command,
+            "versions": {
+                "modeling_gqa": __version__,
+                "transformers": transformers.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        return report
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Record the wall time of a step in `seconds`."""
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - start, 3)
+
+
+def save(folder: Path, model: GQAForCausalLM, source: Path, progress: Progress) -> None:
+    """Write `model` with its code, and the tokenizer and generation configuration in the folder `source`."""
+    tied = model.all_tied_weights_keys
+    tensors = {
+        name: LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.cpu)
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    }
+    write_checkpoint(folder, model, tensors, source, progress)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint; raises `ConversionError`."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a missing file, a missing package, a damaged file: each has its own class
+        raise ConversionError(
+            f"--text needs the tokenizer of {folder}, which cannot be loaded: {one_line(error)[:200]}"
+        ) from error
+
+
+def count_tokens(batches: list[Batch]) -> int:
+    return sum(batch["input_ids"].numel() for batch in batches)

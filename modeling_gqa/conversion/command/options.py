@@ -1,0 +1,235 @@
+"""The options of one conversion, declared once: names, types, defaults and help, and which of them fit together.
+
+Only this folder and `command_line/` import typer.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import torch
+import typer
+
+from ...common.errors import ConversionError, one_line
+from ..checkpoints.aside import refuse_overlap
+from ..text.reading import find_files
+
+Kind = Literal["mha", "mqa", "gqa", "mla"]
+Method = Literal["auto", "lowrank", "procrustes", "mean", "first", "random"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of a checkpoint, or name of a model on the Hub.")]
+Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write: a complete Hub repository.")]
+
+SIZES = ("num_key_value_heads", "kv_lora_rank", "qk_rope_head_dim", "cache_size", "cache_bytes")
+
+
+class Layers(list[int]):
+    """Indices of layers, in order and each once."""
+
+
+def parse_layers(text: str) -> Layers:
+    """Read `0,2-5` as `[0, 2, 3, 4, 5]`; raises `typer.BadParameter`."""
+    layers: set[int] = set()
+    for part in text.split(","):
+        found = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if last < first:
+            raise typer.BadParameter(f"{part!r} is no layer and no range of layers such as 2-5")
+        layers.update(range(first, last + 1))
+    return Layers(sorted(layers))
+
+
+def _in_panel(panel: str) -> Callable[..., Any]:
+    return partial(typer.Option, rich_help_panel=panel, show_default=False)
+
+
+_attention = _in_panel("The new attention (give its sizes in one way)")
+_method = _in_panel("Method")
+_text = _in_panel("Text")
+_running = _in_panel("Running")
+
+
+@dataclass
+class Options:
+    """What to convert, to what, and on which text; each field is an option of `modeling-gqa convert` of its name.
+
+    Raises:
+        ConversionError: options do not fit together, or cannot work on this machine.
+    """
+
+    source: Source
+    target: Target
+    attention_kind: Annotated[Kind, _attention(help="MHA, MQA, GQA or MLA.")]
+    num_key_value_heads: Annotated[
+        int | None, _attention(help="GQA: number of key/value heads, a divisor of the query heads.")
+    ] = None
+    kv_lora_rank: Annotated[int | None, _attention(help="MLA: size R of the cached latent.")] = None
+    qk_rope_head_dim: Annotated[
+        int | None, _attention(help="MLA: size P of the cached rotary key. Default: as large as R.")
+    ] = None
+    cache_size: Annotated[
+        int | None,
+        _attention(
+            help="MLA: R + P, the numbers cached per token and layer. Each layer shares it by what it would lose."
+        ),
+    ] = None
+    cache_bytes: Annotated[
+        int | None, _attention(help="--cache-size in bytes per token and layer, in the dtype of the result (--dtype).")
+    ] = None
+    budget: Annotated[
+        int | None,
+        _attention(
+            help="Bytes cached per token by the whole model, in the dtype of the result. Key/value heads (gqa) or R "
+            "and P (mla) are chosen layer by layer, by what each layer would lose."
+        ),
+    ] = None
+    layers: Annotated[
+        Layers | None,
+        _attention(
+            parser=parse_layers,
+            metavar="LAYERS",
+            help="Change these layers alone, such as 0,2-5; the result is a mixed model. Default: all.",
+        ),
+    ] = None
+    method: Annotated[
+        Method,
+        _method(
+            help="How several heads become one. auto tries settings of lowrank and procrustes and keeps the one that "
+            "changes the predictions least; without --text it is lowrank. mean, first and random are the GQA paper's.",
+            show_default=True,
+        ),
+    ] = "auto"
+    regroup: Annotated[
+        bool | None,
+        _method(
+            "--regroup/--no-regroup",
+            help="Merge heads that are alike, instead of neighbours. Default: auto tries both.",
+        ),
+    ] = None
+    refit: Annotated[
+        bool | None,
+        _method(
+            "--refit/--no-refit",
+            help="Fit the output projections to the source's outputs on the text. The result is nearer at once, but "
+            "with fewer heads harder to heal. Default: auto tries both.",
+        ),
+    ] = None
+    seed: Annotated[int, _method(help="For random, regrouping, and the order of the text.", show_default=True)] = 0
+    text: Annotated[
+        list[Path] | None,
+        _text(
+            help="File or folder of .txt, .md, .rst, .py, .jsonl or .parquet; may be repeated. Three disjoint parts "
+            "calibrate, let auto choose, and measure. Without text the weights alone decide and nothing is measured."
+        ),
+    ] = None
+    evaluation_text: Annotated[
+        list[Path] | None, _text(help="Measure on this text instead of a part of --text; may be repeated.")
+    ] = None
+    text_column: Annotated[
+        str, _text(help="Column of .jsonl, .json and .parquet that holds the text.", show_default=True)
+    ] = "text"
+    calibration_tokens: Annotated[
+        int,
+        _text(
+            min=1,
+            help="Tokens to calibrate on. auto chooses by a quarter as many more, at most 16,384.",
+            show_default=True,
+        ),
+    ] = 131072
+    evaluation_tokens: Annotated[int, _text(min=1, help="Tokens to measure on.", show_default=True)] = 65536
+    sequence_length: Annotated[
+        int | None, _text(min=2, help="Tokens of a block. Default: 2048, or max_position_embeddings if that is less.")
+    ] = None
+    batch_size: Annotated[
+        int, _text(min=1, max=1_000_000, help="Number of blocks computed at a time.", show_default=True)
+    ] = 4
+    dtype: Annotated[
+        Dtype, _running(help="Of the result, and for computing; auto is the checkpoint's own.", show_default=True)
+    ] = "auto"
+    device: Annotated[str | None, _running(help="cpu, cuda, cuda:1 ... Default: cuda where there is one.")] = None
+
+    def __post_init__(self) -> None:
+        self._check_sizes_and_method()
+        if self.is_local:
+            refuse_overlap(Path(self.source), self.target)
+        texts = [*(self.text or []), *(self.evaluation_text or [])]
+        for path in texts:
+            refuse_overlap(path, self.target, "text")
+        if texts:
+            find_files(texts, self.text_column)
+        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            torch.zeros(1, device=self.device).item()
+        except (RuntimeError, AssertionError, ImportError) as error:
+            raise ConversionError(f"--device={self.device} cannot be used: {one_line(error)}") from error
+
+    def _check_sizes_and_method(self) -> None:
+        sizes = [spelled(name) for name in SIZES if getattr(self, name) is not None]
+        if self.budget is not None and sizes:
+            raise ConversionError(f"--budget chooses the sizes itself: leave {' and '.join(sizes)} out")
+        if self.budget is not None and self.attention_kind not in ("gqa", "mla"):
+            raise ConversionError(f"--budget has nothing to choose for {self.attention_kind}: give gqa or mla")
+        if self.budget is not None and not self.text:
+            raise ConversionError("--budget needs --text: without it no layer's loss is known")
+        if self.refit and not self.text:
+            raise ConversionError("--refit needs --text: the outputs are fitted on it")
+        for name in ("budget", "cache_bytes"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise ConversionError(f"{spelled(name)}={getattr(self, name)} must be positive")
+        if not 0 <= self.seed < 2**63:
+            raise ConversionError(f"--seed={self.seed} must be from 0 to 2**63 - 1")
+        if self.cache_size is not None and self.cache_bytes is not None:
+            raise ConversionError("--cache-size and --cache-bytes say the same: leave one out")
+        if self.method not in Method.__args__:  # type: ignore[attr-defined]
+            known = ", ".join(Method.__args__)  # type: ignore[attr-defined]
+            raise ConversionError(f"--method={self.method} is unknown: choose one of {known}")
+        if self.evaluation_text and not self.text:
+            raise ConversionError("--evaluation-text needs --text to calibrate on")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the source is a path on this machine, and no name on the Hub."""
+        return Path(self.source).exists()
+
+    @property
+    def shares_cache(self) -> bool:
+        """Whether R and P are chosen layer by layer, by what each would lose on the text, instead of given."""
+        chosen = self.attention_kind == "mla" and self.kv_lora_rank is None and self.qk_rope_head_dim is None
+        return chosen and bool(self.text)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the options in types that JSON has; files and folders by their names, without this machine's paths."""
+        options = {item.name: getattr(self, item.name) for item in fields(Options)}
+        for name in ("text", "evaluation_text"):
+            options[name] = [Path(path).absolute().name for path in options[name] or ()]
+        source = Path(self.source).resolve().name if self.is_local else self.source
+        return options | {"source": source, "target": self.target.resolve().name}
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that ends in `**options` the fields of `Options` as parameters, ahead of its own."""
+    hints = get_type_hints(Options, include_extras=True)
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    parameters = [
+        inspect.Parameter(
+            item.name,
+            keyword_only,
+            annotation=hints[item.name],
+            default=inspect.Parameter.empty if item.default is MISSING else item.default,
+        )
+        for item in fields(Options)
+    ]
+    own = [x for x in inspect.signature(command).parameters.values() if x.kind != inspect.Parameter.VAR_KEYWORD]
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [*parameters, *(parameter.replace(kind=keyword_only) for parameter in own)]
+    )
+    return command
+
+
+def spelled(name: str) -> str:
+    """Return a field's name as the command line shows it."""
+    return "--" + name.replace("_", "-")

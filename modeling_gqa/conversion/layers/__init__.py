@@ -1,0 +1,1 @@
+"""The mathematics of one layer: its heads, their moments, merging them, and MLA."""

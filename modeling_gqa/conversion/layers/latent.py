@@ -1,0 +1,296 @@
+"""To MLA: a few rotary components shared by all heads, and a latent that holds the rest of the keys and the values.
+
+Sources: TransMLA (2502.07864) turns the heads of each frequency by a real rotation before it keeps some, here by a
+complex one; MHA2MLA (2502.14837) keeps a part of the rotation.
+
+Shapes: E hidden size, H query heads, G key/value heads, D head size, n rotary planes, R latent size, P rotary size,
+N unrotated key size, V value size, C = P / 2 complex rotary components.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .heads import Heads, rotary_fields
+from .moments import DAMPING, Moments, square_root
+
+# Names of the factors of `query_gain` that a search tries.
+GAINS = ("one", "mean", "head")
+# Weights of the keys' errors against the values' in the latent that a search tries.
+ALPHAS = (0.3, 0.1)
+# Weights of the keys' errors against the values' by which a cache is shared between R and P; the first is the default.
+KEY_WEIGHTS = (0.2, 0.3, 0.1)
+# Shares of R + P that are tried for P.
+ROTARY_SHARES = (1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
+
+
+@dataclass(frozen=True)
+class RotaryKey:
+    """The rotary key that all heads share, in C complex components.
+
+    Args:
+        plane: (C,) index of the rotary plane that each component is made of.
+        encoder: (C, G) component c is the sum over the heads of encoder * z of that plane.
+        decoder: (C, G) head g's plane is restored as decoder * component.
+        loss: what the other components lose with their rotation, in the metric of the layer's output.
+    """
+
+    plane: torch.Tensor
+    encoder: torch.Tensor
+    decoder: torch.Tensor
+    loss: float
+
+
+@dataclass(frozen=True)
+class Latent:
+    """The latent that all heads share.
+
+    Args:
+        rows: (R, E) make the latent from the layer's input.
+        restore: (G, N + V, R) make unrotated keys and values from the latent.
+        offset: (G, V) the values' mean less the part of it that the latent holds; the output's bias adds it.
+    """
+
+    rows: torch.Tensor
+    restore: torch.Tensor
+    offset: torch.Tensor
+
+
+def rotary_key(moments: Moments, size: int) -> RotaryKey:
+    """Choose the `size` / 2 components that lose most by not being rotated.
+
+    A component loses its eigenvalue times 2 (1 - Re mean e^{j omega lag}).
+    """
+    root = moments.plane_weight.T.sqrt()  # (n, G)
+    mean = moments.plane_mean
+    second = moments.plane_covariance + mean[:, :, None] * mean[:, None, :].conj()
+    values, vectors = torch.linalg.eigh(root[:, :, None] * second * root[:, None, :])  # (n, G), (n, G, G)
+    turned = 2 * (1 - moments.rotation.mean(0).real)  # (n,)
+    gain = (values.clamp(min=0) * turned[:, None]).flatten()
+    order = gain.argsort(descending=True, stable=True)
+    kept, heads = order[: size // 2].sort().values, values.shape[1]
+    plane = kept // heads
+    leading = vectors.mT.flatten(0, 1)[kept]  # (C, G)
+    # Each component gets the mean power of the keys' planes, so that it quantizes and trains as they do.
+    power = second.diagonal(dim1=1, dim2=2).real.mean() / values.flatten()[kept].clamp(min=1e-12 * values.max())
+    factor = power.sqrt()[:, None]
+    return RotaryKey(
+        plane,
+        leading.conj() * root[plane] * factor,
+        leading / root[plane] / factor,
+        gain[order[size // 2 :]].sum().item(),
+    )
+
+
+def unrotated_keys(heads: Heads, rotary: RotaryKey) -> torch.Tensor:
+    """Return what the rotary components leave of the keys, which will not be rotated: (G, D, E).
+
+    Where they leave nothing of the rotary planes, it is (G, D - 2 n, E): the dimensions that were never rotated.
+    """
+    n, planes = heads.planes, heads.complex_planes["k"]  # (G, n, E)
+    if rotary.encoder.numel() == n * len(heads.k) ** 2:
+        return heads.k[:, 2 * n :]
+    component = torch.einsum("cg,gce->ce", rotary.encoder, planes[:, rotary.plane])  # (C, E)
+    restored = torch.zeros_like(planes)
+    restored.index_add_(1, rotary.plane, torch.einsum("cg,ce->gce", rotary.decoder, component))
+    left = planes - restored
+    return torch.cat((left.real, left.imag, heads.k[:, 2 * n :]), dim=1)
+
+
+def query_gain(moments: Moments, gain: str) -> torch.Tensor:
+    """Return the factor (H, n) of the queries of planes that are no longer rotated.
+
+    Args:
+        moments: of the layer.
+        gain: "one" for 1, "mean" for the mean rotation of all heads, "head" for each head's own mean rotation.
+    """
+    rotation = moments.rotation
+    if gain == "one":
+        return torch.ones_like(rotation)
+    return rotation.mean(0).expand_as(rotation) if gain == "mean" else rotation
+
+
+def to_latent(
+    heads: Heads, moments: Moments, rank: int, size: int, gain: str = "one", alpha: float = ALPHAS[0]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], float]:
+    """Convert a layer to MLA; for MQA with `rank` and `size` D that is exact.
+
+    Args:
+        heads: the layer's weights.
+        moments: of the layer.
+        rank: size R of the latent.
+        size: size P of the rotary key.
+        gain: a name in `GAINS`; see `query_gain`.
+        alpha: weight of the keys' errors against the values' in the latent.
+
+    Returns:
+        The parameters of a `LatentAttention`, the configuration fields of its layer, and the loss in the metric of the
+        layer's output: what is no longer rotated, and keys and values outside the latent.
+    """
+    rotary, turn = rotary_key(moments, size), query_turn(heads, moments, gain)
+    keys = unrotated_keys(heads, rotary)
+    latent, lost = shared_latent(heads, moments, keys, unrotated_metric(moments, turn, keys), rank, alpha)
+    return *write_latent(heads, rotary, latent, turn), rotary.loss + lost
+
+
+def best_sizes(heads: Heads, moments: Moments, total: int, weight: float, gain: str = "mean") -> tuple[int, int, float]:
+    """Return the sizes R and P of sum `total` for which MLA loses least, and that loss.
+
+    Args:
+        heads: the layer's weights.
+        moments: of the layer.
+        total: R + P, numbers cached per token.
+        weight: the keys' errors, those of lost rotation included, count weight^2 times the values', because a softmax
+            bounds what large ones do.
+        gain: a name in `GAINS`.
+    """
+    most = min(2 * heads.planes * len(heads.k), total - 1)
+    sizes = sorted({size for share in ROTARY_SHARES if 2 <= (size := max(round(share * total / 2), 1) * 2) <= most})
+    turn = query_turn(heads, moments, gain)
+
+    def loss(size: int) -> float:
+        rotary = rotary_key(moments, size)
+        keys = unrotated_keys(heads, rotary)
+        _, weighed = weighed_rows(heads, moments, keys, unrotated_metric(moments, turn, keys), weight)
+        values, _ = leading_vectors(weighed, moments.input_covariance, total - size)
+        power = (weighed @ moments.input_covariance * weighed).sum()
+        return weight**2 * rotary.loss + (power - values.sum()).item()
+
+    least, best = min((loss(size), size) for size in sizes)
+    return total - best, best, least
+
+
+def query_turn(heads: Heads, moments: Moments, gain: str) -> torch.Tensor:
+    """Return what the query of an unrotated key is multiplied by, (H, D, D).
+
+    It includes rotary_scaling squared: rotation scales a query and a key by it, and what is no longer rotated must not
+    lose that.
+    """
+    return _real_matrix(query_gain(moments, gain) * heads.rotary_scaling**2, heads.k.shape[1])
+
+
+def unrotated_metric(moments: Moments, turn: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return the metric (G, N, N) of unrotated `keys` (G, N, E): the squared error of the output for one of theirs."""
+    first = turn.shape[1] - keys.shape[1]
+    return (turn @ moments.query_metric @ turn.mT)[:, first:, first:].unflatten(0, (len(keys), -1)).sum(1)
+
+
+def write_latent(
+    heads: Heads, rotary: RotaryKey, latent: Latent, turn: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the parameters of a `LatentAttention` and the configuration fields that its layer needs.
+
+    Args:
+        heads: the layer's weights.
+        rotary: the rotary key to write.
+        latent: the latent to write.
+        turn: (H, D, D) what the query of an unrotated key is multiplied by.
+    """
+    planes, shared = heads.complex_planes, heads.key_heads
+    rank, size, head_dim = len(latent.rows), 2 * len(rotary.plane), heads.k.shape[1]
+    nope = latent.restore.shape[1] - head_dim
+
+    def query(name: str) -> torch.Tensor:  # (H, D, ...) to (H, N + P, ...)
+        rotated = planes[name][:, rotary.plane]
+        rotated = torch.einsum("hc,hc...->hc...", rotary.decoder[:, shared].T.conj(), rotated)
+        unrotated = torch.einsum("hij,hj...->hi...", turn, getattr(heads, name))[:, head_dim - nope :]
+        return torch.cat((unrotated, rotated.real, rotated.imag), dim=1)
+
+    def key(name: str) -> torch.Tensor:  # (G, D, ...) to (P, ...)
+        component = torch.einsum("cg,gc...->c...", rotary.encoder, planes[name][:, rotary.plane])
+        return torch.cat((component.real, component.imag))
+
+    query_bias, key_value_bias, output_bias = heads.biases
+    output_bias = output_bias or key_value_bias or rank < latent.restore[..., 0].numel()
+    state = {
+        "q_proj.weight": query("q").flatten(0, 1),
+        "kv_a_proj_with_mqa.weight": torch.cat((latent.rows, key("k"))),
+        "kv_b_proj.weight": latent.restore[shared].flatten(0, 1),
+        "o_proj.weight": heads.o.transpose(0, 1).flatten(1),
+    }
+    if query_bias:
+        state["q_proj.bias"] = query("q_bias").flatten()
+    if key_value_bias:
+        # A constant in an unrotated key drops out of the softmax; in a value it has gone to the output's bias.
+        state["kv_a_proj_with_mqa.bias"] = torch.cat((torch.zeros_like(latent.rows[:, 0]), key("k_bias")))
+    if output_bias:
+        state["o_proj.bias"] = heads.o_bias + torch.einsum("hed,hd->e", heads.o, latent.offset[shared])
+    fields = {
+        "kv_lora_rank": rank,
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": size,
+        "v_head_dim": head_dim,
+        "latent_norm": False,
+        "rope_interleave": False,
+        "query_bias": query_bias,
+        "key_value_bias": key_value_bias,
+        "output_bias": output_bias,
+        "softmax_scale": heads.scaling,
+        **rotary_fields(heads.frequencies[rotary.plane], heads.frequency_dim, size),
+    }
+    return state, fields
+
+
+def _real_matrix(planes: torch.Tensor, size: int) -> torch.Tensor:
+    """Return matrices (H, D, D) that multiply each plane by its complex number in `planes` (H, n) and keep the rest."""
+    n, index = planes.shape[1], torch.arange(planes.shape[1], device=planes.device)
+    matrix = torch.eye(size, dtype=planes.real.dtype, device=planes.device).repeat(len(planes), 1, 1)
+    matrix[:, index, index] = matrix[:, index + n, index + n] = planes.real
+    matrix[:, index, index + n], matrix[:, index + n, index] = -planes.imag, planes.imag
+    return matrix
+
+
+def shared_latent(
+    heads: Heads, moments: Moments, keys: torch.Tensor, key_metric: torch.Tensor, rank: int, alpha: float
+) -> tuple[Latent, float]:
+    """Return the latent of `rank` components that loses least of keys and values, and its loss with alpha 1.
+
+    Args:
+        heads: the layer's weights.
+        moments: of the layer.
+        keys: (G, N, E) unrotated keys.
+        key_metric: (G, N, N) their metric.
+        rank: size R of the latent.
+        alpha: weight of the keys' errors against the values'.
+    """
+    groups, nope, _ = keys.shape
+    rows = torch.cat((keys, heads.v), dim=1)  # (G, N + V, E)
+    root, weighed = weighed_rows(heads, moments, keys, key_metric, alpha)
+    values, vectors = leading_vectors(weighed, moments.input_covariance, rank)
+    power = moments.value_covariance.flatten(2).flatten(0, 1).diagonal().mean()
+    factor = (power / values.clamp(min=1e-12 * values.max())).sqrt()
+    compress = factor[:, None] * (vectors.T @ weighed)  # (R, E)
+    restore = torch.linalg.solve(root, vectors.unflatten(0, (groups, -1))) / factor  # (G, N + V, R)
+
+    left = rows - restore @ compress
+    errors = left @ moments.input_covariance @ left.mT  # (G, N + V, N + V)
+    lost = (errors[:, :nope, :nope] * key_metric).sum() + (errors[:, nope:, nope:] * moments.value_metric).sum()
+    brought = restore[:, nope:] @ (compress @ moments.input_mean)
+    missing = rank - compress.shape[0]  # components beyond what there is to hold
+    pad = torch.nn.functional.pad
+    rows, restore = pad(compress, (0, 0, 0, missing)), pad(restore, (0, missing))
+    return Latent(rows, restore, moments.value_offset - brought), lost.item()
+
+
+def weighed_rows(
+    heads: Heads, moments: Moments, keys: torch.Tensor, key_metric: torch.Tensor, alpha: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the root (G, N + V, N + V) of the metric of unrotated keys and values, and their rows under it.
+
+    Keys are weighted by `alpha`. The rows are (G (N + V), E).
+    """
+    roots = (alpha * square_root(key_metric, DAMPING), moments.value_root)
+    root = torch.stack([torch.block_diag(*pair) for pair in zip(*roots, strict=True)])
+    return root, (root @ torch.cat((keys, heads.v), dim=1)).flatten(0, 1)
+
+
+def leading_vectors(rows: torch.Tensor, covariance: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the `rank` largest eigenvalues and eigenvectors (M, rank) of rows covariance rows^T for `rows` (M, E)."""
+    if len(rows) <= rows.shape[1]:
+        values, vectors = torch.linalg.eigh(rows @ covariance @ rows.T)
+    else:  # the smaller product has the same eigenvalues
+        side = rows @ square_root(covariance)  # (M, E)
+        values, vectors = torch.linalg.eigh(side.T @ side)
+        vectors = side @ vectors / values.clamp(min=1e-12 * values.max()).sqrt()
+    return values[-rank:].flip(0), vectors[:, -rank:].flip(1)

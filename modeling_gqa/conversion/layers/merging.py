@@ -1,0 +1,195 @@
+"""How the key/value heads of a group become one, by any of several methods.
+
+A group of m heads is merged by an encoder and a decoder. Per rotary plane the new key is the sum of encoder * z over
+the heads, and head g's key is restored as decoder_g times it (complex numbers commute with rotation). Values, and key
+dimensions that are not rotated, use real matrices. Decoders are multiplied into the query and output weights.
+
+Sources: mean pooling (Ainslie et al., 2305.13245); orthogonal alignment before the mean (2412.20677); `lowrank` keeps
+the leading subspace of the group in the metric of the layer's output (low-rank key/value compression: 2406.07056,
+whitening: 2403.07378).
+
+Shapes: m heads of a group, D head size, n rotary planes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from .moments import DAMPING, Group, square_root, weigh, weigh_planes
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How a group's m heads become one.
+
+    Args:
+        keys, key_decoder: (n, m), complex.
+        rest, rest_decoder: (D - 2 n, m, D - 2 n) and (m, D - 2 n, D - 2 n), for key dimensions that are not rotated.
+        values, value_decoder: (D, m, D) and (m, D, D).
+    """
+
+    keys: torch.Tensor
+    key_decoder: torch.Tensor
+    rest: torch.Tensor
+    rest_decoder: torch.Tensor
+    values: torch.Tensor
+    value_decoder: torch.Tensor
+
+
+# -- methods: Group -> Merge
+
+
+def mean(group: Group) -> Merge:
+    """Average the heads in equal shares."""
+    count = len(group.values)
+    return average(group, group.values.new_full((count,), 1 / count))
+
+
+def first(group: Group) -> Merge:
+    """Keep the first head."""
+    share = group.values.new_zeros(len(group.values))
+    share[0] = 1
+    return average(group, share)
+
+
+def average(group: Group, share: torch.Tensor) -> Merge:
+    """Average the heads in shares (m,); all queries read the average as it is."""
+    count, size = group.values.shape[:2]
+    identity = torch.eye(size, dtype=share.dtype, device=share.device)
+    unrotated = group.rest.shape[1]
+    rest = identity[:unrotated, :unrotated]
+    planes = share.expand(len(group.planes), -1).to(torch.complex128)
+    return Merge(
+        planes,
+        torch.ones_like(planes),
+        torch.einsum("m,ij->imj", share, rest),
+        rest.expand(count, -1, -1),
+        torch.einsum("m,ij->imj", share, identity),
+        identity.expand(count, -1, -1),
+    )
+
+
+def procrustes(group: Group) -> Merge:
+    """Turn each head towards the mean, planes by a phase and values by an orthogonal matrix; then average."""
+    count = len(group.values)
+    phases = align_phases(group.planes)
+    values, rest = align(group.values), align(group.rest)
+    return Merge(
+        phases / count,
+        phases.conj(),
+        rest.transpose(0, 1) / count,
+        rest.mT,
+        values.transpose(0, 1) / count,
+        values.mT,
+    )
+
+
+def align_phases(covariance: torch.Tensor, rounds: int = 30) -> torch.Tensor:
+    """Return phases (n, m) that turn the heads of `covariance` (n, m, m) towards their mean, found by iteration."""
+    phases = torch.ones(covariance.shape[:2], dtype=torch.complex128, device=covariance.device)
+    for _ in range(rounds):
+        towards = torch.einsum("nij,nj->ni", covariance, phases.conj())  # E[z_i conj(mean)]
+        phases = torch.where(towards.abs() > 0, torch.polar(torch.ones_like(towards.abs()), -towards.angle()), phases)
+    return phases
+
+
+def align(covariance: torch.Tensor, rounds: int = 30) -> torch.Tensor:
+    """Return orthogonal matrices (m, D, D) that turn vectors of `covariance` (m, D, m, D) towards their mean."""
+    count, size = covariance.shape[:2]
+    turns = torch.eye(size, dtype=covariance.dtype, device=covariance.device).repeat(count, 1, 1)
+    for _ in range(rounds if size else 0):
+        for j in range(count):
+            towards = torch.einsum("iab,ibc->ac", turns, covariance[:, :, j])  # E[sum of the turned, v_j^T]
+            u, _, vh = torch.linalg.svd(towards)
+            turns[j] = u @ vh
+    return turns
+
+
+def lowrank(group: Group) -> Merge:
+    """Keep each plane's leading component and the values' leading subspace in the metric of the layer's output."""
+    keys, key_decoder = leading_component(group.planes, group.plane_weight)
+    values, value_decoder = leading_subspace(group.values, group.value_metric)
+    rest, rest_decoder = leading_subspace(group.rest, group.rest_metric)
+    return Merge(keys, key_decoder, rest, rest_decoder, values, value_decoder)
+
+
+MERGES: dict[str, Callable[[Group], Merge]] = {
+    "mean": mean,
+    "first": first,
+    "random": mean,  # only its shapes are used: keys and values are drawn afterwards
+    "procrustes": procrustes,
+    "lowrank": lowrank,
+}
+
+
+def leading_component(covariance: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return encoder and decoder (n, m) of the complex component that loses least of `covariance` (n, m, m).
+
+    The loss under the metric `weight` (n, m) is the sum of the other eigenvalues. The component gets the heads' mean
+    power, so that it quantizes and trains as they do.
+    """
+    root = weight.sqrt()
+    values, vectors = torch.linalg.eigh(weigh_planes(covariance, root))
+    leading = vectors[..., -1]
+    power = covariance.diagonal(dim1=1, dim2=2).real.mean(-1)
+    factor = (power / values[:, -1].clamp(min=torch.finfo(values.dtype).tiny)).sqrt()[:, None]
+    return leading.conj() * root * factor, leading / root / factor
+
+
+def leading_subspace(covariance: torch.Tensor, metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return encoder (D, m, D) and decoder (m, D, D) of the D components that lose least of `covariance` (m, D, m, D).
+
+    The loss is taken under the block-diagonal `metric` (m, D, D); every component gets the heads' mean power.
+    """
+    count, size = covariance.shape[:2]
+    if not size:
+        return covariance.new_zeros(0, count, 0), metric
+    root = square_root(metric, DAMPING)
+    values, vectors = torch.linalg.eigh(weigh(covariance, root).reshape(count * size, -1))
+    leading = vectors[:, count * size - size :].unflatten(0, (count, size))  # (m, D, D)
+    power = covariance.reshape(count * size, -1).diagonal().mean()
+    kept = values[count * size - size :]
+    factor = (power / kept.clamp(min=1e-12 * kept[-1])).sqrt()
+    encoder = torch.einsum("mic,mij->cmj", leading, root) * factor[:, None, None]
+    return encoder, torch.linalg.solve(root, leading) / factor
+
+
+def with_norm(method: Callable[[Group], Merge]) -> Callable[[Group], Merge]:
+    """Return `method` for keys behind an RMSNorm on each head: it merges the values, and keys are turned and averaged.
+
+    Turning a plane by a phase is all that such a norm lets through.
+    """
+
+    def merge(group: Group) -> Merge:
+        phases, averaged = align_phases(group.planes), mean(group)
+        return replace(
+            method(group),
+            keys=phases / len(group.values),
+            key_decoder=phases.conj(),
+            rest=averaged.rest,
+            rest_decoder=averaged.rest_decoder,
+        )
+
+    return merge
+
+
+def merging_error(group: Group, merge: Merge) -> float:
+    """Return the mean squared error of a group's keys and values after `merge`, in the metric of the layer's output.
+
+    For `lowrank` it is the sum of the eigenvalues that are dropped, `Group.lowrank_loss`.
+    """
+    kept = torch.einsum("na,nb->nab", merge.key_decoder, merge.keys)  # (n, m, m)
+    lost = torch.eye(len(group.values), device=kept.device) - kept
+    keys = lost @ group.planes @ lost.mH
+    error = (keys.diagonal(dim1=1, dim2=2).real * group.plane_weight).sum()
+    for covariance, metric, encoder, decoder in (
+        (group.values, group.value_metric, merge.values, merge.value_decoder),
+        (group.rest, group.rest_metric, merge.rest, merge.rest_decoder),
+    ):
+        count, size = covariance.shape[:2]
+        lost = torch.eye(count * size, dtype=metric.dtype, device=metric.device).view(count, size, count, size)
+        lost = lost - torch.einsum("aij,jbk->aibk", decoder, encoder)
+        left = torch.einsum("aibk,bkcl,djcl->aidj", lost, covariance, lost)
+        error = error + torch.einsum("aiaj,aij->", left, metric)
+    return float(error)

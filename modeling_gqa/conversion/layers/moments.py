@@ -1,0 +1,293 @@
+"""What is known of a layer: statistics of its input, and from them what an error in a key or a value costs its output.
+
+Shapes: E hidden size, H query heads, G key/value heads, m heads of a group, D head size, n rotary planes (dimensions i
+and i + n of a head), S lags.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ...configuration_gqa import GQAConfig
+from .heads import Heads, plane_rows
+
+# A mean rotation weighs the lags at which attention was seen to look by this share, and by the rest all lags alike, so
+# that it also holds for texts whose attention looks elsewhere.
+LOOKED_SHARE = 0.9
+# Share of the mean eigenvalue that is added to a metric before its root is inverted.
+DAMPING = 1e-4
+LONGEST_ASSUMED = 2048  # tokens of a row, where there is no text
+
+
+@dataclass
+class Statistics:
+    """Statistics of one layer's input, in float64.
+
+    Args:
+        second: (E, E) mean of x x^T over the tokens.
+        mean: (E,) mean of x.
+        lags: (H, S) each head's attention by distance in tokens; a row sums to 1.
+        residual: mean squared norm of the residual stream after the attention's output is added.
+        length: tokens of the longest row.
+        window: number of tokens that a token attends to; `None` for all before it.
+        root: (E, E) square root of the covariance; `None` where it was not asked for, since it takes the longest.
+    """
+
+    second: torch.Tensor
+    mean: torch.Tensor
+    lags: torch.Tensor
+    residual: float
+    length: int
+    window: int | None = None
+    root: torch.Tensor | None = None
+
+    def metric(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the covariance (E, E) and mean (E,) of the input that a conversion should assume.
+
+        Args:
+            name: "full": as seen. "root": the square root of the covariance, in which rare directions weigh more.
+                "identity": uncorrelated inputs of mean zero, in which all directions weigh the same.
+        """
+        if name == "identity":
+            return torch.eye(len(self.mean), dtype=torch.float64, device=self.mean.device), torch.zeros_like(self.mean)
+        if name == "full":
+            return self.covariance, self.mean
+        if self.root is None:
+            raise ValueError("these statistics were collected without the root")
+        return self.root, self.mean / self.mean.norm().sqrt().clamp(min=1e-12)
+
+    @property
+    def covariance(self) -> torch.Tensor:
+        return self.second - torch.outer(self.mean, self.mean)
+
+
+def windows(config: GQAConfig) -> list[int | None]:
+    """Return how many tokens each layer's attention sees; `None` for all that come before."""
+    return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+
+
+def blank_statistics(config: GQAConfig, layers: Iterable[int], device: torch.device) -> dict[int, Statistics]:
+    """Return the statistics of `layers` where there is no text; layers that are alike share one object."""
+    length = min(config.max_position_embeddings, LONGEST_ASSUMED)
+    heads = [layer.num_attention_heads for layer in config.per_layer_config]
+    kinds = list(zip(heads, windows(config), strict=True))
+    hidden = config.hidden_size
+    blank = {(number, window): without_data(hidden, number, length, device, window) for number, window in set(kinds)}
+    return {index: blank[kinds[index]] for index in layers}
+
+
+def without_data(hidden: int, heads: int, length: int, device: torch.device, window: int | None = None) -> Statistics:
+    """Return the statistics of unknown inputs: uncorrelated, of mean zero, with attention spread over all lags."""
+    second = torch.eye(hidden, dtype=torch.float64, device=device)
+    lags = causal_lags(length, window).to(device).expand(heads, -1)
+    return Statistics(second, second.new_zeros(hidden), lags, 1.0, length, window, root=second)
+
+
+def causal_lags(length: int, window: int | None) -> torch.Tensor:
+    """Return the share of each lag (S,) among all pairs of a token and one that it attends to."""
+    counts = torch.arange(length, 0, -1, dtype=torch.float64)[:window]
+    return counts / counts.sum()
+
+
+def mean_rotation(statistics: Statistics, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Return each head's mean of e^{j omega lag} (H, n) for the frequencies omega `inv_freq` (n,)."""
+    lags = statistics.lags
+    uniform = causal_lags(statistics.length, statistics.window).to(lags.device)
+    size, pad = max(len(uniform), lags.shape[1]), torch.nn.functional.pad
+    uniform, lags = pad(uniform, (0, size - len(uniform))), pad(lags, (0, size - lags.shape[1]))
+    share = (1 - LOOKED_SHARE) * uniform + LOOKED_SHARE * lags  # (H, S)
+    angles = torch.outer(torch.arange(size, dtype=torch.float64, device=lags.device), inv_freq)  # (S, n)
+    return share.to(torch.complex128) @ torch.polar(torch.ones_like(angles), angles)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Second moments of one layer's queries, keys and values, in float64 or complex128.
+
+    A metric is the matrix M for which an error e of a vector changes the layer's output by the square e^T M e.
+
+    Args:
+        key_mean: (G, D) under the chosen metric of the input, as all of these but `value_offset` and `input_mean`.
+        key_rest: (G, D - 2 n, G, D - 2 n) covariance of the key dimensions that are not rotated.
+        plane_covariance: (n, G, G) covariance over the heads of the keys' complex planes z_i = x_i + j x_(i + n).
+        plane_mean: (n, G) mean of these planes.
+        value_covariance: (G, D, G, D) covariance of the values, or their second moments: see `compute_moments`.
+        value_offset: (G, D) the values' mean over the text.
+        query_metric: (H, D, D) metric of the key that a query head reads: scale^2 T_h E[q q^T].
+        key_metric: (G, D, D) the same summed over the query heads that read a key.
+        value_metric: (G, D, D) metric of a value: the sum of W_o^T W_o over its query heads.
+        plane_weight: (G, n) metric of a complex plane of a key: scale^2 / 2 sum T_h E|q|^2.
+        rotation: (H, n) mean of e^{j omega lag} over the lags that a head looks at.
+        key_scale: (G,) what brings keys to a mean square of one, as their RMSNorm does; ones without a norm.
+        input_covariance: (E, E) under the metric.
+        input_mean: (E,) over the text.
+    """
+
+    key_mean: torch.Tensor
+    key_rest: torch.Tensor
+    plane_covariance: torch.Tensor
+    plane_mean: torch.Tensor
+    value_covariance: torch.Tensor
+    value_offset: torch.Tensor
+    query_metric: torch.Tensor
+    key_metric: torch.Tensor
+    value_metric: torch.Tensor
+    plane_weight: torch.Tensor
+    rotation: torch.Tensor
+    key_scale: torch.Tensor
+    input_covariance: torch.Tensor
+    input_mean: torch.Tensor
+
+    @cached_property
+    def value_root(self) -> torch.Tensor:
+        """The square root (G, D, D) of `value_metric`."""
+        return square_root(self.value_metric, DAMPING)
+
+    def group(self, heads: list[int]) -> "Group":
+        """Return what merging these key/value heads has to keep."""
+        rotated = 2 * self.plane_weight.shape[1]
+        mean, varies = self.plane_mean[:, heads], 1 - self.rotation.mean(0).abs().pow(2)
+        # Of the mean, rotation cancels all but a share.
+        constant = varies[:, None, None] * mean[:, :, None] * mean[:, None, :].conj()
+        return Group(
+            planes=self.plane_covariance[:, heads][:, :, heads] + constant,
+            plane_weight=self.plane_weight[heads].mT,
+            values=self.value_covariance[heads][:, :, heads],
+            value_metric=self.value_metric[heads],
+            rest=self.key_rest[heads][:, :, heads],
+            rest_metric=self.key_metric[:, rotated:, rotated:][heads],
+        )
+
+
+@dataclass(frozen=True)
+class Group:
+    """What merging a group of m key/value heads has to keep.
+
+    Args:
+        planes: (n, m, m) second moments of the keys' complex planes.
+        plane_weight: (n, m) their metric.
+        values, value_metric: (m, D, m, D) and (m, D, D) covariance and metric of the values.
+        rest, rest_metric: (m, D - 2 n, m, D - 2 n) and (m, D - 2 n, D - 2 n) covariance and metric of the key
+            dimensions that are not rotated; often there are none.
+    """
+
+    planes: torch.Tensor
+    plane_weight: torch.Tensor
+    values: torch.Tensor
+    value_metric: torch.Tensor
+    rest: torch.Tensor
+    rest_metric: torch.Tensor
+
+    def lowrank_loss(self) -> float:
+        """Return what the `lowrank` merge of this group loses: the eigenvalues that it drops."""
+        planes = weigh_planes(self.planes, self.plane_weight.sqrt())
+        loss = torch.linalg.eigvalsh(planes)[:, :-1].sum()
+        for covariance, metric in ((self.values, self.value_metric), (self.rest, self.rest_metric)):
+            count, size = covariance.shape[:2]
+            weighed = weigh(covariance, square_root(metric, DAMPING)).reshape(count * size, count * size)
+            loss = loss + torch.linalg.eigvalsh(weighed)[: (count - 1) * size].sum()
+        return float(loss)
+
+
+def compute_moments(
+    heads: Heads, statistics: Statistics, metric: str = "full", weighted: bool = True, centered: bool = True
+) -> Moments:
+    """Compute the moments of a layer's queries, keys and values.
+
+    Args:
+        heads: the layer's weights.
+        statistics: of its input.
+        metric: the name that `Statistics.metric` is asked for.
+        weighted: whether keys count by the queries that read them; else all count alike.
+        centered: whether the values' mean is left out of `value_covariance`, because an output bias takes it up.
+    """
+    covariance, mean = statistics.metric(metric)
+    n, groups = heads.planes, heads.groups
+    (q, q_bias, _), (k, k_bias, key_scale) = (
+        _normed(heads.q, heads.q_bias, heads.q_norm, covariance, mean),
+        _normed(heads.k, heads.k_bias, heads.k_norm, covariance, mean),
+    )
+    query_mean = q @ mean + q_bias  # (H, D)
+    query_second = q @ covariance @ q.mT + query_mean[:, :, None] * query_mean[:, None, :]  # (H, D, D)
+    value_covariance = _covariance(heads.v, covariance)
+    value_mean = heads.v @ mean + heads.v_bias
+    value_metric = heads.o.mT @ heads.o  # (H, D, D)
+    own = value_covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[heads.key_heads]  # (H, D, D)
+    if not centered:
+        value_covariance = value_covariance + torch.einsum("ai,bj->aibj", value_mean, value_mean)
+    importance = (value_metric * own).sum((1, 2)) if weighted else torch.ones_like(query_mean[:, 0])  # T_h, (H,)
+    if not weighted:
+        query_second = torch.eye(q.shape[1], dtype=q.dtype, device=q.device).expand_as(query_second)
+    query_metric = heads.scaling**2 * importance[:, None, None] * query_second  # (H, D, D)
+    power = query_metric.diagonal(dim1=1, dim2=2).unflatten(0, (-1, groups)).sum(1)  # (G, D)
+    # Of a plane, cosine and sine scale both query and key.
+    plane_weight = heads.rotary_scaling**4 * (power[:, :n] + power[:, n : 2 * n]) / 2  # (G, n)
+    key_covariance, key_mean = _covariance(k, covariance), k @ mean + k_bias
+    return Moments(
+        key_mean=key_mean,
+        key_rest=key_covariance[:, 2 * n :, :, 2 * n :],
+        plane_covariance=_plane_covariance(key_covariance, n),
+        plane_mean=plane_rows(key_mean, n).mT,
+        value_covariance=value_covariance,
+        value_offset=heads.v @ statistics.mean + heads.v_bias,
+        query_metric=query_metric,
+        key_metric=query_metric.unflatten(0, (len(key_mean), -1)).sum(1),
+        value_metric=value_metric.unflatten(0, (-1, groups)).sum(1),
+        plane_weight=plane_weight + 1e-6 * plane_weight.mean(),  # a plane that nothing reads must not divide by zero
+        rotation=mean_rotation(statistics, heads.inv_freq),
+        key_scale=key_scale,
+        input_covariance=covariance,
+        input_mean=statistics.mean,
+    )
+
+
+def _covariance(weight: torch.Tensor, covariance: torch.Tensor) -> torch.Tensor:
+    """Return the covariance (G, D, G, D) of what `weight` (G, D, E) makes of the input."""
+    rows = weight.flatten(0, 1)
+    return (rows @ covariance @ rows.mT).reshape(*weight.shape[:2], *weight.shape[:2])
+
+
+def _plane_covariance(covariance: torch.Tensor, n: int) -> torch.Tensor:
+    """Return the covariance (n, G, G) of complex planes from that of their dimensions (G, D, G, D)."""
+    aa, bb, ab = covariance[:, :n, :, :n], covariance[:, n : 2 * n, :, n : 2 * n], covariance[:, :n, :, n : 2 * n]
+    aa, bb, ab = (x.diagonal(dim1=1, dim2=3).permute(2, 0, 1) for x in (aa, bb, ab))  # (n, G, G)
+    return torch.complex(aa + bb, ab.mT - ab)
+
+
+def _normed(
+    weight: torch.Tensor, bias: torch.Tensor, norm: torch.Tensor | None, covariance: torch.Tensor, mean: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scale rows (heads, D, E) and bias (heads, D) as the RMSNorm on each head does on average.
+
+    Also returns the scale (heads,) before the norm's own weights; ones where `norm` is `None`.
+    """
+    if norm is None:
+        return weight, bias, torch.ones_like(bias[:, 0])
+    power = (weight @ covariance * weight).sum((1, 2)) + (weight @ mean + bias).pow(2).sum(1)
+    scale = (weight.shape[1] / power).sqrt()
+    factor = norm * scale[:, None]  # (heads, D)
+    return weight * factor[..., None], bias * factor, scale
+
+
+def square_root(matrix: torch.Tensor, damping: float = 0.0) -> torch.Tensor:
+    """Return the square root of symmetric positive matrices (..., m, m).
+
+    Args:
+        matrix: the matrices.
+        damping: this share of the mean eigenvalue is added to every eigenvalue first.
+    """
+    values, vectors = torch.linalg.eigh(matrix)
+    values = values.clamp(min=0) + damping * values.mean(-1, keepdim=True)
+    return (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mT
+
+
+def weigh_planes(covariance: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+    """Return the covariance (n, m, m) of complex planes after each is multiplied by its factor in `root` (n, m)."""
+    return root[:, :, None] * covariance * root[:, None, :]
+
+
+def weigh(covariance: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+    """Return the covariance (m, D, m, D) of vectors after each is multiplied by its block of `root` (m, D, D)."""
+    return torch.einsum("aij,ajbk,blk->aibl", root, covariance, root)

@@ -1,0 +1,1 @@
+"""Text: found, read, packed, sent through a model, and measured on."""
