@@ -7,9 +7,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from .errors import RecipeError
 from .listing import first_difference, is_listing, read_object
-from .recipe import RecipeError
-from .run_folder import COMPLETE, checkpoints
+from .manifest import checkpoints
+from .run_folder import COMPLETE
 
 # What a checkpoint must hold for its run to go on exactly; each by the names that it can have.
 NEEDED = (

@@ -28,8 +28,10 @@ from modeling_gqa.conversion.errors import ConversionError
 from modeling_gqa.conversion.finding import Files, find_files
 from modeling_gqa.conversion.reading import Document, read_documents, row_text
 
+from .catalogue import public_name
+from .errors import RecipeError
 from .packing import PackedBlocks, example, pack, recipe_errors, save_blocks, tokenize
-from .recipe import Recipe, RecipeError, public_name
+from .recipe import Recipe
 
 # Tests are repetitive, packages are other people's text, and lib2to3's test data is broken on purpose.
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}

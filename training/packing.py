@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from modeling_gqa.conversion.errors import ConversionError
 from modeling_gqa.conversion.text import TextEncoder
 
-from .recipe import RecipeError
+from .errors import RecipeError
 
 BATCH = 2**20  # characters tokenized at a time
 BATCH_PIECES = 1000

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from .recipe import RecipeError
+from .errors import RecipeError
 
 
 class CheckedStream(IterableDataset):

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from .recipe import RecipeError
+from .errors import RecipeError
 
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 # Merges settle long before this; a bigger corpus is read up to here.
@@ -58,7 +58,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
     if len(tokenizer) > config.vocab_size:
         raise RecipeError(
             f"the tokenizer has {len(tokenizer)} tokens and the model's vocab_size is {config.vocab_size};"
-            f" set --model_overrides '{{\"vocab_size\": {len(tokenizer)}}}'"
+            f" set --model-overrides '{{\"vocab_size\": {len(tokenizer)}}}'"
         )
     if tokenizer.eos_token_id is None:
         raise RecipeError("the tokenizer has no end-of-text token (eos_token), and documents must end with one")

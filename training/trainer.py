@@ -13,7 +13,8 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from .callbacks import Bar, Lines, SaveOnSigterm, Throughput, any_process
 from .checkpoint import what_is_kept
-from .recipe import Recipe, RecipeError
+from .errors import RecipeError
+from .recipe import Recipe
 from .run_folder import RunFolder
 from .stream import CheckedStream
 
