@@ -27,10 +27,13 @@ except ImportError as missing:
     ) from None
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers.utils import logging
 
+from . import __version__
+from .command_line.training import add_training_commands
 from .conversion.errors import ConversionError
 from .conversion.exporting import export_checkpoint
 from .conversion.importing import import_checkpoint
@@ -53,8 +56,18 @@ LONGEST = 2000  # characters; a checkpoint chooses what its tensors are called
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+def show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"modeling_gqa {__version__}, transformers {transformers.__version__}, torch {torch.__version__}")
+        raise typer.Exit()
+
+
 @app.callback()
-def main_options() -> None:
+def main_options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
     """Change the attention of a trained language model: between MHA, MQA, GQA and MLA, and to and from transformers'
     own classes.
 
@@ -261,6 +274,9 @@ def inspect(source: Source, as_json: Annotated[bool, typer.Option("--json", help
             print(json.dumps(found, indent=2), flush=True)
         else:
             show_inspection(found)
+
+
+add_training_commands(app)
 
 
 @contextmanager

@@ -29,8 +29,11 @@ def main(script: Callable[[list[str]], None], argv: list[str] | None = None) -> 
     """
     try:
         script(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:
-        stop("interrupted", 130)
+    except KeyboardInterrupt:  # outside of a run, which turns it into `Interrupted`
+        print("error: interrupted", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # Not sys.exit: where Ctrl-C has interrupted an import, Python would end by the signal and not by this code.
+        os._exit(130)
     except RecipeError as error:
         stop(str(error), error.exit_code)
     except ImportError as error:
