@@ -56,7 +56,10 @@ def failed_to_write(error: Exception, folder: Path) -> str | None:
 
 def missing_package(error: ImportError) -> str | None:
     """Return the command that installs the missing package, in one line; `None` for any other failed import."""
-    package = PACKAGES.get((error.name or "").partition(".")[0])
-    if package is None or not isinstance(error, ModuleNotFoundError):
-        return None
-    return f"training needs {package}, which is not installed: pip install 'modeling_gqa[training]'"
+    cause: BaseException | None = error
+    while cause is not None:  # transformers raises an error of its own from that of the import
+        package = PACKAGES.get((getattr(cause, "name", None) or "").partition(".")[0])
+        if package is not None and isinstance(cause, ModuleNotFoundError):
+            return f"training needs {package}, which is not installed: pip install 'modeling_gqa[training]'"
+        cause = cause.__cause__
+    return None
