@@ -28,16 +28,16 @@ def recipe_errors() -> Iterator[None]:
     try:
         yield
     except ConversionError as error:
-        # In the words of a recipe.
+        # The option's name in a recipe.
         raise RecipeError(str(error).replace("--text-column", "text_column")) from error
 
 
 def tokenize(
     pieces: Iterable[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], bool]]:
-    """Yield the token ids of every piece, and whether its document ends with it, as the end-of-text token then does.
+    """Yield the token ids of every piece, and whether its document ends with it; then the end-of-text token is added.
 
-    What is written in the text is text: an end-of-text token in it ends no document.
+    The name of an end-of-text token in the text itself is text, and ends no document.
     """
     encode = TextEncoder(tokenizer, add_special_tokens=False, return_attention_mask=False)
     with recipe_errors():
@@ -64,6 +64,14 @@ def pack(documents: Iterable[tuple[list[int], bool]], length: int) -> Iterator[n
 
     Takes token ids, and whether a document ends with them. Yields (2, L) arrays: token ids, and position ids, which
     restart at every document and every block.
+
+    Example:
+        ```python
+        from modeling_gqa.training.packing import pack
+
+        (block,) = pack([([5, 6, 0], True), ([7, 0], True)], length=4)
+        assert block.tolist() == [[5, 6, 0, 7], [0, 1, 2, 0]]
+        ```
     """
     ids: list[int] = []
     starts = [0]

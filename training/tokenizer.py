@@ -8,15 +8,30 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from .errors import RecipeError
 
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
-# Merges settle long before this; a bigger corpus is read up to here.
+# More text than this hardly changes the merges; the rest of a bigger corpus is not read.
 TRAINING_CHARACTERS = 100_000_000
-# Bytes after which training cuts a word: its time grows with the square of a word's length, and Base64 has no spaces.
-# Tokens are shorter than this.
+# Bytes after which a word is cut while the tokenizer is trained: the time grows with the square of a word's length, and
+# Base64 has no spaces. No token is longer.
 LONGEST_WORD = 256
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train byte-level BPE of at most `vocab_size` tokens, special ones included; raises `RecipeError`."""
+    """Train a byte-level BPE tokenizer.
+
+    Args:
+        vocab_size: number of tokens at most, special tokens included.
+
+    Raises:
+        RecipeError: `vocab_size` is smaller than the number of bytes and special tokens.
+
+    Example:
+        ```python
+        from modeling_gqa.training.tokenizer import train_tokenizer
+
+        tokenizer = train_tokenizer(["to be or not to be"] * 9, vocab_size=300)
+        assert tokenizer.decode(tokenizer("not to be")["input_ids"]) == "not to be"
+        ```
+    """
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 2
     if vocab_size < smallest:
         raise RecipeError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {smallest}")
