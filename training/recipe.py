@@ -20,7 +20,7 @@ from .results import Results
 
 @dataclass
 class Recipe(TrainingArguments):
-    """Every option of a pretraining run: transformers' `TrainingArguments` and the fields below."""
+    """Every option of a pretraining run: those of transformers' `TrainingArguments`, then those of this package."""
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_overrides"]
     script, unused = "pretrain", UNUSED
@@ -56,16 +56,16 @@ class Recipe(TrainingArguments):
     sample_prompt: str = field(default="", metadata={"help": "Prompt of the sample printed at the end."})
     resume: bool = field(default=False, metadata={"help": "Continue the run in output_dir."})
     overwrite: bool = field(
-        default=False, metadata={"help": "Delete the run that output_dir holds: the files in its manifest.json."}
+        default=False, metadata={"help": "Delete the run in output_dir, which is the files in its manifest.json."}
     )
 
-    # Defaults of TrainingArguments that pretraining wants otherwise.
+    # Fields of TrainingArguments with other defaults.
     learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate of AdamW."})
     adam_beta2: float = field(default=0.95, metadata={"help": "Decay of AdamW's second moment."})
     weight_decay: float = field(default=0.1, metadata={"help": "Weight decay; not applied to norms and biases."})
     logging_steps: float = field(default=20, metadata={"help": "Steps between log lines."})
     save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept."})
-    # The filter would show an average in place of a NaN; training stops at the first one instead.
+    # The filter would show an average in place of a NaN; here training stops at the first NaN.
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide non-finite losses in the log."})
     enable_jit_checkpoint: bool = field(default=True, metadata={"help": "Save and exit on SIGTERM."})
 

@@ -23,7 +23,7 @@ LAYERWISE_FRACTION, KL_WEIGHT = 0.5, 0.9
 
 @dataclass
 class UptrainRecipe(Recipe):
-    """Every option of an uptraining run: those of pretraining, less the model's, and the fields below."""
+    """Every option of an uptraining run: those of pretraining without the model's, then those of uptraining."""
 
     script = "uptrain"
     unused = UNUSED | dict.fromkeys(("preset", "model_overrides"), "the student is the model")
@@ -31,24 +31,27 @@ class UptrainRecipe(Recipe):
     student: str = field(default="", metadata={"help": "The converted model: a folder or Hub name."})
     teacher: str | None = field(
         default=None,
-        metadata={"help": "What it was converted from: a folder or Hub name; none: next-token loss alone."},
+        metadata={"help": "Its source: a folder or Hub name; `none` trains on the next-token loss only."},
     )
     trainable: Literal["attention", "all"] = field(default="attention", metadata={"help": "Parameters to train."})
     layerwise_fraction: float | None = field(
-        default=None, metadata={"help": "Share of the steps spent on stage 1, layer by layer; 0.5 with a teacher."}
+        default=None,
+        metadata={"help": "Fraction of the steps for stage 1, layer by layer; 0.5 with a teacher."},
     )
     kl_weight: float | None = field(
-        default=None, metadata={"help": "Stage 2: weight of the KL divergence, the rest is next-token loss; 0.9."}
+        default=None,
+        metadata={"help": "Stage 2: weight of the KL divergence against next-token loss; 0.9."},
     )
     temperature: float = field(default=1.0, metadata={"help": "Stage 2: temperature of both softmaxes in the KL."})
     pretraining_fraction: float | None = field(
-        default=None, metadata={"help": "Budget: share of the teacher's pretraining tokens; 0: max_steps tells."}
+        default=None,
+        metadata={"help": "Length of training, in teacher pretraining tokens (a fraction); 0: max_steps."},
     )
     pretraining_tokens: int | None = field(
-        default=None, metadata={"help": "Those tokens; read from the teacher's results.json if left out."}
+        default=None, metadata={"help": "Number of these pretraining tokens; the teacher's results.json has it."}
     )
 
-    # Defaults of pretraining that a model which is nearly right wants otherwise.
+    # Fields of pretraining with other defaults: the model is already trained.
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of AdamW."})
     weight_decay: float = field(default=0.0, metadata={"help": "Weight decay; not applied to norms and biases."})
     bigram_baseline: bool = field(default=False, metadata={"help": "Report the loss of a bigram model as well."})
