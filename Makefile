@@ -1,21 +1,22 @@
-# Every target makes its own virtual environment; nothing outside this directory changes.
+# Every target makes the virtual environment that it needs, in this directory; nothing outside it changes.
 PYTHON ?= python3
 PYTEST = python -m pytest -n 2 $(PYTEST_ARGS)
 
-.PHONY: help quickstart test faults compat lint docs checks bench clean
+.PHONY: help quickstart test faults compat lint docs checks package bench clean
 
 help:
 	@echo "make quickstart   pretrain a small model on real text, save it, load it back and generate (about 5 minutes)"
 	@echo "make test         run the test suite"
-	@echo "make faults       kill, cut, fill and lock, many times over (FAULTS_ROUNDS=20; the suite does it once)"
+	@echo "make faults       kill runs, damage files, fill disks and lock folders, FAULTS_ROUNDS=20 times (make test: once)"
 	@echo "make compat       run the tests marked compat against the oldest supported transformers"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         build the documentation in site/, strictly and offline"
 	@echo "make checks       lint, docs, test and compat"
+	@echo "make package      build wheel and sdist, check them, and use the wheel in a new environment (about 4 minutes)"
 	@echo "make bench        measure speed and memory side by side with transformers' models (about 10 minutes)"
 
 quickstart: .venv/quickstart
-	.venv/bin/python -m training.pretrain configuration/recipes/quickstart.yaml
+	.venv/bin/python -m training.pretrain quickstart
 
 test: .venv/test
 	OMP_NUM_THREADS=1 .venv/bin/$(PYTEST)
@@ -36,37 +37,31 @@ docs: .venv/docs
 
 checks: lint docs test compat
 
+package: .venv/package
+	.venv/bin/python tests/package/check_package.py
+
 bench: .venv/bench
 	.venv/bin/python -m benchmarks.attention
 	.venv/bin/python -m benchmarks.decode --lengths 128 2048 4096 --budget 1
 	.venv/bin/python -m benchmarks.prefill
-	.venv/bin/python -m benchmarks.training --num_hidden_layers 2
+	.venv/bin/python -m benchmarks.training --num-hidden-layers 2
 	.venv/bin/python -m benchmarks.compiled
 
-.venv/quickstart: setup.cfg constraints.txt
+EXTRAS_quickstart = training
+EXTRAS_test = training,docs,test
+EXTRAS_docs = training,docs
+EXTRAS_package = package
+EXTRAS_bench = bench
+
+.venv/quickstart .venv/test .venv/docs .venv/package .venv/bench: setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[training]'
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS_$(@F))]'
 	touch $@
 
-.venv/bench: setup.cfg constraints.txt
-	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
-	touch $@
-
-.venv/docs: setup.cfg constraints.txt
-	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[training,docs]'
-	touch $@
-
-.venv/test: setup.cfg constraints.txt
-	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[training,docs,test]'
-	touch $@
-
-.venv-oldest/test: setup.cfg constraints-oldest.txt
+.venv-oldest/test: setup.cfg setup.py constraints-oldest.txt
 	$(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[training,test]'
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest build site *.egg-info
+	rm -rf .venv .venv-oldest build dist site *.egg-info

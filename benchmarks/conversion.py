@@ -1,6 +1,6 @@
 """What conversions lose and what healing brings back, on the model that the tiny-mha recipe pretrains.
 
-    python -m training.pretrain configuration/recipes/tiny-mha.yaml
+    python -m training.pretrain tiny --preset tiny-mha
     python -m benchmarks.conversion
 
 KL(source || converted) and perplexity are of validation text, which neither calibration nor the choice of settings has
@@ -220,7 +220,7 @@ def main() -> None:
     parser.add_argument("--name", default="conversion", help="of the file of results")
     arguments = parser.parse_args()
     if not (arguments.run / "final").is_dir():
-        sys.exit(f"no model in {arguments.run}/final: python -m training.pretrain configuration/recipes/tiny-mha.yaml")
+        sys.exit(f"no model in {arguments.run}/final: python -m training.pretrain tiny --preset tiny-mha")
     machine, begin = describe_machine("cpu", [torch.float32]), time.perf_counter()
     print_machine(machine)
     bench = Bench(arguments.run, arguments.calibration_blocks, arguments.seeds)

@@ -1,7 +1,11 @@
-"""Pretraining, run from a checkout: `python -m training.pretrain configuration/recipes/NAME.yaml`."""
+"""Pretraining and uptraining.
+
+From a checkout: `python -m training.pretrain RECIPE`. Installed, this folder is `modeling_gqa.training`, and the same
+command is `modeling-gqa pretrain RECIPE` or `python -m modeling_gqa.training.pretrain RECIPE`.
+"""
 
 import os
 
-# Read by OpenMP when torch is imported. Threads that wait actively slow each other down several times over as soon as
-# another program wants a core, and gain little on an idle machine.
+# OpenMP reads this when torch is imported. Threads that wait actively slow each other down several times over as soon
+# as another program wants a core, and gain little on an idle machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

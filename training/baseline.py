@@ -6,7 +6,7 @@ from .data import PackedBlocks
 
 
 def pairs(data: PackedBlocks) -> tuple[np.ndarray, np.ndarray]:
-    """Return the (previous, next) token pairs that the language model is trained or measured on."""
+    """Return the pairs (previous token, next token) that a language model predicts in these blocks."""
     ids, positions = data.blocks[:, 0].astype(np.int64), data.blocks[:, 1]  # (blocks, L)
     predicted = positions[:, 1:] > 0
     return ids[:, :-1][predicted], ids[:, 1:][predicted]
@@ -18,6 +18,23 @@ def bigram_loss(train: PackedBlocks, validation: PackedBlocks, vocab_size: int) 
     The weight is Witten and Bell's, w = n / (n + k types), with n the count of a and types the number of different
     tokens seen after it; k is the value that serves the bigram model best on the validation text itself, and
     p(b) has one added to every count.
+
+    Args:
+        train: the blocks to count in.
+        validation: the blocks to measure on.
+        vocab_size: number of tokens in the vocabulary.
+
+    Example:
+        ```python
+        import numpy as np
+
+        from modeling_gqa.training.baseline import bigram_loss
+        from modeling_gqa.training.packing import PackedBlocks
+
+        ids, positions = np.tile([0, 1], (4, 4)), np.tile(np.arange(8), (4, 1))  # (blocks, L)
+        blocks = PackedBlocks(np.stack([ids, positions], axis=1))
+        assert bigram_loss(blocks, blocks, vocab_size=2) < 0.1  # 0 and 1 in turn are easy to predict
+        ```
     """
     previous, following = pairs(train)
     unigram = np.bincount(following, minlength=vocab_size) + 1.0
@@ -32,7 +49,7 @@ def bigram_loss(train: PackedBlocks, validation: PackedBlocks, vocab_size: int) 
     joint = np.where(seen[where] == wanted, counts[where], 0)
     losses = []
     for k in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0):
-        # count(ab)/count(a) * n/(n + k types) = count(ab)/(n + k types); an unseen context leaves p(b) alone.
+        # count(ab)/count(a) * n/(n + k types) = count(ab)/(n + k types); after an unseen context it is p(b).
         mass = np.maximum(context[a] + k * types[a], 1e-9)
         losses.append(-np.log(joint / mass + np.where(context[a] > 0, k * types[a] / mass, 1.0) * unigram[b]).mean())
     return float(min(losses))

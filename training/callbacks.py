@@ -1,4 +1,4 @@
-"""What the Trainer is told to do beside training: measure its speed, print, and heed SIGTERM."""
+"""Callbacks of the Trainer: they measure the speed, print the log and answer SIGTERM."""
 
 import signal
 import time
@@ -17,12 +17,15 @@ from modeling_gqa.accounting import training_flops
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.4) -> float:
-    """Return the FLOP/s that a large square matrix product reaches on `device`: what "100 %" means for our MFU.
+    """Return the FLOP/s of a large square matrix product on `device`; an MFU of 1 is this rate.
 
-    Measured rather than looked up, so that the figure means the same on a laptop, under a cgroup and on a GPU.
+    It is measured and not looked up, so that an MFU means the same on a laptop, under a cgroup and on a GPU.
+
+    Args:
+        seconds: how long to measure; the fastest product counts.
     """
     size = 8192 if device.type == "cuda" else 1024
-    # A generator of its own: the training's must not notice.
+    # A generator of its own, so that training draws the same numbers as without this measurement.
     generator = torch.Generator(device).manual_seed(0)
     a, b = torch.randn(2, size, size, device=device, generator=generator).to(dtype).unbind()  # (size, size)
     best, end = float("inf"), time.perf_counter() + seconds
@@ -41,11 +44,14 @@ def synchronize(device: torch.device) -> None:
 
 
 class Throughput(TrainerCallback):
-    """Tokens per second and model FLOPs utilisation of training proper, and tokens seen.
+    """Measures tokens per second and model FLOPs utilisation (MFU) of training.
 
     Evaluation, saving and the first step (warm-up, compilation) are left out, unlike in `train_tokens_per_second`.
-    FLOPs are counted by `training_flops`, attention of every layer's kind included, unlike in `total_flos`; where
-    training is more than one model's forward and backward, `config` is `None` and tokens alone are counted.
+    FLOPs are counted by `training_flops`, which knows each layer's attention, unlike `total_flos`.
+
+    Args:
+        config: the model's configuration; `None` where a step is more than one model's forward and backward. Then only
+            tokens are counted.
     """
 
     def __init__(self, config: Any | None) -> None:
@@ -55,11 +61,11 @@ class Throughput(TrainerCallback):
         self.reset(time.perf_counter())
 
     def reset(self, now: float) -> None:
-        self.window = self.total = (0, 0.0, now)  # tokens, FLOPs, and the clock less what is left out
+        self.window = self.total = (0, 0.0, now)  # tokens, FLOPs, and seconds without those left out
         self.tokens, self.flops, self.left_out, self.step_end = 0, 0.0, 0.0, now
 
     def count(self, input_ids: torch.Tensor, world_size: int) -> None:
-        """Note one micro-batch, of shape (B, T) on each of `world_size` processes."""
+        """Count one micro-batch, of shape (B, T) on each of `world_size` processes."""
         shape = input_ids.shape
         if self.config is not None and shape not in self.flops_of:
             self.flops_of[shape] = training_flops(self.config, batch_size=shape[0], sequence_length=shape[1])
@@ -81,7 +87,7 @@ class Throughput(TrainerCallback):
         self.step_end = time.perf_counter()
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # What lies between the end of a step and the end of an evaluation or a save is not training.
+        # The time from the end of a step to the end of an evaluation or a save is not training.
         now = time.perf_counter()
         self.left_out += now - self.step_end
         self.step_end = now
@@ -90,16 +96,20 @@ class Throughput(TrainerCallback):
         self.on_evaluate(args, state, control)
 
     def rates(self, device: torch.device, whole_run: bool = False) -> dict[str, float]:
-        """Return `tokens_per_second`, and `mfu` where FLOPs are counted, since the last call, or of the whole run."""
+        """Return `tokens_per_second`, and `mfu` (a fraction) where FLOPs are counted.
+
+        Args:
+            whole_run: of all training so far; otherwise of that since the last call.
+        """
         synchronize(device)
         begin = time.perf_counter()
         now = (self.tokens, self.flops, begin - self.left_out)
         if device.type == "cpu" and self.peak:
-            # Other programs may have slowed the last measurement down, which would be taken for our merit.
+            # Where another program slowed the last measurement down, the MFU would be too high.
             self.peak = max(self.peak, measure_matmul_flops(device, self.dtype, 0.1) * self.world_size)
             spent = time.perf_counter() - begin
             self.left_out += spent
-            self.step_end += spent  # lest an evaluation that follows leaves it out again
+            self.step_end += spent  # an evaluation that follows must not leave it out again
         tokens, flops, seconds = (b - a for a, b in zip(self.total if whole_run else self.window, now, strict=True))
         self.window = now
         if not tokens or not self.peak:
@@ -109,10 +119,10 @@ class Throughput(TrainerCallback):
 
 
 class SaveOnSigterm(TrainerCallback):
-    """Save and stop after the step in which SIGTERM arrives, on every process alike.
+    """Saves and stops after the step in which SIGTERM arrives; all processes stop after the same step.
 
     transformers' own callback saves in the middle of a step, when dropout has drawn its numbers and the optimizer has
-    not moved, so that a resumed run differs; and its processes may choose different steps.
+    not moved: a resumed run then differs. Its processes may also choose different steps.
     """
 
     def __init__(self) -> None:
@@ -138,7 +148,7 @@ class SaveOnSigterm(TrainerCallback):
 
 
 def any_process(flag: bool, args: TrainingArguments) -> bool:
-    """Whether `flag` is set on any process."""
+    """Whether `flag` is set on any process; every process must call this."""
     if args.world_size == 1:
         return flag
     flags = torch.tensor(int(flag), device=args.device)
@@ -147,7 +157,7 @@ def any_process(flag: bool, args: TrainingArguments) -> bool:
 
 
 def format_logs(state: TrainerState, logs: dict[str, float]) -> str | None:
-    """One line for people: a training log or an evaluation."""
+    """Return the line to print for a training log or an evaluation; `None` for other logs."""
     step = f"step {state.global_step:>6,}/{state.max_steps:,}"
     if "eval_loss" in logs:
         line = f"{step}  validation loss {logs['eval_loss']:.4f}  perplexity {logs['eval_perplexity']:.2f}"
@@ -165,7 +175,7 @@ def format_logs(state: TrainerState, logs: dict[str, float]) -> str | None:
 
 
 class Lines(TrainerCallback):
-    """Print a line per log."""
+    """Prints a line for each log."""
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
@@ -175,7 +185,7 @@ class Lines(TrainerCallback):
 
 
 class Bar(ProgressCallback):
-    """Draw transformers' progress bar, with the same lines above it."""
+    """Draws transformers' progress bar, and prints the same lines above it."""
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from: the newest that is whole, to the last byte."""
+"""The checkpoint that a run resumes from: the newest one of which every byte is as it was written."""
 
 import zipfile
 from collections.abc import Container
@@ -7,11 +7,12 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from .errors import RecipeError
 from .listing import first_difference, is_listing, read_object
-from .recipe import RecipeError
-from .run_folder import COMPLETE, checkpoints
+from .manifest import checkpoints
+from .run_folder import COMPLETE
 
-# What a checkpoint must hold for its run to go on exactly; each by the names that it can have.
+# What a checkpoint must hold for its run to go on exactly, and the file names that each part can have.
 NEEDED = (
     ("the weights", ("model*.safetensors", "pytorch_model*")),
     ("the optimizer's state", ("optimizer*",)),
@@ -24,14 +25,20 @@ NEEDED = (
 def find_resumable(
     folder: Path, processes: int, listed: Container[str] = ()
 ) -> tuple[Path | None, dict[str, Any], list[str]]:
-    """Look for the checkpoint to resume from; `listed` are the files that runs wrote.
+    """Find the checkpoint to resume from.
+
+    Args:
+        folder: the run's folder.
+        processes: number of processes that would resume.
+        listed: paths of the files that runs wrote, relative to `folder`.
 
     Returns:
-        The newest whole checkpoint, its mark, and what is wrong with each newer one; `None` where none was ever
-        finished.
+        The newest whole checkpoint, its mark, and a line on the damage of each newer one; `None`, an empty mark and no
+        lines where no checkpoint was finished.
 
     Raises:
-        RecipeError: all that were finished are damaged, or the newest whole one is another number of processes'.
+        RecipeError: every finished checkpoint is damaged, or the newest whole one was written by another number of
+            processes.
     """
     damaged: list[str] = []
     for path in reversed(checkpoints(folder)):
@@ -53,7 +60,11 @@ def find_resumable(
 
 
 def what_is_wrong(path: Path, mark: dict[str, Any] | None) -> str | None:
-    """Say why a checkpoint cannot be resumed from exactly; `None` where it can."""
+    """Return why a run cannot go on exactly from the checkpoint `path`; `None` where it can.
+
+    Args:
+        mark: the content of its `complete.json`.
+    """
     if mark is None or not is_mark(mark):
         return f"{path / COMPLETE} cannot be read"
     listed = "files" in mark
@@ -64,11 +75,12 @@ def what_is_wrong(path: Path, mark: dict[str, Any] | None) -> str | None:
             return f"{what} ({patterns[0]}) is missing"
     if listed:
         return None
-    # Of a run of before checkpoints listed their files: what can be seen without their hashes.
+    # Earlier versions listed no files: without hashes, only broken archives can be seen.
     return next((problem for file in sorted(path.iterdir()) if (problem := what_is_wrong_inside(file))), None)
 
 
 def is_mark(mark: dict[str, Any]) -> bool:
+    """Whether `mark` has the fields of a `complete.json`, with their types."""
     stream = mark.get("stream", {"blocks": 0, "sha256": ""})
     return (
         mark.keys() <= {"processes", "files", "stream"}
@@ -81,6 +93,7 @@ def is_mark(mark: dict[str, Any]) -> bool:
 
 
 def what_is_wrong_inside(file: Path) -> str | None:
+    """Return that a file of tensors or JSON cannot be read; `None` where it can, and for other files."""
     try:
         if file.suffix in (".pt", ".pth", ".bin"):
             with zipfile.ZipFile(file) as archive:
@@ -96,6 +109,6 @@ def what_is_wrong_inside(file: Path) -> str | None:
 
 
 def what_is_kept(folder: str | Path) -> str:
-    """Say, for a message on why training stopped, from where it can go on."""
+    """Return the end of a message on why training stopped: which checkpoint it can go on from."""
     whole = [path for path in checkpoints(Path(folder)) if (path / COMPLETE).is_file()]
     return f"{whole[-1]} is kept, and --resume goes on from it" if whole else "no checkpoint had been saved"

@@ -1,61 +1,51 @@
-"""What a script prints, and how it ends where something is wrong: in one line."""
+"""What a script prints, and how it ends. Nothing here imports a library that is slow to import."""
 
-import errno
 import os
-import re
-import shutil
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
-from transformers.utils import logging
-
-from .recipe import RecipeError
-
-# How tokenizers, safetensors and torch report that a file could not be written, each with a class of its own.
-WRITE_FAILURES = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream error")
-
-
-class Interrupted(RecipeError):
-    """The user has pressed Ctrl-C; the message says what is kept."""
-
-    exit_code = 130
+from .errors import RecipeError, missing_package
 
 
 def is_main() -> bool:
+    """Whether this is the process that writes and prints: the only one, or torchrun's number 0."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def say(message: str = "") -> None:
+    """Print a line, on the main process alone."""
     if is_main():
         print(message, flush=True)
 
 
-def failed_to_write(error: Exception, folder: Path) -> str | None:
-    """Say in one line what the operating system refused; `None` for any other error."""
-    said = " ".join(str(error).split())
-    if isinstance(error, OSError):
-        reason = f"{error.strerror or said}" + (f": {error.filename}" if error.filename else "")
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return reason
-    elif WRITE_FAILURES.search(said):
-        reason = f"a file could not be written: {said[:200]}"
-    else:
-        return None
-    while not folder.exists():
-        folder = folder.parent
-    return f"{reason} ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free in {folder})"
+def main(script: Callable[[list[str]], None], argv: list[str] | None = None) -> None:
+    """Run a script, and turn errors that the user can correct into one line on stderr and an exit code.
 
-
-def main(script: Callable[[list[str]], None]) -> None:
-    """Run a script; what the user can put right is one line on stderr and an exit code other than 0."""
-    logging.disable_progress_bar()  # of weights being written; training has its own
+    Args:
+        script: `pretrain` or `uptrain`. It imports torch and transformers itself, so that Ctrl-C is answered during
+            these seconds as well.
+        argv: arguments of the script; those of this process if left out.
+    """
     try:
-        script(sys.argv[1:])
-    except (RecipeError, KeyboardInterrupt) as error:
-        if not is_main():
-            # It mostly fails as the main process does, or because that did, and torchrun ends it meanwhile.
-            time.sleep(10)
-        print(f"error: {error if isinstance(error, RecipeError) else 'interrupted'}", file=sys.stderr, flush=True)
-        sys.exit(getattr(error, "exit_code", 130))
+        script(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:  # outside of a run, which turns it into `Interrupted`
+        print("error: interrupted", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # Not sys.exit: where Ctrl-C has interrupted an import, Python would end by the signal and not by this code.
+        os._exit(130)
+    except RecipeError as error:
+        stop(str(error), error.exit_code)
+    except ImportError as error:
+        if (message := missing_package(error)) is None:
+            raise
+        stop(message, 1)
+
+
+def stop(message: str, code: int) -> None:
+    """Print `error: MESSAGE` and end this process with the exit code `code`."""
+    if not is_main():
+        # This process mostly fails because the main process has failed, and torchrun ends it meanwhile.
+        time.sleep(10)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)

@@ -1,8 +1,8 @@
-"""Text in, packed blocks out.
+"""From text to packed blocks of tokens, for training and for validation.
 
-A *document* is one file, or one row of a JSONL, JSON or Parquet file or a Hub data set. Documents are assigned to
-training or validation by a hash of their text, and packed into blocks (`packing.py`). Neither a long file nor
-all tokens are held in memory.
+A *document* is one file, or one row of a JSONL, JSON or Parquet file or a Hub data set. A hash of its text assigns it
+to training or validation; its tokens are packed into blocks (`packing.py`). Memory holds pieces of texts, and never
+all tokens.
 """
 
 import glob
@@ -28,16 +28,18 @@ from modeling_gqa.common.errors import ConversionError
 from modeling_gqa.conversion.text.packing import pack
 from modeling_gqa.conversion.text.reading import Document, Files, find_files, read_documents, row_text
 
+from .catalogue import public_name
+from .errors import RecipeError
 from .packing import PackedBlocks, example, recipe_errors, save_blocks, tokenize
-from .recipe import Recipe, RecipeError, public_name
+from .recipe import Recipe
 
-# Tests are repetitive, packages are other people's text, and lib2to3's test data is broken on purpose.
+# Tests repeat themselves, installed packages have other licences, and lib2to3's test data is broken on purpose.
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SHUFFLE_BUFFER = 10_000  # rows, of a streamed Hub data set
 SPLIT_RECORD = "split.json"
-PIECE = 2**18  # characters; a document of twice as many is tokenized in pieces
-# Where tokenizers cut a text into words anyway: a space after a character that is none, and a letter or digit that
-# begins a line.
+PIECE = 2**18  # characters; a document of more than twice this number is tokenized in pieces
+# Places where every tokenizer begins a new word: a space after another character, and a letter or digit at the start of
+# a line.
 BOUNDARY = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=[^\W_])")
 
 
@@ -46,9 +48,10 @@ class Source:
     """Where the text comes from.
 
     Attributes:
-        name: for people; files and folders by their names alone.
+        name: of the data set, or of the files and folders without their paths.
+        license: of the text; `None` where the recipe does not say.
         documents: reads the text; it raises `RecipeError` or `ConversionError` where it cannot.
-        notes: a line for the user on each thing that is left out.
+        notes: returns a line for each file that is left out.
     """
 
     name: str
@@ -58,7 +61,7 @@ class Source:
 
 
 def open_source(recipe: Recipe) -> Source:
-    """Return the recipe's text; nothing is looked at before it is read."""
+    """Return the recipe's source of text; no file is opened before `documents` is called."""
     if recipe.dataset_name:
         return Source(public_name(recipe.dataset_name), recipe.license, lambda: hub_documents(recipe))
     if recipe.data_files:
@@ -80,7 +83,7 @@ def stdlib_documents() -> Iterator[Document]:
 
 
 def list_files(patterns: list[str], text_column: str) -> Files:
-    """Expand files, folders and globs into files, in a fixed order."""
+    """Return the files that paths, folders and globs stand for, in a fixed order; raises `RecipeError` for none."""
     named, matched = [], []
     for pattern in patterns:
         try:
@@ -126,7 +129,7 @@ def hub_documents(recipe: Recipe) -> Iterator[Document]:
 
 
 def hash_document(document: Document, rule: str) -> int:
-    """Hash a document's text, or by the rule "path" that of a file by its path as it was written."""
+    """Return 64 bits of a hash of a document's text, or, by the rule "path", of a file's path as it was written."""
     by_path = rule == "path" and document.path is not None
     digest = hashlib.blake2b(digest_size=8)
     for piece in (document.path,) if by_path else document.pieces():
@@ -136,9 +139,12 @@ def hash_document(document: Document, rule: str) -> int:
 
 @dataclass(frozen=True)
 class Split:
-    """Validation documents are those whose hash lies below `threshold`.
+    """Which documents are held out for validation.
 
-    A single document has no other to hold out, so its end is, from the character `cut` on.
+    Args:
+        threshold: documents whose hash is smaller are held out.
+        cut: of a single document, the character from which on its text is held out.
+        rule: "content" hashes texts; "path", of earlier versions, hashes the paths of files.
     """
 
     source: Source
@@ -148,15 +154,15 @@ class Split:
 
     @property
     def record(self) -> dict[str, Any]:
-        """What says again which documents are held out, whatever has been added since; see `load_split`."""
+        """What `load_split` needs to hold out the same documents, when further ones have been added as well."""
         return {"rule": self.rule, "threshold": self.threshold, "cut": self.cut}
 
     def documents(self, part: str) -> Iterator[str]:
-        """Yield the part's texts; a long one comes in pieces."""
+        """Yield the texts of `train` or `validation`; a long text comes in pieces."""
         return (text for text, _ in self.pieces(part))
 
     def pieces(self, part: str) -> Iterator[tuple[str, bool]]:
-        """Yield the part's texts in pieces, and of each whether its document ends with it."""
+        """Yield the texts of `train` or `validation` in pieces, each with whether its document ends with it."""
         with recipe_errors():
             for document in self.source.documents():
                 if self.cut is not None:
@@ -167,7 +173,7 @@ class Split:
 
 
 def characters(pieces: Iterable[str], first: int, stop: int | None) -> Iterator[str]:
-    """`text[first:stop]` of a text that comes in pieces."""
+    """Yield `text[first:stop]` of a text that comes in pieces."""
     at = 0
     for piece in pieces:
         yield piece[max(first - at, 0) : None if stop is None else max(stop - at, 0)]
@@ -175,9 +181,20 @@ def characters(pieces: Iterable[str], first: int, stop: int | None) -> Iterator[
 
 
 def cut_text(pieces: Iterable[str], length: int = PIECE) -> Iterator[tuple[str, bool]]:
-    """Cut a text that comes in pieces into others, from `length` to twice that; and say which is its last.
+    """Cut a text that comes in pieces into others of `length` to twice `length` characters.
 
-    Cuts are at boundaries of words where there are any, and depend on the text alone: not on the pieces.
+    Cuts are at boundaries of words where there are any. They depend on the text, and not on the pieces that it came in.
+
+    Yields:
+        A piece, and whether it is the last.
+
+    Example:
+        ```python
+        from modeling_gqa.training.data import cut_text
+
+        pieces = list(cut_text(["one two thr", "ee four"], length=5))
+        assert pieces == [("one two", False), (" three", False), (" four", True)]
+        ```
     """
     text, start = "", 0
     for piece in pieces:
@@ -193,7 +210,8 @@ def cut_text(pieces: Iterable[str], length: int = PIECE) -> Iterator[tuple[str, 
 def split_source(source: Source, recipe: Recipe, rule: str = "content") -> Split:
     """Hold out `validation_fraction` of the documents; raises `RecipeError` where there are none.
 
-    The rule "path" is that of runs without a record of theirs: of files it goes by the path as it was written.
+    Args:
+        rule: "content"; "path" for a run of an earlier version, which kept no record of its split.
     """
     streamed = Split(source, round(recipe.validation_fraction * 2**64), rule=rule)
     if recipe.streaming and (rule == "path" or recipe.dataset_name):
@@ -217,7 +235,7 @@ def split_source(source: Source, recipe: Recipe, rule: str = "content") -> Split
 def load_split(source: Source, recipe: Recipe, folder: Path) -> Split:
     """Return the split that `write_blocks` recorded beside the tokens in `folder`; raises `RecipeError`.
 
-    A run from before there was a record goes on by the rule of then.
+    A run of an earlier version, without a record, goes on by the rule "path".
     """
     path = folder / SPLIT_RECORD
     try:
@@ -242,9 +260,9 @@ class StreamedBlocks(IterableDataset):
 
 
 def write_blocks(split: Split, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, folder: Path) -> None:
-    """Tokenize once and save `train.npy` and `validation.npy`, which every process maps, and the split's record.
+    """Tokenize the text and write `train.npy`, `validation.npy` and the split's record to `folder`.
 
-    `validation.npy` comes last: where it is, all is. Raises `RecipeError` where the text is too short.
+    Every process maps these files into memory. Raises `RecipeError` where the text is too short.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SPLIT_RECORD).write_text(json.dumps(split.record) + "\n", encoding="utf-8")
@@ -261,7 +279,7 @@ def write_blocks(split: Split, tokenizer: PreTrainedTokenizerBase, recipe: Recip
                     f" {wanted[part]} are needed; give more text, or a smaller sequence_length or batch"
                 )
             if part == "validation" and count > most:
-                # Spread over all documents: the first ones alone would be few, and alike.
+                # From all documents: the first blocks would come from few documents, which are alike.
                 path.replace(every)
                 blocks = np.load(every, mmap_mode="r")
                 save_blocks(path, (blocks[i * count // most] for i in range(most)), length)

@@ -16,22 +16,23 @@ from transformers import EvalPrediction, PreTrainedModel, TrainerCallback, Train
 
 from modeling_gqa.conversion.text.calibration import hooks
 
+from .results import Results
 from .trainer import PretrainTrainer
 from .uptrain_recipe import UptrainRecipe
 
-# So many of the teacher's logits, and float32 copies of the student's, exist at a time.
+# Number of the teacher's logits, and of float32 copies of the student's, that are in memory at a time.
 LOGITS_AT_ONCE = 2**25
 
 
 def choose_parameters(model: PreTrainedModel, trainable: str) -> None:
-    """Leave gradients to the attention's parameters, or to all."""
+    """Let gradients change the parameters of the attention (`trainable="attention"`) or all (`"all"`)."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trainable == "all" or ".self_attn." in name)
 
 
 @torch.no_grad()
 def run_teacher(teacher: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return every layer's attention input and output, each (B, T, E)."""
+    """Return the input and output of every layer's attention, each (B, T, E)."""
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def see(attention: nn.Module, arguments: tuple, output: tuple) -> None:
@@ -47,7 +48,10 @@ def model_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def relative_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Sum of the squared error over that of `target`; alike in every layer, however large its output."""
+    """Return the sum of the squared error over the sum of the squared target, as a scalar.
+
+    Layers with large and with small outputs count the same.
+    """
     dtype = torch.promote_types(target.dtype, torch.float32)
     output, target = output.to(dtype), target.to(dtype)
     return (output - target).square().sum() / target.square().sum().clamp(min=torch.finfo(dtype).tiny)
@@ -59,10 +63,10 @@ def layerwise_loss(
     seen: list[tuple[torch.Tensor, torch.Tensor]],
     inputs: dict[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Return the relative errors of the attention outputs, summed over layers, every layer given the teacher's input.
+    """Return the relative errors of the attention outputs, summed over layers; each layer is given the teacher's input.
 
-    The student's own forward runs, so that rotations and masks are its own, and so do the wrappers around it; its MLPs
-    see no tokens.
+    The student's own forward runs, with its rotations, its masks and the wrappers around it. Its MLPs are given no
+    tokens, which saves their time.
 
     Args:
         model: the student as it is trained, for instance wrapped by DDP.
@@ -75,7 +79,7 @@ def layerwise_loss(
 
     def compare(target: torch.Tensor, attention: nn.Module, arguments: tuple, output: tuple) -> tuple:
         losses.append(relative_error(output[0], target))
-        # What follows is not trained by this loss, and needs no graph.
+        # This loss does not train what follows, which therefore needs no graph.
         return (target, *output[1:])
 
     def take_no_tokens(mlp: nn.Module, arguments: tuple) -> tuple:
@@ -85,7 +89,7 @@ def layerwise_loss(
         return target.new_zeros(()).expand_as(target)
 
     def answer(*_: Any) -> dict[str, torch.Tensor]:
-        # As the forward's result, which is where DDP looks for the parameters that were used.
+        # DDP looks for the parameters that were used in the result of the forward.
         return {"loss": torch.stack(losses).sum()}
 
     handles = [student.register_forward_hook(answer)]
@@ -93,10 +97,10 @@ def layerwise_loss(
     for layer, (source, target) in zip(layers, seen, strict=True):
         handles.append(layer.self_attn.register_forward_pre_hook(partial(feed, source)))
         handles.append(layer.self_attn.register_forward_hook(partial(compare, target)))
-        # What an MLP makes of it, the next layer is not given.
+        # The next layer is given the teacher's input, and not the result of this MLP.
         handles.append(layer.mlp.register_forward_pre_hook(take_no_tokens))
         handles.append(layer.mlp.register_forward_hook(partial(add_nothing, target)))
-    # A layer's graph is its attention alone; computed again without these hooks it would be another.
+    # Checkpointing would compute a layer again without these hooks, and get another graph.
     checkpointed = [layer.gradient_checkpointing for layer in layers]
     with hooks(*handles):
         try:
@@ -119,8 +123,8 @@ def prediction_losses(
 
     Args:
         logits: the student's (B, T, V).
-        teacher_states: (B, T, E), of which `teacher_head` makes logits, some tokens at a time.
-        labels: (B, T), shifted here; -100 at documents' starts, which nothing is to be predicted from the text before.
+        teacher_states: (B, T, E), of which `teacher_head` makes logits, a part of the tokens at a time.
+        labels: (B, T), shifted here; -100 at the start of a document, which the text before does not predict.
         temperature: both logits are divided by it for the KL, which is multiplied by its square (1503.02531).
     """
     targets = pad(labels[:, 1:], (0, 1), value=-100).flatten()  # (B T,)
@@ -137,6 +141,7 @@ def prediction_losses(
 def token_sums(
     head: nn.Module, temperature: float, logits: torch.Tensor, teacher_states: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
+    """Return the three sums of `prediction_losses` for n tokens: logits (n, V), states (n, E), targets (n,)."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     with torch.no_grad():
         teacher_logits = head(teacher_states).to(dtype)  # (n, V)
@@ -157,7 +162,7 @@ class UptrainTrainer(PretrainTrainer):
     def __init__(self, model: Any, args: UptrainRecipe, teacher: Any = None, **kwargs: Any) -> None:
         choose_parameters(model, args.trainable)
         if args.ddp_find_unused_parameters is None:
-            # Stage 1 leaves all but the attention unused.
+            # Stage 1 uses only the parameters of the attention.
             args.ddp_find_unused_parameters = args.trainable == "all" and args.layerwise_fraction > 0
         super().__init__(model, args, **kwargs)
         self.teacher = teacher
@@ -202,7 +207,7 @@ class UptrainTrainer(PretrainTrainer):
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if self.teacher is None:
             return loss, logits, labels
-        # A sum for each row: those that fill the last batch up are dropped afterwards.
+        # A sum for each row: the Trainer drops the rows that only fill up the last batch.
         rows = zip(
             logits.split(1), self.teacher_states(self._prepare_inputs(inputs)).split(1), labels.split(1), strict=True
         )
@@ -221,21 +226,25 @@ class UptrainTrainer(PretrainTrainer):
         super().log(logs, *args, **kwargs)
 
     def run(self, checkpoint: Any) -> None:
-        # The conversion's own losses; a resumed run finds them in its log.
+        # For the losses before training; a resumed run finds them in its log.
         self.args.eval_on_start = checkpoint is None
         super().run(checkpoint)
 
-    def further_results(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """The model before training, and the teacher, on the same validation text."""
+    def further_results(self, metrics: dict[str, float]) -> Results:
+        """Return the results of the model before training, and of the teacher, on the same validation text."""
         before = next(log for log in self.state.log_history if "eval_loss" in log and log["step"] == 0)
-        results = {
+        results: Results = {
             "initial_validation_loss": before["eval_loss"],
             "initial_validation_perplexity": before["eval_perplexity"],
         }
         if self.teacher is None:
             return results
-        results |= {f"teacher_validation_{name}": metrics[f"eval_teacher_{name}"] for name in ("loss", "perplexity")}
-        results |= {"kl": metrics["eval_kl"], "initial_kl": before["eval_kl"]}
+        results |= {
+            "teacher_validation_loss": metrics["eval_teacher_loss"],
+            "teacher_validation_perplexity": metrics["eval_teacher_perplexity"],
+            "kl": metrics["eval_kl"],
+            "initial_kl": before["eval_kl"],
+        }
         gap = before["eval_perplexity"] - metrics["eval_teacher_perplexity"]
         if gap > 0:
             results["gap_closed"] = (before["eval_perplexity"] - metrics["eval_perplexity"]) / gap
@@ -243,6 +252,7 @@ class UptrainTrainer(PretrainTrainer):
 
 
 def mean_losses(prediction: EvalPrediction) -> dict[str, float]:
+    """Return the means over all predicted tokens of the three sums of `prediction_losses`."""
     tokens, *sums = np.asarray(prediction.predictions, dtype=np.float64).sum(axis=0)
     return dict(zip(("token_loss", "kl", "teacher_loss"), (float(x / tokens) for x in sums), strict=True))
 

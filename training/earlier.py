@@ -1,4 +1,4 @@
-"""What runs wrote before they listed it: by what a folder without a manifest is known as a run's."""
+"""The files that runs of versions without a manifest wrote, known by their names."""
 
 from fnmatch import fnmatch
 from pathlib import Path
@@ -11,11 +11,14 @@ TOKENIZER = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
     "chat_template.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
+# The model's code in repositories of version 0.1.0; later versions have other files.
+CODE = (
+    "attention*.py", "cache_layers.py", "configuration_*.py", "layers.py", "loss.py", "masks.py", "modeling_gqa.py",
+    "rotary.py",
+)  # fmt: skip
 MODEL = (
     *TOKENIZER, "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
-    *(path.name for path in Path(modeling_gqa.__file__).parent.glob("*.py")),
-    # Files that models were saved with before the code was merged into fewer.
-    "attention_grouped.py", "configuration_values.py", "masks.py", "rotary.py", "loss.py", "cli.py", "accounting.py",
+    *CODE, *(path.name for path in Path(modeling_gqa.__file__).parent.glob("*.py")),
 )  # fmt: skip
 EARLIER_FILES = {
     "data": ("train.npy", "validation.npy", "split.json", "*.tmp.npy"),
@@ -40,6 +43,7 @@ def is_recipe(path: Path) -> bool:
 
 
 def is_earlier(name: str) -> bool:
+    """Whether a run of a version without a manifest wrote files of this name, a path relative to its folder."""
     top, *parts = name.split("/")
     patterns = (pattern.split("/") for pattern in EARLIER_FILES.get(top.partition("-")[0], ()))
     return any(len(parts) == len(pattern) and all(map(fnmatch, parts, pattern)) for pattern in patterns)

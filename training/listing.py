@@ -1,4 +1,4 @@
-"""Lists of files with their sizes and SHA-256, by which a later run knows its own files and that they are whole."""
+"""Lists of files with sizes and SHA-256, by which a run recognizes the files of earlier runs and damage to them."""
 
 import hashlib
 import json
@@ -12,14 +12,14 @@ CHUNK = 2**22  # bytes read at a time
 
 
 class Entry(TypedDict):
-    """What is known of a file: its size in bytes and the SHA-256 of its content, in hexadecimal."""
+    """The size of a file in bytes, and the SHA-256 of its content in hexadecimal."""
 
     size: int
     sha256: str
 
 
 def describe(path: Path) -> Entry:
-    """Read a file once: its size and its hash."""
+    """Read a file and return its size and hash."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
@@ -43,14 +43,14 @@ def file_names(folder: Path) -> list[str]:
 
 
 def first_difference(folder: Path, listed: dict[str, Entry]) -> str | None:
-    """Say in words which listed file is missing or not what it was; `None` where all are."""
+    """Return which listed file is missing or has changed, in words; `None` where all are as they were."""
     for name, entry in listed.items():
         path = folder / name
         if not path.is_file():
             return f"{path} is missing"
         if (size := path.stat().st_size) != entry["size"]:
             return f"{path} has {size:,} bytes in place of {entry['size']:,}"
-    # Sizes of all first: they cost nothing.
+    # All sizes first: comparing them takes no time.
     for name, entry in listed.items():
         try:
             same = describe(folder / name) == entry
@@ -71,7 +71,11 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def is_listing(value: Any, unknown: bool = False) -> bool:
-    """Whether `value`, read from a file, is a list of files; `unknown`: of some only the names may be known."""
+    """Whether `value`, read from a file, is a list of files.
+
+    Args:
+        unknown: files of which only the name is known are accepted.
+    """
     return isinstance(value, dict) and all(
         (entry is None and unknown)
         or (isinstance(entry, dict) and {key: type(item) for key, item in entry.items()} == Entry.__annotations__)
@@ -80,7 +84,7 @@ def is_listing(value: Any, unknown: bool = False) -> bool:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file in one step: a process that is killed leaves the old one or the new one, on disk."""
+    """Write a file so that a killed process leaves either the old or the new content on disk."""
     aside = path.with_name(f".{path.name}.tmp")
     try:
         with aside.open("w", encoding="utf-8") as file:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from modeling_gqa.common.errors import ConversionError
 from modeling_gqa.conversion.text.packing import TextEncoder
 
-from .recipe import RecipeError
+from .errors import RecipeError
 
 BATCH = 2**20  # characters tokenized at a time
 BATCH_PIECES = 1000
@@ -27,16 +27,16 @@ def recipe_errors() -> Iterator[None]:
     try:
         yield
     except ConversionError as error:
-        # In the words of a recipe.
+        # The option's name in a recipe.
         raise RecipeError(str(error).replace("--text-column", "text_column")) from error
 
 
 def tokenize(
     pieces: Iterable[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], bool]]:
-    """Yield the token ids of every piece, and whether its document ends with it, as the end-of-text token then does.
+    """Yield the token ids of every piece, and whether its document ends with it; then the end-of-text token is added.
 
-    What is written in the text is text: an end-of-text token in it ends no document.
+    The name of an end-of-text token in the text itself is text, and ends no document.
     """
     encode = TextEncoder(tokenizer, add_special_tokens=False, return_attention_mask=False)
     with recipe_errors():

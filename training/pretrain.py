@@ -1,23 +1,45 @@
 """Pretrain a language model from a recipe.
 
-    python -m training.pretrain configuration/recipes/quickstart.yaml [--field value ...]
-    torchrun --nproc_per_node 8 -m training.pretrain configuration/recipes/base-124m-gqa.yaml
+    python -m training.pretrain quickstart [--option value ...]
+    torchrun --nproc_per_node 8 -m training.pretrain base-124m --preset base-124m-mla --gradient-accumulation-steps 2
+    modeling-gqa pretrain tiny --preset tiny-mla --max-steps 600
 
-Every field of `training.recipe.Recipe` and of transformers' `TrainingArguments` can be set in the recipe and on the
-command line. `--help` ends with what a run writes, deletes and refuses.
+The first two commands are for a checkout; installed, the module is `modeling_gqa.training.pretrain`. Every field of
+`Recipe` and of transformers' `TrainingArguments` can be set in a recipe's YAML file (`max_steps: 600`) and on the
+command line (`--max-steps 600`). `--help` shows them and ends with what a run writes, deletes and refuses.
 """
 
-from transformers import AutoModelForCausalLM, set_seed
-
 from .console import main
-from .recipe import load_config, load_recipe
-from .results import train
-from .run import check_training, open_run
-from .trainer import PretrainTrainer
 
 
-def pretrain(argv: list[str]) -> None:
-    recipe, values = load_recipe(argv)
+def pretrain(argv: list[str], prog: str | None = None) -> None:
+    """Pretrain as a command line says; see the top of this file.
+
+    Args:
+        argv: a recipe's name or path, and options.
+        prog: how the script was started, for help and errors.
+
+    Raises:
+        RecipeError: an error that the user can correct.
+
+    Example:
+        ```python no-run
+        # Trains for a minute.
+        from modeling_gqa.training.pretrain import pretrain
+
+        pretrain(["tiny", "--preset", "tiny-mla", "--max-steps", "100", "--output-dir", "runs/example"])
+        ```
+    """
+    # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
+    from transformers import AutoModelForCausalLM, set_seed
+
+    from .catalogue import load_config
+    from .checks import check_training
+    from .command_line import load_recipe
+    from .run import open_run, train
+    from .trainer import PretrainTrainer
+
+    recipe, values = load_recipe(argv, prog=prog)
     config = load_config(recipe)
     check_training(recipe, config)
     with open_run(recipe, values, config) as run:
@@ -26,7 +48,7 @@ def pretrain(argv: list[str]) -> None:
         set_seed(recipe.seed)
         kwargs = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
         model = AutoModelForCausalLM.from_config(config, **kwargs)
-        train(PretrainTrainer(model, recipe, **run.for_trainer), run, recipe.preset)
+        train(PretrainTrainer(model, recipe, **run.for_trainer), run)
 
 
 if __name__ == "__main__":

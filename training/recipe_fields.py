@@ -1,20 +1,21 @@
-"""What the fields of transformers' `TrainingArguments` may be in a recipe of ours."""
+"""What a recipe may say: refused fields, fields that a resumption may change, and bounds of numbers."""
 
 from collections.abc import Callable
 
-WHAT_A_RUN_WRITES = """A run writes into output_dir (runs/NAME) alone: recipe.yaml, model.json, tokenizer/, data/,
-checkpoint-N/, results.json, final/ (a complete Hub repository), and manifest.json, which lists these files. It deletes
-listed files alone: the oldest checkpoints beyond save_total_limit, and with --overwrite an earlier run. It does not
-begin where other files stand under these names, where output_dir overlaps what the run reads, or while another process
-writes there. --resume goes on from the newest checkpoint that is whole, with the same text, tokenizer and teacher; it
-begins by deleting nothing, and refuses where a file of final/ was edited. Exit codes: 0 done, 1 an error that the
-message explains, 130 or 143 stopped by a signal."""
+WHAT_A_RUN_WRITES = """--max-steps and --max_steps are the same option; in a YAML file it is `max_steps: 600`.
+A run writes only into --output-dir (default: runs/RECIPE): recipe.yaml, model.json, tokenizer/, data/, checkpoint-N/,
+results.json, final/ (a complete Hub repository), and manifest.json, which lists these files. It deletes only listed
+files: the oldest checkpoints beyond --save-total-limit, and with --overwrite an earlier run. It does not begin where
+files of yours have these names, where --output-dir overlaps what the run reads, or while another process writes there.
+--resume goes on from the newest whole checkpoint, and needs the same text, tokenizer and teacher; it refuses to go on
+where a file of final/ was edited. Exit codes: 0 done, 1 an error that the message explains, 130 or 143 stopped by a
+signal."""
 
-# Fields of TrainingArguments that this script does not read: refused rather than silently ignored.
+# Fields of TrainingArguments that the scripts do not read: refused rather than silently ignored.
 UNUSED = {
     "resume_from_checkpoint": "use --resume",
     "do_train": "this script always trains",
-    "do_eval": "use --eval_strategy",
+    "do_eval": "use --eval-strategy",
     "do_predict": "this script does not predict",
     "hub_strategy": "the script uploads the finished repository once, at the end",
     "include_num_input_tokens_seen": "tokens are always counted",
@@ -27,7 +28,7 @@ UNUSED = {
     "greater_is_better": "the last weights are the result of a pretraining run",
     "prediction_loss_only": "the validation loss is counted from the predictions",
     "batch_eval_metrics": "the validation loss is counted over all batches",
-    "include_for_metrics": "the validation loss needs nothing more",
+    "include_for_metrics": "the validation loss needs no further inputs",
     "eval_do_concat_batches": "the validation loss is counted over all batches",
     "eval_use_gather_object": "the validation loss is made of tensors",
     "bf16_full_eval": "it would round the weights that are saved at the end",
@@ -37,7 +38,7 @@ UNUSED = {
     "length_column_name": "all blocks have one length",
     "train_sampling_strategy": "all blocks have one length, and are drawn at random",
 }
-# What may differ between a run and its resumption: nothing here reaches the weights.
+# What may differ between a run and its resumption: none of it changes the weights.
 FREE_ON_RESUME = {
     "resume", "overwrite", "output_dir", "run_name", "project", "report_to", "disable_tqdm", "log_level",
     "log_level_replica", "logging_steps", "logging_first_step", "save_steps", "save_strategy", "save_total_limit",
@@ -48,7 +49,7 @@ FREE_ON_RESUME = {
     "log_on_each_node", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_always_push",
     "torch_empty_cache_steps", "enable_jit_checkpoint",
 }  # fmt: skip
-# What TrainingArguments accepts beyond these fails when training has begun, or afterwards.
+# Bounds: TrainingArguments accepts more, and training then fails when it has begun, or at its end.
 NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
     (("sequence_length",), lambda number: number >= 2, "at least 2"),
     (

@@ -1,111 +1,104 @@
-"""Train a model in its run's folder, measure it, save it as a Hub repository, print what came out."""
+"""`results.json`: what a run's folder and its model repository say about the trained model."""
 
-import json
-import sys
-import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TypedDict
 
-import torch
-from transformers import PreTrainedModel
-
-from modeling_gqa.accounting import cache_bytes_per_token
-
-from . import data, publish
-from .baseline import bigram_loss
-from .console import is_main, say
-from .recipe import Recipe
-from .run import Run
-from .run_folder import RunFolder
-from .trainer import PretrainTrainer
+RESULTS, FORMAT_VERSION = "results.json", 1
 
 
-def train(trainer: PretrainTrainer, run: Run, name: str) -> None:
-    """Train the model called `name`, from the last checkpoint where the recipe resumes; measure, save and upload it."""
-    recipe: Recipe = trainer.args
-    model: PreTrainedModel = trainer.accelerator.unwrap_model(trainer.model)
-    size = f"{len(run.train):,} blocks" if isinstance(run.train, data.PackedBlocks) else "a stream of blocks"
-    attention = publish.describe_attention(model.config)
-    say(f"Model   {name}: {model.num_parameters() / 1e6:.2f}M parameters, {attention}")
-    say(f"Text    {run.source.name}; {size} of {recipe.sequence_length} tokens, {len(run.validation):,} for validation")
-    say(f"Run     {recipe.output_dir}, on {recipe.world_size} x {recipe.device.type}")
-    if recipe.resume:
-        where = f"Resuming from {run.checkpoint}" if run.checkpoint else None
-        say(where or "No checkpoint had been saved yet: starting from step 0")
-    begin = time.perf_counter()
-    trainer.run(run.checkpoint)
-    if trainer.sigterm.stopped:
-        say(f"Stopped by SIGTERM and saved at step {trainer.state.global_step}; --resume continues.")
-        sys.exit(128 + 15)
-    results = measure(trainer, time.perf_counter() - begin)
-    weights = trainer.accelerator.get_state_dict(trainer.model)  # under FSDP every process takes part
-    if run.folder is not None:
-        finish(trainer, run, run.folder, results, weights)
-    if recipe.world_size > 1:
-        torch.distributed.barrier()
+class Results(TypedDict, total=False):
+    """The numbers of a finished run; a field that was not measured is left out.
+
+    Losses and KL divergences are means over every predicted token of the validation blocks, in nats per token; a
+    perplexity is the exponential of such a loss.
+
+    Attributes:
+        format_version: 1. Files without it were written before there was one and have the same fields.
+        validation_loss: next-token loss of the trained model, in nats per token.
+        validation_perplexity: its exponential.
+        validation_blocks: number of blocks of `sequence_length` tokens that were measured on.
+        steps: number of optimizer steps.
+        tokens_seen: number of tokens trained on, of all processes and all resumptions.
+        tokens_per_step: number of tokens in one optimizer step.
+        training_seconds: seconds of this process's training; a resumed run counts from its resumption.
+        tokens_per_second: training speed of all processes together, without evaluation, saving and the first step.
+        mfu: model FLOPs utilisation, a fraction of what a large matrix product reaches on the same devices.
+        initial_validation_loss: uptraining: the student's loss before training, in nats per token.
+        initial_validation_perplexity: its exponential.
+        teacher_validation_loss: uptraining: the teacher's loss, in nats per token.
+        teacher_validation_perplexity: its exponential.
+        kl: uptraining: KL(teacher || student) after training, in nats per token.
+        initial_kl: the same before training.
+        gap_closed: uptraining: fraction of the perplexity between teacher and student that training removed.
+        parameters: number of parameters.
+        cache_bytes_per_token: bytes that the whole model caches for a token, in float32.
+        processes: number of processes that trained.
+        sealing_seconds: seconds of `training_seconds` that went into writing checkpoints to disk and hashing them.
+        bigram_loss: loss of an interpolated bigram model on the same tokens, in nats per token.
+    """
+
+    format_version: int
+    validation_loss: float
+    validation_perplexity: float
+    validation_blocks: int
+    steps: int
+    tokens_seen: int
+    tokens_per_step: int
+    training_seconds: float
+    tokens_per_second: float
+    mfu: float
+    initial_validation_loss: float
+    initial_validation_perplexity: float
+    teacher_validation_loss: float
+    teacher_validation_perplexity: float
+    kl: float
+    initial_kl: float
+    gap_closed: float
+    parameters: int
+    cache_bytes_per_token: int
+    processes: int
+    sealing_seconds: float
+    bigram_loss: float
 
 
-def measure(trainer: PretrainTrainer, seconds: float) -> dict[str, Any]:
-    """Evaluate the final weights, unless that has just been done, and gather the run's numbers."""
-    recipe, model, state = trainer.args, trainer.accelerator.unwrap_model(trainer.model), trainer.state
-    train, validation = trainer.train_dataset, trainer.eval_dataset
-    done = [log for log in state.log_history if "eval_loss" in log and log["step"] == state.global_step]
-    metrics = done[-1] if done else trainer.evaluate()
-    results = {
-        "validation_loss": metrics["eval_loss"],
-        "validation_perplexity": metrics["eval_perplexity"],
-        "validation_blocks": len(validation),
-        "steps": state.global_step,
-        "tokens_seen": state.num_input_tokens_seen,
-        "tokens_per_step": state.num_input_tokens_seen // max(state.global_step, 1),
-        "training_seconds": round(seconds, 1),
-        **trainer.throughput.rates(recipe.device, whole_run=True),
-        **trainer.further_results(metrics),
-        "parameters": model.num_parameters(),
-        "cache_bytes_per_token": cache_bytes_per_token(model.config, torch.float32),
-        "processes": recipe.world_size,
-    }
-    if trainer.folder is not None:
-        results["sealing_seconds"] = round(trainer.folder.sealing_seconds, 2)
-    if recipe.bigram_baseline and isinstance(train, data.PackedBlocks) and is_main():
-        results["bigram_loss"] = bigram_loss(train, validation, model.config.vocab_size)
-    return results
+# Rows of the card's table: what a number is, and how it is written.
+LABELS = {
+    "validation_loss": ("Validation loss, nats per token", "{:.4f}"),
+    "validation_perplexity": ("Validation perplexity", "{:.2f}"),
+    "initial_validation_loss": ("Validation loss before uptraining", "{:.4f}"),
+    "initial_validation_perplexity": ("Validation perplexity before uptraining", "{:.2f}"),
+    "teacher_validation_loss": ("Validation loss of the teacher", "{:.4f}"),
+    "teacher_validation_perplexity": ("Validation perplexity of the teacher", "{:.2f}"),
+    "gap_closed": ("Share of the perplexity between teacher and conversion that uptraining closed", "{:.1%}"),
+    "kl": ("KL divergence from the teacher, nats per token", "{:.4f}"),
+    "initial_kl": ("KL divergence from the teacher before uptraining", "{:.4f}"),
+    "bigram_loss": ("Interpolated bigram model on the same tokens, nats per token", "{:.4f}"),
+    "tokens_seen": ("Tokens seen", "{:,}"),
+    "tokens_per_second": ("Training speed, tokens per second", "{:,.0f}"),
+    "mfu": ("Model FLOPs utilisation", "{:.0%}"),
+    "cache_bytes_per_token": ("Cache, bytes per token (float32)", "{:,}"),
+}
 
 
-def finish(
-    trainer: PretrainTrainer,
-    run: Run,
-    folder: RunFolder,
-    results: dict[str, Any],
-    weights: dict[str, torch.Tensor],
-) -> None:
-    """On the main process: save the repository, load it as a stranger would, print, upload."""
-    recipe, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
-    final = folder.path / "final"
-    with folder.staging() as staged:
-        (staged / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        publish.save_repository(staged / "final", model, weights, trainer.processing_class, recipe, results)
-        publish.write_card(staged / "final", recipe, model.config, run.source, results)
-        folder.place("final", "results.json")
-    say(f"\ntraining took        {results['training_seconds']:.0f} s")
-    say(f"of these             {results['sealing_seconds']:.1f} s to bring checkpoints to disk and hash them")
-    for line in describe_results(results):
-        say(line)
-    say(f"\nSaved {final}. A fresh process, without the package, loads it and writes:\n")
-    say(publish.load_as_stranger(final, recipe.sample_prompt))
-    if run.upload is not None:
-        say(f"\nUploaded: {publish.upload(final, recipe, run.upload or None)}")
+def table_rows(results: Results) -> Iterator[str]:
+    """Yield the rows of the card's table, in Markdown."""
+    for name, (label, form) in LABELS.items():
+        if name in results:
+            yield f"| {label} | {form.format(results[name])} |"  # type: ignore[literal-required]
 
 
-def describe_results(results: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines that are printed at the end."""
+def printed_lines(results: Results) -> Iterator[str]:
+    """Yield the lines that a script prints when training has ended."""
+    yield f"training took        {results['training_seconds']:.0f} s"
+    yield f"of these             {results['sealing_seconds']:.1f} s to write checkpoints to disk and hash them"
     for name, key in (
         ("validation loss", "validation"),
         ("before uptraining", "initial_validation"),
         ("teacher's", "teacher_validation"),
     ):
         if f"{key}_loss" in results:
-            yield f"{name:<19}  {results[f'{key}_loss']:.4f}  (perplexity {results[f'{key}_perplexity']:.2f})"
+            loss, perplexity = results[f"{key}_loss"], results[f"{key}_perplexity"]  # type: ignore[literal-required]
+            yield f"{name:<19}  {loss:.4f}  (perplexity {perplexity:.2f})"
     if "kl" in results:
         yield f"{'KL to the teacher':<19}  {results['kl']:.4f}  (before {results['initial_kl']:.4f})"
     if "gap_closed" in results:

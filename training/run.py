@@ -1,6 +1,8 @@
-"""A run's beginning: its folder prepared or opened again, its tokens made or compared, its checkpoint found."""
+"""A run from its folder to its results: what pretraining and uptraining share."""
 
-import platform
+import json
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,23 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase, Trainer
-from transformers.optimization import get_scheduler
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from modeling_gqa.conversion.checkpoints.files import local_folder
+from modeling_gqa.accounting import cache_bytes_per_token
 
 from . import data, publish
-from .checkpoint import find_resumable, what_is_kept
-from .console import Interrupted, failed_to_write, is_main, say
-from .listing import describe, read_object
-from .recipe import SAVED_MODEL, SAVED_RECIPE, Recipe, RecipeError, compare_recipes, save_recipe
-from .run_folder import RunFolder, checkpoints, refuse_overlap
+from .baseline import bigram_loss
+from .beginning import Beginning, fingerprint
+from .checkpoint import what_is_kept
+from .checks import check_overlap, check_upload
+from .console import is_main, say
+from .errors import Interrupted, RecipeError, failed_to_write
+from .recipe import Recipe
+from .results import FORMAT_VERSION, RESULTS, Results, printed_lines
+from .run_folder import RunFolder
 from .stream import CheckedStream
-from .tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
-
-VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
+from .tokenizer import load_tokenizer
+from .trainer import PretrainTrainer
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,9 @@ class Run:
     """What a script trains on, where, and from which checkpoint.
 
     Attributes:
+        source: the text.
         folder: the open folder, of the main process; other processes have none.
+        checkpoint: the one to go on from; `None` for a start from step 0.
         upload: a Hub token to upload the result with; "" for the one that `hf auth login` has saved; `None` for none.
     """
 
@@ -55,19 +60,18 @@ class Run:
 
 
 @contextmanager
-def open_run(
-    recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig, models: dict[str, str] | None = None
-) -> Iterator[Run]:
-    """On every process: prepare or reopen the run in `output_dir`, and hold it while it is used.
+def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -> Iterator[Run]:
+    """On every process: prepare or reopen the run in `output_dir`, and hold its lock while it is used.
 
     Args:
-        models: further models that the run reads, each a folder or Hub name; a resumption needs the same ones.
+        values: what `load_recipe` returns beside the recipe.
+        config: the model's configuration.
 
     Raises:
-        RecipeError: what the user can put right, a full disk and Ctrl-C included.
+        RecipeError: an error that the user can correct, a full disk and Ctrl-C included.
     """
-    publish.check_upload(recipe)
-    # Trainer would upload at every save, and save the token; this script uploads the finished repository.
+    check_upload(recipe)
+    # Trainer would upload at every save, and save the token; `finish` uploads the finished repository.
     upload = (recipe.hub_token or "") if recipe.push_to_hub else None
     recipe.push_to_hub, recipe.hub_token = False, None
     source = data.open_source(recipe)
@@ -76,16 +80,17 @@ def open_run(
     mark: dict[str, Any] = {}
     try:
         if folder is not None:
-            refuse_overlap(recipe)
+            check_overlap(recipe)
             folder.open()
-            fingerprints = {role: fingerprint(name) for role, name in (models or {}).items()}
+            fingerprints = {role: fingerprint(name) for role, name in recipe.models().items()}
+            beginning = Beginning(folder, recipe, values, config, source, fingerprints)
             if recipe.resume:
-                checkpoint, mark = resume(folder, recipe, values, config, source, fingerprints)
+                checkpoint, mark = beginning.resume()
             else:
-                begin(folder, recipe, values, config, source, fingerprints)
+                beginning.begin()
         if recipe.world_size > 1:
             checkpoint = from_main_process(checkpoint)
-        yield Run(source, *load_run(recipe, source, mark), folder, checkpoint, upload)
+        yield Run(source, *load_blocks(recipe, source, mark), folder, checkpoint, upload)
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; {what_is_kept(recipe.output_dir)}") from None
     except Exception as error:
@@ -99,7 +104,7 @@ def open_run(
 
 
 def from_main_process(checkpoint: Path | None) -> Path | None:
-    """Return what the main process has found, once it is ready; the others wait for it here."""
+    """Wait until the main process has prepared the run, and return the checkpoint that it has found."""
     found = [checkpoint]
     try:
         torch.distributed.broadcast_object_list(found)
@@ -108,128 +113,10 @@ def from_main_process(checkpoint: Path | None) -> Path | None:
     return found[0]
 
 
-def begin(
-    folder: RunFolder,
-    recipe: Recipe,
-    values: dict[str, Any],
-    config: PreTrainedConfig,
-    source: data.Source,
-    fingerprints: dict[str, str],
-) -> None:
-    """Write recipe, tokenizer and tokens aside; only then does what an earlier run wrote make room for them."""
-    folder.refuse_foreign()
-    if folder.holds_run and not recipe.overwrite:
-        raise RecipeError(f"{folder.path} already holds a run: --resume continues it, --overwrite replaces it")
-    with folder.staging() as staged:
-        prepare(staged, recipe, config, source)
-        save_recipe(staged, values, config)
-        folder.notes = {"models": fingerprints, "versions": VERSIONS}
-        folder.remove_run()
-        folder.place("data", "tokenizer", SAVED_MODEL, SAVED_RECIPE)
-
-
-def prepare(folder: Path, recipe: Recipe, config: PreTrainedConfig, source: data.Source) -> None:
-    """Write the tokenizer and the tokens of a run to `folder`."""
-    for note in source.notes():
-        say(f"Text    {note}")
-    split = data.split_source(source, recipe)
-    if recipe.tokenizer:
-        tokenizer = load_tokenizer(recipe.tokenizer)
-    else:
-        say(f"Training a byte-level BPE tokenizer on {source.name} ...")
-        tokenizer = train_tokenizer(split.documents("train"), config.vocab_size)
-    check_tokenizer(tokenizer, config)
-    tokenizer.save_pretrained(folder / "tokenizer")
-    data.write_blocks(split, tokenizer, recipe, folder / "data")
-
-
-def resume(
-    folder: RunFolder,
-    recipe: Recipe,
-    values: dict[str, Any],
-    config: PreTrainedConfig,
-    source: data.Source,
-    fingerprints: dict[str, str],
-) -> tuple[Path | None, dict[str, Any]]:
-    """Find the checkpoint to go on from, having made sure that all that the run reads is what it was.
-
-    Returns:
-        The checkpoint and its mark, or `None` and an empty one where none had been saved yet.
-    """
-    compare_recipes(values, config)
-    for role, then in folder.notes.get("models", {}).items():
-        if fingerprints.get(role) != then:
-            raise RecipeError(f"the {role} has other weights than when the run in {folder.path} began: bring them back")
-    checkpoint, mark, damaged = find_resumable(folder.path, recipe.world_size, folder.files)
-    for problem in damaged:
-        say(f"Passed over: {problem}")
-    if checkpoint is None and (folder.path / "final").exists():
-        raise RecipeError(f"{folder.path} holds a finished model and no checkpoint to resume: --overwrite starts again")
-    if edited := folder.edited("final"):
-        raise RecipeError(
-            f"{edited} has changed since it was written, and --resume writes it again: move it away first"
-        )
-    if recipe.streaming and checkpoint and "stream" not in mark:
-        check_earlier_stream(checkpoint)
-    newer = [path.name for path in checkpoints(folder.path)]
-    folder.refuse_foreign(newer[newer.index(checkpoint.name) + 1 :] if checkpoint else newer)
-    versions = folder.notes.get("versions", VERSIONS)
-    if changed := [f"{name} {versions.get(name)}" for name in VERSIONS if versions.get(name) != VERSIONS[name]]:
-        say(f"The run began with {', '.join(changed)}: with other versions its numbers can differ in the last bits")
-    restore_tokens(folder, recipe, config, source)
-    return checkpoint, mark
-
-
-def check_earlier_stream(checkpoint: Path) -> None:
-    """Raise `RecipeError` in a second epoch of before streams had hashes: each then ended with a smaller batch."""
-    epoch = (read_object(checkpoint / "trainer_state.json") or {}).get("epoch")
-    if isinstance(epoch, int | float) and epoch > 1:
-        raise RecipeError(
-            f"{checkpoint} was written by an earlier version, which had begun to read its stream again (epoch "
-            f"{epoch:.2f}): training cannot go on from there exactly; start again with --overwrite"
-        )
-    say(f"{checkpoint} was written by an earlier version: whether the stream has changed since is not checked")
-
-
-def restore_tokens(folder: RunFolder, recipe: Recipe, config: PreTrainedConfig, source: data.Source) -> None:
-    """Make sure of the run's tokens and tokenizer; what is missing is made again, and must come out the same."""
-    tokens = ["data/validation.npy", *(() if recipe.streaming else ("data/train.npy",))]
-    needed = [*tokens, "tokenizer/tokenizer_config.json"]
-    missing = next((f"{folder.path / name} is missing" for name in needed if not (folder.path / name).is_file()), None)
-    problem = missing or folder.changed("data", "tokenizer")
-    if problem is None:
-        # A run of before there were manifests has them from now on.
-        folder.files |= {name: describe(folder.path / name) for name in tokens if folder.files.get(name) is None}
-        folder.save()
-        return
-    then = {name: folder.files.get(name) for name in tokens}
-    if None in then.values():
-        raise RecipeError(f"{problem}, and the run did not note what its tokens were: bring it back")
-    say(f"{problem}: making the tokens again")
-    with folder.staging() as staged:
-        try:
-            prepare(staged, recipe, config, source)
-        except RecipeError as error:
-            raise RecipeError(f"{problem}, and the tokens cannot be made again: {error}") from error
-        if any(describe(staged / name) != entry for name, entry in then.items()):
-            raise RecipeError(
-                f"{problem}, and {source.name} does not give the tokens that the run was trained on: bring back the "
-                "file, or the text as it was"
-            )
-        folder.place("tokenizer", "data")
-
-
-def fingerprint(model: str) -> str:
-    """Name the weights and the configuration of a model by a hash of theirs."""
-    folder = local_folder(model)
-    files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
-    return "-".join(describe(path)["sha256"][:16] for path in files)
-
-
-def load_run(
+def load_blocks(
     recipe: Recipe, source: data.Source, mark: dict[str, Any]
 ) -> tuple[PreTrainedTokenizerBase, Dataset, data.PackedBlocks]:
-    """On every process: the tokenizer, and training and validation blocks."""
+    """On every process: load the run's tokenizer, and its training and validation blocks."""
     folder = Path(recipe.output_dir)
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     validation = data.load_blocks(folder / "data", "validation")
@@ -242,21 +129,78 @@ def load_run(
     return tokenizer, stream, validation
 
 
-def check_training(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Raise `RecipeError` where model, optimizer or schedule could not be made when training begins."""
-    kwargs = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
-    steps = max(recipe.max_steps, 1)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **kwargs)
-        optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(recipe, model)
-        optimizer = optimizer_class([torch.zeros(1, 1, requires_grad=True)], **options)
-        get_scheduler(
-            recipe.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=recipe.get_warmup_steps(steps),
-            num_training_steps=steps,
-            scheduler_specific_kwargs=recipe.lr_scheduler_kwargs or None,  # type: ignore[arg-type]
-        )
-    except Exception as error:  # each optimizer, schedule and attention implementation has its own classes
-        raise RecipeError(f"this model cannot be trained as the recipe says: {error.__cause__ or error}") from error
+def train(trainer: PretrainTrainer, run: Run) -> None:
+    """Train, from the last checkpoint where the recipe resumes; then measure the model, save and upload it."""
+    recipe: Recipe = trainer.args
+    model: PreTrainedModel = trainer.accelerator.unwrap_model(trainer.model)
+    size = f"{len(run.train):,} blocks" if isinstance(run.train, data.PackedBlocks) else "a stream of blocks"
+    attention = publish.describe_attention(model.config)
+    say(f"Model   {recipe.model_name}: {model.num_parameters() / 1e6:.2f}M parameters, {attention}")
+    say(f"Text    {run.source.name}; {size} of {recipe.sequence_length} tokens, {len(run.validation):,} for validation")
+    say(f"Run     {recipe.output_dir}, on {recipe.world_size} x {recipe.device.type}")
+    if recipe.resume:
+        where = f"Resuming from {run.checkpoint}" if run.checkpoint else None
+        say(where or "No checkpoint had been saved yet: starting from step 0")
+    begin = time.perf_counter()
+    trainer.run(run.checkpoint)
+    if trainer.sigterm.stopped:
+        say(f"Stopped by SIGTERM and saved at step {trainer.state.global_step}; --resume continues.")
+        sys.exit(128 + 15)
+    results = gather_results(trainer, time.perf_counter() - begin)
+    weights = trainer.accelerator.get_state_dict(trainer.model)  # under FSDP every process takes part
+    if run.folder is not None:
+        finish(trainer, run, run.folder, results, weights)
+    if recipe.world_size > 1:
+        torch.distributed.barrier()
+
+
+def gather_results(trainer: PretrainTrainer, seconds: float) -> Results:
+    """Return the numbers of the run; evaluates the final weights, unless the last step has been evaluated.
+
+    Args:
+        seconds: how long training took.
+    """
+    recipe, model, state = trainer.args, trainer.accelerator.unwrap_model(trainer.model), trainer.state
+    train, validation = trainer.train_dataset, trainer.eval_dataset
+    done = [log for log in state.log_history if "eval_loss" in log and log["step"] == state.global_step]
+    metrics = done[-1] if done else trainer.evaluate()
+    results: Results = {
+        "format_version": FORMAT_VERSION,
+        "validation_loss": metrics["eval_loss"],
+        "validation_perplexity": metrics["eval_perplexity"],
+        "validation_blocks": len(validation),
+        "steps": state.global_step,
+        "tokens_seen": state.num_input_tokens_seen,
+        "tokens_per_step": state.num_input_tokens_seen // max(state.global_step, 1),
+        "training_seconds": round(seconds, 1),
+        **trainer.throughput.rates(recipe.device, whole_run=True),  # type: ignore[typeddict-item]
+        **trainer.further_results(metrics),
+        "parameters": model.num_parameters(),
+        "cache_bytes_per_token": cache_bytes_per_token(model.config, torch.float32),
+        "processes": recipe.world_size,
+    }
+    if trainer.folder is not None:
+        results["sealing_seconds"] = round(trainer.folder.sealing_seconds, 2)
+    if recipe.bigram_baseline and isinstance(train, data.PackedBlocks) and is_main():
+        results["bigram_loss"] = bigram_loss(train, validation, model.config.vocab_size)
+    return results
+
+
+def finish(
+    trainer: PretrainTrainer, run: Run, folder: RunFolder, results: Results, weights: dict[str, torch.Tensor]
+) -> None:
+    """On the main process: save the repository, load it in a process without the package, print, upload."""
+    recipe, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    final = folder.path / "final"
+    with folder.staging() as staged:
+        (staged / RESULTS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        publish.save_repository(staged / "final", model, weights, trainer.processing_class, recipe, results)
+        publish.write_card(staged / "final", recipe, model.config, run.source, results)
+        folder.place("final", RESULTS)
+    say()
+    for line in printed_lines(results):
+        say(line)
+    say(f"\nSaved {final}. A fresh process, without the package, loads it and writes:\n")
+    say(publish.load_as_stranger(final, recipe.sample_prompt))
+    if run.upload is not None:
+        say(f"\nUploaded: {publish.upload(final, recipe, run.upload or None)}")

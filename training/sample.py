@@ -1,8 +1,8 @@
-"""Load a saved repository as a stranger would, and print what the model writes.
+"""Load a saved repository without the package, and print what the model writes.
 
     python training/sample.py runs/quickstart/final "import os"
 
-Only the code inside the repository is used: the installed package is hidden from this process first.
+Only the code inside the repository is used: this process cannot import the installed package.
 """
 
 import argparse
@@ -14,7 +14,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repository", help="folder or Hub name")
     parser.add_argument("prompt", nargs="?", default="")
-    parser.add_argument("--max_new_tokens", type=int, default=120)
+    parser.add_argument("--max-new-tokens", "--max_new_tokens", type=int, default=120)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

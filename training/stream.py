@@ -7,18 +7,21 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from .recipe import RecipeError
+from .errors import RecipeError
 
 
 class CheckedStream(IterableDataset):
     """Blocks as they come, again and again, with a running SHA-256 of their tokens.
 
-    A checkpoint keeps the hash of the blocks that were trained on; a resumed run skips these blocks, and stops where
-    they are not the same. To the Trainer all epochs are one, since it skips blocks of one epoch alone.
+    A checkpoint keeps the hash of the blocks that were trained on. A resumed run reads and skips these blocks, and
+    stops where their hash is another. The Trainer sees one endless epoch, because it can skip blocks in one epoch only.
 
     Args:
         blocks: examples with `input_ids`, of one epoch.
-        kept: number of last blocks whose hashes are kept; more than the Trainer fetches ahead.
+        kept: number of blocks, counted from the last, whose hashes are kept; more than the Trainer fetches ahead.
+
+    Raises:
+        RecipeError: while it is read, where the text holds no block or has changed since the checkpoint.
     """
 
     def __init__(self, blocks: Iterable[dict[str, Any]], kept: int) -> None:

@@ -5,18 +5,33 @@ from collections.abc import Iterable, Iterator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from .recipe import RecipeError
+from .errors import RecipeError
 
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
-# Merges settle long before this; a bigger corpus is read up to here.
+# More text than this hardly changes the merges; the rest of a bigger corpus is not read.
 TRAINING_CHARACTERS = 100_000_000
-# Bytes after which training cuts a word: its time grows with the square of a word's length, and Base64 has no spaces.
-# Tokens are shorter than this.
+# Bytes after which a word is cut while the tokenizer is trained: the time grows with the square of a word's length, and
+# Base64 has no spaces. No token is longer.
 LONGEST_WORD = 256
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train byte-level BPE of at most `vocab_size` tokens, special ones included; raises `RecipeError`."""
+    """Train a byte-level BPE tokenizer.
+
+    Args:
+        vocab_size: number of tokens at most, special tokens included.
+
+    Raises:
+        RecipeError: `vocab_size` is smaller than the number of bytes and special tokens.
+
+    Example:
+        ```python
+        from modeling_gqa.training.tokenizer import train_tokenizer
+
+        tokenizer = train_tokenizer(["to be or not to be"] * 9, vocab_size=300)
+        assert tokenizer.decode(tokenizer("not to be")["input_ids"]) == "not to be"
+        ```
+    """
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 2
     if vocab_size < smallest:
         raise RecipeError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {smallest}")
@@ -58,7 +73,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig
     if len(tokenizer) > config.vocab_size:
         raise RecipeError(
             f"the tokenizer has {len(tokenizer)} tokens and the model's vocab_size is {config.vocab_size};"
-            f" set --model_overrides '{{\"vocab_size\": {len(tokenizer)}}}'"
+            f" set --model-overrides '{{\"vocab_size\": {len(tokenizer)}}}'"
         )
     if tokenizer.eos_token_id is None:
         raise RecipeError("the tokenizer has no end-of-text token (eos_token), and documents must end with one")

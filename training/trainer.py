@@ -1,4 +1,4 @@
-"""The Trainer, with exact validation losses, a stop at the first non-finite loss, and checkpoints that are whole."""
+"""The Trainer: exact validation losses, a stop at the first non-finite loss, and checkpoints marked as whole."""
 
 import math
 from contextlib import nullcontext
@@ -13,7 +13,9 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from .callbacks import Bar, Lines, SaveOnSigterm, Throughput, any_process
 from .checkpoint import what_is_kept
-from .recipe import Recipe, RecipeError
+from .errors import RecipeError
+from .recipe import Recipe
+from .results import Results
 from .run_folder import RunFolder
 from .stream import CheckedStream
 
@@ -114,8 +116,8 @@ class PretrainTrainer(Trainer):
         if self.folder:
             self.folder.rotate(self.checkpoint_limit, newest=name)
 
-    def further_results(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """What the final evaluation `metrics` and the log say beyond the loss."""
+    def further_results(self, metrics: dict[str, float]) -> Results:
+        """Return results beyond the loss, from the final evaluation `metrics` and the log."""
         return {}
 
     def run(self, checkpoint: Path | None) -> None:
@@ -138,5 +140,6 @@ def row_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def sum_losses(prediction: EvalPrediction) -> dict[str, float]:
+    """Return the mean loss over all predicted tokens, from the sums of every row."""
     total, tokens = np.asarray(prediction.predictions, dtype=np.float64).sum(axis=0)
     return {"token_loss": float(total / tokens)}

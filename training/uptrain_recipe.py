@@ -1,13 +1,22 @@
-"""What an uptraining run does: its options beside those of pretraining, and its budget."""
+"""The recipe of an uptraining run: its options beside those of pretraining, its budget, and what its card says."""
 
-import json
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
-from modeling_gqa.conversion.checkpoints.files import local_folder
+import torch
+from transformers import PreTrainedModel
 
+from modeling_gqa.common.cards import kept_metadata
+from modeling_gqa.conversion.checkpoints.checkpoint import open_checkpoint
+from modeling_gqa.conversion.checkpoints.files import LICENCES, copy_files, local_folder
+from modeling_gqa.conversion.command.report import REPORT_NAME
+
+from .catalogue import public_name
+from .listing import read_object
 from .recipe import Recipe
 from .recipe_fields import UNUSED
+from .results import RESULTS, Results
 
 # Chosen with configuration/recipes/uptrain-tiny.yaml.
 LAYERWISE_FRACTION, KL_WEIGHT = 0.5, 0.9
@@ -15,32 +24,35 @@ LAYERWISE_FRACTION, KL_WEIGHT = 0.5, 0.9
 
 @dataclass
 class UptrainRecipe(Recipe):
-    """Every option of an uptraining run: those of pretraining, less the model's, and the fields below."""
+    """Every option of an uptraining run: those of pretraining without the model's, then those of uptraining."""
 
-    script = "training.uptrain"
+    script = "uptrain"
     unused = UNUSED | dict.fromkeys(("preset", "model_overrides"), "the student is the model")
 
     student: str = field(default="", metadata={"help": "The converted model: a folder or Hub name."})
     teacher: str | None = field(
         default=None,
-        metadata={"help": "What it was converted from: a folder or Hub name; none: next-token loss alone."},
+        metadata={"help": "Its source: a folder or Hub name; `none` trains on the next-token loss only."},
     )
     trainable: Literal["attention", "all"] = field(default="attention", metadata={"help": "Parameters to train."})
     layerwise_fraction: float | None = field(
-        default=None, metadata={"help": "Share of the steps spent on stage 1, layer by layer; 0.5 with a teacher."}
+        default=None,
+        metadata={"help": "Fraction of the steps for stage 1, layer by layer; 0.5 with a teacher."},
     )
     kl_weight: float | None = field(
-        default=None, metadata={"help": "Stage 2: weight of the KL divergence, the rest is next-token loss; 0.9."}
+        default=None,
+        metadata={"help": "Stage 2: weight of the KL divergence against next-token loss; 0.9."},
     )
     temperature: float = field(default=1.0, metadata={"help": "Stage 2: temperature of both softmaxes in the KL."})
     pretraining_fraction: float | None = field(
-        default=None, metadata={"help": "Budget: share of the teacher's pretraining tokens; 0: max_steps tells."}
+        default=None,
+        metadata={"help": "Length of training, in teacher pretraining tokens (a fraction); 0: max_steps."},
     )
     pretraining_tokens: int | None = field(
-        default=None, metadata={"help": "Those tokens; read from the teacher's results.json if left out."}
+        default=None, metadata={"help": "Number of these pretraining tokens; the teacher's results.json has it."}
     )
 
-    # Defaults of pretraining that a model which is nearly right wants otherwise.
+    # Fields of pretraining with other defaults: the model is already trained.
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of AdamW."})
     weight_decay: float = field(default=0.0, metadata={"help": "Weight decay; not applied to norms and biases."})
     bigram_baseline: bool = field(default=False, metadata={"help": "Report the loss of a bigram model as well."})
@@ -72,12 +84,14 @@ class UptrainRecipe(Recipe):
                 raise ValueError(f"pretraining_fraction leaves {budget:,.0f} tokens, and a step takes {tokens:,}")
 
     def inputs(self) -> list[tuple[str, str]]:
-        """What the run reads, each in words and as it was named."""
-        models = (("student", self.student), ("teacher", self.teacher))
-        return [*((what, name) for what, name in models if name), *super().inputs()]
+        """Return student and teacher beside what pretraining reads."""
+        return [*self.models().items(), *super().inputs()]
 
     def training_budget(self) -> float | None:
-        """Return the tokens to train on, where they are given as a share of pretraining's (2305.13245, section 2.1)."""
+        """Return the number of tokens to train on, pretraining_fraction of the teacher's (2305.13245, section 2.1).
+
+        `None` where max_steps says how long to train.
+        """
         if not self.pretraining_fraction:
             return None
         if not 0 < self.pretraining_fraction <= 1:
@@ -88,11 +102,48 @@ class UptrainRecipe(Recipe):
         return self.pretraining_fraction * (self.pretraining_tokens or self.tokens_of_teacher())
 
     def tokens_of_teacher(self) -> int:
+        """Return the number of tokens that the teacher was pretrained on, from its results.json."""
         missing = "pretraining_fraction needs pretraining_tokens: "
         if self.teacher is None:
             raise ValueError(f"{missing}there is no teacher whose results.json could tell")
-        results = local_folder(self.teacher) / "results.json"
-        tokens = json.loads(results.read_text(encoding="utf-8")).get("tokens_seen") if results.is_file() else None
+        results = local_folder(self.teacher) / RESULTS
+        tokens = (read_object(results) or {}).get("tokens_seen")
         if not isinstance(tokens, int) or tokens <= 0:
             raise ValueError(f"{missing}no tokens_seen in {results}")
         return tokens
+
+    # -- What depends on the kind of recipe.
+
+    @property
+    def model_name(self) -> str:
+        return public_name(self.student)
+
+    def models(self) -> dict[str, str]:
+        return {"student": self.student} | ({"teacher": self.teacher} if self.teacher else {})
+
+    def origin(self, results: Results) -> str:
+        source = f", a conversion of `{public_name(self.teacher)}`," if self.teacher else ""
+        return f"`{self.model_name}`{source} uptrained with `modeling_gqa` on {results['tokens_seen']:,} tokens"
+
+    def method(self) -> str:
+        parts = "the attention parameters" if self.trainable == "attention" else "all parameters"
+        if self.teacher is None:
+            return f"- Next-token loss, of {parts}.\n"
+        return (
+            f"- {self.layerwise_fraction:.0%} of the steps regress each layer's attention output on the teacher's,"
+            " for\n"
+            f"  the teacher's input; the rest train {parts} with {self.kl_weight:g} times the KL divergence from the\n"
+            f"  teacher at temperature {self.temperature:g} and {1 - self.kl_weight:g} times the next-token loss.\n"
+        )
+
+    def card_metadata(self) -> dict[str, Any]:
+        kept = kept_metadata(local_folder(self.student) / "README.md")
+        if self.teacher and not Path(self.teacher).is_dir():
+            kept["base_model"] = self.teacher
+        return kept
+
+    def saved_dtype(self, model: PreTrainedModel) -> torch.dtype:
+        return open_checkpoint(self.student, download=False).dtype
+
+    def copy_documents(self, folder: Path) -> None:
+        copy_files(local_folder(self.student), folder, (*LICENCES, REPORT_NAME))

@@ -21,6 +21,7 @@ from transformers.utils import logging
 from .. import __version__
 from .console import err
 from .conversion import add_conversion_commands
+from .training import add_training_commands
 
 
 def kebab_case(name: str) -> str:
@@ -36,6 +37,7 @@ app = typer.Typer(
     context_settings={"token_normalize_func": kebab_case},
 )
 add_conversion_commands(app)
+add_training_commands(app)
 
 
 def show_version(wanted: bool) -> None:

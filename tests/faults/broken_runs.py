@@ -16,8 +16,8 @@ import yaml
 from training_texts import MODEL, make_texts
 
 from training import console
+from training.errors import RecipeError
 from training.pretrain import pretrain
-from training.recipe import RecipeError
 
 ROOT = Path(__file__).resolve().parents[2]
 # Dropout draws random numbers, so that a run that goes on with others ends with other weights.

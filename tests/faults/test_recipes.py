@@ -10,8 +10,11 @@ from broken_runs import RECIPE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from training.recipe import Recipe, RecipeError, load_config, load_recipe
-from training.run import check_training
+from training.catalogue import load_config
+from training.checks import check_training
+from training.command_line import load_recipe
+from training.errors import RecipeError
+from training.recipe import Recipe
 
 # What reads files or would start something outside of this process.
 LEFT_OUT = {

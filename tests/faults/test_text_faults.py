@@ -20,7 +20,8 @@ from modeling_gqa.conversion import ConversionError  # noqa: E402
 from modeling_gqa.conversion.text.packing import read_sections  # noqa: E402
 from modeling_gqa.conversion.text.reading import find_files  # noqa: E402
 from training import data  # noqa: E402
-from training.recipe import Recipe, RecipeError  # noqa: E402
+from training.errors import RecipeError  # noqa: E402
+from training.recipe import Recipe  # noqa: E402
 
 FAULTS = 12  # of each file in a round
 TEXTS = [f"document {number}: “naïve” 漢字 🙂\n" * (1 + number % 3) for number in range(40)]

@@ -12,7 +12,7 @@ import yaml
 from training_texts import MODEL, make_texts
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # training/ is run from a checkout, not installed
+sys.path.insert(0, str(ROOT))  # `training` is the checkout's folder, `modeling_gqa.training` the installed one
 RECIPE = {
     "preset": "tiny-mixed",
     "model_overrides": MODEL,

@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 from training_texts import MODEL
 
 from training import data, publish
+from training.catalogue import load_config
+from training.errors import RecipeError
 from training.pretrain import pretrain
-from training.recipe import Recipe, RecipeError, load_config
+from training.recipe import Recipe
 
 LAST = 24  # steps of the tiny recipe; it saves every 7
 

@@ -25,8 +25,9 @@ from transformers import EvalPrediction, PreTrainedTokenizerFast
 from modeling_gqa.conversion.text import formats, packing
 from training import data
 from training.baseline import bigram_loss
+from training.errors import RecipeError
 from training.pretrain import pretrain
-from training.recipe import Recipe, RecipeError
+from training.recipe import Recipe
 from training.tokenizer import LONGEST_WORD, train_tokenizer
 from training.trainer import row_losses, sum_losses
 
@@ -427,7 +428,7 @@ def test_hub_data_set_out_of_reach(tmp_path):
 
 
 def test_upload_needs_a_token(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr("training.publish.get_token", lambda: None)
+    monkeypatch.setattr("training.checks.get_token", lambda: None)
     with pytest.raises(RecipeError, match="hf auth login"):
         pretrain(arguments(tmp_path, data_files=[str(corpus)], push_to_hub=True))
 

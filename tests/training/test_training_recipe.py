@@ -5,17 +5,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from training.recipe import (
-    CONFIGURATION,
-    RecipeError,
-    compare_recipes,
-    load_config,
-    load_recipe,
-    recipe_names,
-    save_recipe,
-)
-
-PRESETS = sorted(path.parent.name for path in (CONFIGURATION / "models").glob("*/config.json"))
+from training.catalogue import CONFIGURATION, load_config, preset_names, recipe_names
+from training.command_line import load_recipe
+from training.errors import RecipeError
+from training.saved_recipe import compare_recipes, save_recipe
 
 
 @pytest.fixture
@@ -51,8 +44,8 @@ def test_kinds_of_yaml_values(write):
     ("yaml_values", "options", "message"),
     [
         ({"max_step": 7}, [], "unknown field max_step (did you mean max_steps?)"),
-        ({}, ["--learning_rat", "1"], "unknown option --learning_rat (did you mean --learning_rate?)"),
-        ({}, ["--max_steps", "soon"], "max_steps/--max-steps: invalid int value: 'soon'"),
+        ({}, ["--learning_rat", "1"], "unknown option --learning_rat (did you mean --learning-rate?)"),
+        ({}, ["--max_steps", "soon"], "argument --max-steps: invalid int value: 'soon'"),
         ({"learning_rate": "fast"}, [], "invalid float value: 'fast'"),
         ({"resume_from_checkpoint": "x"}, [], "resume_from_checkpoint has no effect here: use --resume"),
         ({"sequence_length": 1}, [], "sequence_length is 1"),
@@ -100,11 +93,11 @@ def test_recipe_in_the_repository(name, tmp_path):
     path = CONFIGURATION / "recipes" / f"{name}.yaml"
     # A CPU has no need of a GPU's precision to read the rest.
     recipe, _ = load_recipe([str(path), "--output_dir", str(tmp_path), "--bf16=false", "--torch_compile=false"])
-    assert recipe.preset in PRESETS
+    assert recipe.preset in preset_names()
     assert recipe.sequence_length <= load_config(recipe).max_position_embeddings
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", preset_names())
 def test_preset(name, write):
     config = load_config(load_recipe([write(preset=name)])[0])
     with torch.device("meta"):

@@ -1,0 +1,146 @@
+"""How the scripts are started: names of recipes, spellings of options, the installed package, what is missing."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from modeling_gqa.training import command_line as installed
+from modeling_gqa.training.errors import RecipeError as InstalledError
+from test_pretrain import assert_same_weights
+
+from training.catalogue import CONFIGURATION, preset_names, recipe_names
+from training.command_line import RecipeParser, load_recipe
+from training.errors import RecipeError
+from training.recipe import Recipe
+from training.results import FORMAT_VERSION, Results
+from training.uptrain_recipe import UptrainRecipe
+
+ON_CPU = ("--bf16=false", "--torch-compile=false")
+
+
+@pytest.mark.parametrize("name", ["max-steps", "max_steps"])
+def test_both_spellings_are_one_option(tmp_path, name):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"preset: tiny-gqa\n{name}: 7\nper-device_train-batch_size: 3\n")
+    assert load_recipe([str(path)])[0].max_steps == 7 and load_recipe([str(path)])[0].per_device_train_batch_size == 3
+    for option in ((f"--{name}", "9"), (f"--{name}=9",)):
+        assert load_recipe([str(path), *option])[0].max_steps == 9
+    assert load_recipe([str(path), "--no_bigram-baseline"])[0].bigram_baseline is False
+
+
+@pytest.mark.parametrize("recipe_class", [Recipe, UptrainRecipe])
+def test_help_shows_one_spelling_and_no_option_that_is_refused(recipe_class):
+    shown = RecipeParser(recipe_class, "the command").format_help()
+    options = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown, re.MULTILINE))
+    assert {"--max-steps", "--no-average-tokens-across-devices"} <= options and not [
+        name for name in options if "_" in name
+    ]
+    assert not options & {f"--{name.replace('_', '-')}" for name in recipe_class.unused}
+    assert shown.startswith("usage: the command RECIPE [--option value ...]\n")
+
+
+@pytest.mark.parametrize("script", ["pretrain", "uptrain"])
+def test_a_packaged_recipe_is_found_by_name(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    classes = {"pretrain": Recipe, "uptrain": UptrainRecipe}
+    for name in recipe_names(script):
+        argv = ["--student", "s", "--pretraining-tokens", "1638400"] if script == "uptrain" else []
+        path = CONFIGURATION / "recipes" / f"{name}.yaml"
+        for named in (name, str(path)):
+            assert load_recipe([named, *ON_CPU, *argv], classes[script])[0].script == script
+
+
+@pytest.mark.parametrize("preset", [name for name in preset_names() if name != "tiny-gqa"])
+def test_the_run_folder_is_named_after_the_preset(preset):
+    recipe, values = load_recipe([preset.rpartition("-")[0], "--preset", preset, *ON_CPU])
+    assert recipe.output_dir == values["output_dir"] == f"runs/{preset}" and recipe.preset == preset
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    {
+        "tinny": r"no recipe at tinny \(did you mean tiny\?\)",
+        "configuration/recipes/tiny-mla.yaml": "the same run is: python -m training.pretrain tiny --preset tiny-mla$",
+        "base-124m-gqa": "the same run is: python -m training.pretrain base-124m --preset base-124m-gqa$",
+        "uptrain-1b": "uptrain-1b is a recipe for uptrain: python -m training.uptrain uptrain-1b$",
+        "something/else": "no recipe at something/else; there are base-124m, quickstart, tiny, and paths",
+    }.items(),
+)
+def test_a_recipe_that_is_not_there(name, message):
+    with pytest.raises(RecipeError, match=message):
+        load_recipe([name])
+
+
+def test_the_installed_package_is_the_same(tmp_path):
+    """Both names of the folder `training` read the same recipes, from wherever they are started."""
+    ours, values = load_recipe(["tiny", *ON_CPU])
+    theirs, their_values = installed.load_recipe(["tiny", *ON_CPU])
+    assert values == their_values and type(ours) is not type(theirs)
+    with pytest.raises(InstalledError, match=r"python -m modeling_gqa.training.pretrain tiny --preset tiny-mla"):
+        installed.load_recipe(["tiny-mla"])
+
+
+def test_the_installed_script_resumes_what_the_checkout_began(script, finished, tmp_path):
+    """Workers and a second process import it by its installed name, and not from the folder that it runs in."""
+    for path in finished[0].rglob("*"):
+        target = tmp_path / "run" / path.relative_to(finished[0])
+        if path.is_file() and path.relative_to(finished[0]).parts[0] not in ("final", "checkpoint-24", "results.json"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    command = [sys.executable, "-m", "modeling_gqa.training.pretrain", str(script.recipe), "--resume"]
+    options = ["--output-dir", str(tmp_path / "run"), "--dataloader-num-workers", "1"]
+    process = subprocess.run([*command, *options], cwd=tmp_path, env=script.env, capture_output=True, text=True)
+    assert process.returncode == 0 and "Resuming from" in process.stdout, process.stderr
+    assert_same_weights(tmp_path / "run", finished[0])
+
+
+def test_the_command_shows_the_scripts_help_and_errors(script, tmp_path):
+    command = Path(sys.executable).with_name("modeling-gqa")
+    env = {name: value for name, value in script.env.items() if name != "OMP_WAIT_POLICY"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run([command, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True)
+
+    assert run("uptrain", "--help").stdout.startswith("usage: modeling-gqa uptrain RECIPE [--option value ...]\n")
+    refused = run("pretrain", "tiny", "--max_step", "3")
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1] == "error: unknown option --max_step (did you mean --max-steps?)"
+    done = run("pretrain", str(script.recipe), "--max_steps", "2", "--warmup-steps", "0")
+    assert done.returncode == 0 and "Saved runs/recipe/final" in done.stdout, done.stderr
+
+
+def run_with(hook: str, tmp_path: Path) -> subprocess.CompletedProcess:
+    """Start the script in a process in which `hook` has been executed."""
+    code = f"{hook}\nimport runpy, sys\nsys.argv = ['pretrain', 'tiny']\n"
+    code += "runpy.run_module('training.pretrain', run_name='__main__', alter_sys=True)"
+    root = CONFIGURATION.parent
+    return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(("module", "package"), [("accelerate", "accelerate"), ("yaml", "PyYAML")])
+def test_a_missing_package_is_one_line(tmp_path, module, package):
+    process = run_with(f"import sys; sys.modules[{module!r}] = None", tmp_path)
+    said = f"error: training needs {package}, which is not installed: pip install 'modeling_gqa[training]'"
+    assert process.returncode == 1 and process.stderr.splitlines()[-1] == said, process.stderr
+
+
+@pytest.mark.parametrize("module", ["transformers", "torch", "accelerate.utils"])
+def test_ctrl_c_during_the_imports_is_one_line(tmp_path, module):
+    hook = (
+        "import sys\nclass Hook:\n def find_spec(self, name, path=None, target=None):\n"
+        f"  if name == {module!r}: raise KeyboardInterrupt\nsys.meta_path.insert(0, Hook())"
+    )
+    process = run_with(hook, tmp_path)
+    assert process.returncode == 130, process.stderr
+    assert process.stderr.splitlines()[-1] == "error: interrupted" and "Traceback" not in process.stderr
+
+
+def test_results_are_documented(finished):
+    results = json.loads((finished[0] / "results.json").read_text())
+    assert results["format_version"] == FORMAT_VERSION and results.keys() <= Results.__annotations__.keys()
+    assert re.findall(r"^ +(\w+): ", Results.__doc__ or "", re.MULTILINE) == list(Results.__annotations__)
+    assert yaml.safe_load((finished[0] / "final" / "recipe.yaml").read_text())["preset"] == "tiny-mixed"

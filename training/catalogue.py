@@ -1,0 +1,114 @@
+"""The recipes and model presets that come with this package, found by their names or by a path."""
+
+import json
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import AutoConfig, PreTrainedConfig
+
+import modeling_gqa  # noqa: F401  (registers model_type "gqa")
+from modeling_gqa.common.errors import did_you_mean
+
+from .checks import check_length
+from .errors import RecipeError
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
+
+# Beside `training/` in a checkout, and beside `modeling_gqa/training/` where the package is installed.
+CONFIGURATION = Path(__file__).resolve().parents[1] / "configuration"
+
+
+def recipe_names(script: str = "pretrain") -> list[str]:
+    """Return the names of the packaged recipes for `pretrain` or `uptrain`, sorted.
+
+    Example:
+        ```python
+        from modeling_gqa.training.catalogue import recipe_names
+
+        assert recipe_names("pretrain") == ["base-124m", "quickstart", "tiny"]
+        ```
+    """
+    names = sorted(path.stem for path in (CONFIGURATION / "recipes").glob("*.yaml"))
+    return [name for name in names if name.startswith("uptrain-") == (script == "uptrain")]
+
+
+def preset_names() -> list[str]:
+    """Return the names of the packaged model presets, sorted."""
+    return sorted(path.parent.name for path in (CONFIGURATION / "models").glob("*/config.json"))
+
+
+def find_recipe(name: str, script: str, command: str) -> Path:
+    """Return the YAML file of a recipe.
+
+    Args:
+        name: name of a packaged recipe, such as `tiny`, or the path of a file. A packaged recipe comes first; write
+            `./tiny` for a file of that name.
+        script: `pretrain` or `uptrain`.
+        command: how the script was started, for the error messages.
+
+    Raises:
+        RecipeError: there is no such recipe, or it is one for the other script.
+    """
+    names = recipe_names(script)
+    if name in names:
+        return CONFIGURATION / "recipes" / f"{name}.yaml"
+    path = Path(name)
+    if path.is_file():
+        return path
+    # Recipes of earlier releases, one for each preset.
+    family = path.stem.rpartition("-")[0]
+    if family in names and path.stem in preset_names():
+        raise RecipeError(
+            f"there is no recipe {name} any more; the same run is: {command} {family} --preset {path.stem}"
+        )
+    for other in {"pretrain", "uptrain"} - {script}:
+        if path.stem in recipe_names(other):
+            raise RecipeError(f"{path.stem} is a recipe for {other}: {command.replace(script, other)} {path.stem}")
+    hint = did_you_mean(path.stem, names) or f"; there are {', '.join(names)}, and paths of YAML files"
+    raise RecipeError(f"no recipe at {name}{hint}")
+
+
+def preset_folder(preset: str) -> Path:
+    """Return the folder of a preset: a packaged one for its name, any other for its path."""
+    folder = CONFIGURATION / "models" / preset
+    return folder if preset and folder.is_dir() else Path(preset)
+
+
+def load_config(recipe: "Recipe") -> PreTrainedConfig:
+    """Build the model's configuration from the recipe's preset and overrides.
+
+    Raises:
+        RecipeError: no such preset, an unknown field in the overrides, a value that the model refuses, or blocks that
+            are longer than the model's positions.
+    """
+    path = preset_folder(recipe.preset) / "config.json"
+    if not recipe.preset or not path.is_file():
+        names = preset_names()
+        hint = did_you_mean(recipe.preset, names) or f"; there are {', '.join(names)}"
+        raise RecipeError(f"no model preset named {recipe.preset!r}{hint}")
+    values = json.loads(path.read_text(encoding="utf-8"))
+    overrides = recipe.model_overrides or {}
+    if not isinstance(overrides, dict):
+        raise RecipeError(f"model_overrides must be a JSON object, not {overrides!r}")
+    config_class = type(AutoConfig.for_model(values["model_type"]))
+    known = {item.name for item in fields(config_class)}
+    for key in overrides:
+        if key not in known | {"per_layer_config"}:
+            raise RecipeError(f"model_overrides: unknown field {key}{did_you_mean(key, known)}")
+    try:
+        # Not from_pretrained, which would write this machine's path into the run and refuse to resume it elsewhere.
+        config = config_class.from_dict(values, **overrides)
+    except Exception as error:  # strict configurations wrap what was wrong in classes of their own
+        raise RecipeError(f"model preset {recipe.preset}: {error.__cause__ or error}") from error
+    check_length(recipe, config)
+    return config
+
+
+def public_name(name: str) -> str:
+    """Return the name of a model, tokenizer or data set as others may read it: of a path, the last part alone."""
+    path = os.path.abspath(os.path.expanduser(name))
+    is_path = os.path.isabs(name) or name.startswith((".", "~")) or os.path.lexists(path)
+    return os.path.basename(path) if is_path else name
