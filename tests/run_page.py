@@ -42,14 +42,6 @@ FENCE = re.compile(
     r"(?:<!-- test: (?P<note>.*?) -->\n)?^(?P<ticks>`{3,})(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=ticks)$",
     flags=re.MULTILINE | re.DOTALL,
 )
-# What the commands of this checkout are called until they have the names that the pages use.
-NOT_YET = {
-    "convert_model": "convert",
-    "compare_predictions": "measure",
-    "share_cache": "split",
-    "conversion.checkpoints": "conversion",
-    "MAPPED_GROUPED_FIELDS": "GROUPED_FIELDS",
-}
 # Options that make a run of the pages small; `add SMALL_RUN` in a note stands for them.
 SHORT = "--max-steps 2 --warmup-steps 1 --sequence-length 32 --per-device-eval-batch-size 2 --max-eval-blocks 2"
 OPTIONS = {
@@ -58,7 +50,6 @@ OPTIONS = {
     "SMALL_CONVERSION": "--calibration-tokens 1024 --evaluation-tokens 512",
     "SMALL_UPTRAINING": f"{SHORT} --per-device-train-batch-size 2 --gradient-accumulation-steps 1 --bf16 false",
 }
-RECIPES_NOT_YET = {"tiny": "tiny-mha", "base-124m": "base-124m-gqa"}
 
 
 class Block(NamedTuple):
@@ -92,13 +83,6 @@ def prepared(block: Block) -> str | None:
         code = f"{code.rstrip()} {options}\n"
     elif not block.note.startswith(("file ", "edit ", "in the checkout", "output")):
         assert not block.note, f"line {block.line}: unknown note {block.note!r}"
-    return as_of_now(code)
-
-
-def as_of_now(code: str) -> str:
-    """`code` with the names that functions have in this checkout."""
-    for new, old in NOT_YET.items():
-        code = re.sub(rf"\b{new}\b", old, code)
     return code
 
 
@@ -169,16 +153,6 @@ def forked(function: Callable[[], Any]) -> int:
 
 def run_here(words: list[str]) -> int:
     script, *options = words
-    if script == "modeling-gqa" and options[0] in ("pretrain", "uptrain"):
-        name, *rest = options[1:]
-        recipe = ROOT / "configuration" / "recipes" / f"{RECIPES_NOT_YET.get(name, name)}.yaml"
-        options = [
-            "-m",
-            f"training.{options[0]}",
-            str(recipe),
-            *(re.sub(r"(?<=\w)-(?=\w)", "_", w) if w[:2] == "--" else w for w in rest),
-        ]
-        script = "python"
     if script == "python" and options[0] == "-m":
         sys.argv = options[1:]
         runpy.run_module(options[1], run_name="__main__", alter_sys=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from run_page import as_of_now
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb"))
 
@@ -20,8 +19,6 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     notebook = nbformat.read(path, as_version=4)
-    for cell in code_cells(notebook):
-        cell.source = as_of_now(cell.source)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = [["".join(o.text for o in c.outputs if o.get("name") == "stdout")] for c in code_cells(notebook)]
     saved = [["".join(o.text for o in c.outputs)] for c in code_cells(nbformat.read(path, as_version=4))]
