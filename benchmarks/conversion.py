@@ -32,7 +32,7 @@ from training.uptrain import uptrain as healing
 
 from .conversion_baselines import convert_baseline, mean_key, real_rotation
 from .measure import describe_machine
-from .report import print_machine, print_table, save
+from .report import kebab_shown, print_machine, print_table, save
 
 COLUMNS = {"target": "", "method": "", "bytes": "", "kl": ".3f", "perplexity": ".2f", "top1": ".3f", "seconds": ".0f"}
 HEALING = {
@@ -214,11 +214,11 @@ def uptrain(bench: Bench, student: Path, folder: Path, alpha: float, alone: bool
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, default=Path("runs/tiny-mha"), help="a finished run of training.pretrain")
-    parser.add_argument("--calibration_blocks", type=int, default=128)
+    parser.add_argument("--calibration-blocks", "--calibration_blocks", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", default="benchmarks/results")
     parser.add_argument("--name", default="conversion", help="of the file of results")
-    arguments = parser.parse_args()
+    arguments = kebab_shown(parser).parse_args()
     if not (arguments.run / "final").is_dir():
         sys.exit(f"no model in {arguments.run}/final: python -m training.pretrain tiny --preset tiny-mha")
     machine, begin = describe_machine("cpu", [torch.float32]), time.perf_counter()

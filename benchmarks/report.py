@@ -5,14 +5,16 @@
 draws the documentation's picture from `benchmarks/results`, and prints the documentation's tables as Markdown.
 """
 
+import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 from transformers import HfArgumentParser
 
+Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 RESULTS = Path("benchmarks/results")
 PICTURE = Path("docs/assets/decode_mla.png")
 # The cells of the documentation's table of decoding: dtype, batch, length.
@@ -25,7 +27,14 @@ COLORS = {"mha": "tab:red", "gqa": "tab:orange", "mqa": "tab:green", "mla": "tab
 
 def parse_arguments(*dataclasses: Any) -> tuple:
     """The command line as one instance of each dataclass."""
-    return HfArgumentParser(dataclasses).parse_args_into_dataclasses()
+    return kebab_shown(HfArgumentParser(dataclasses)).parse_args_into_dataclasses()
+
+
+def kebab_shown(parser: Parser) -> Parser:
+    """Make help and errors show `--batch-sizes` alone; `--batch_sizes` is accepted where it was declared."""
+    for action in parser._actions:
+        action.option_strings = [name for name in action.option_strings if "_" not in name]
+    return parser
 
 
 def print_machine(machine: dict) -> None:
