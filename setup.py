@@ -2,4 +2,12 @@
 
 from setuptools import find_packages, setup
 
-setup(packages=[*find_packages(include=["modeling_gqa*"]), "modeling_gqa.training", "modeling_gqa.configuration"])
+training = [f"modeling_gqa.training.{name}" for name in find_packages("training")]
+setup(
+    packages=[
+        *find_packages(include=["modeling_gqa*"]),
+        "modeling_gqa.training",
+        *training,
+        "modeling_gqa.configuration",
+    ]
+)

@@ -1,5 +1,7 @@
 """How a run begins, and how it is opened again: tokens made or compared, and the checkpoint found to go on from."""
 
+import glob
+import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,20 +9,24 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import get_token
 from transformers import PreTrainedConfig
 
+from modeling_gqa.common.files import is_in
 from modeling_gqa.conversion.checkpoints.files import local_folder
 
-from . import data
-from .checkpoint import find_resumable
 from .console import say
 from .errors import RecipeError
-from .listing import describe, read_object
-from .manifest import checkpoints
-from .recipe import Recipe
-from .run_folder import RunFolder
-from .saved_recipe import SAVED_MODEL, SAVED_RECIPE, compare_recipes, save_recipe
-from .tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
+from .folder.checkpoint import find_resumable
+from .folder.listing import describe, read_object
+from .folder.manifest import SAVED_MODEL, SAVED_RECIPE, checkpoints
+from .folder.run_folder import RunFolder
+from .recipe.pretraining import Recipe
+from .recipe.saved import compare_recipes, save_recipe
+from .text.blocks import write_blocks
+from .text.source import Source
+from .text.split import split_source
+from .text.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
 
@@ -41,7 +47,7 @@ class Beginning:
     recipe: Recipe
     values: dict[str, Any]
     config: PreTrainedConfig
-    source: data.Source
+    source: Source
     fingerprints: dict[str, str]
 
     def begin(self) -> None:
@@ -65,7 +71,7 @@ class Beginning:
         """Write the tokenizer and the tokens of the run to `folder`."""
         for note in self.source.notes():
             say(f"Text    {note}")
-        split = data.split_source(self.source, self.recipe)
+        split = split_source(self.source, self.recipe)
         if self.recipe.tokenizer:
             tokenizer = load_tokenizer(self.recipe.tokenizer)
         else:
@@ -73,7 +79,7 @@ class Beginning:
             tokenizer = train_tokenizer(split.documents("train"), self.config.vocab_size)
         check_tokenizer(tokenizer, self.config)
         tokenizer.save_pretrained(folder / "tokenizer")
-        data.write_blocks(split, tokenizer, self.recipe, folder / "data")
+        write_blocks(split, tokenizer, self.recipe, folder / "data")
 
     def resume(self) -> tuple[Path | None, dict[str, Any]]:
         """Find the checkpoint to go on from, once all that the run reads has been found unchanged.
@@ -144,6 +150,30 @@ class Beginning:
                     "back the file, or the text as it was"
                 )
             folder.place("tokenizer", "data")
+
+
+def check_upload(recipe: Recipe) -> None:
+    """Raise `RecipeError` where the recipe uploads the result and there is no Hub token."""
+    if recipe.push_to_hub and not (recipe.hub_token or get_token()):
+        raise RecipeError("push_to_hub needs a Hub token: run `hf auth login` first, or set HF_TOKEN")
+
+
+def check_overlap(recipe: Recipe) -> None:
+    """Raise `RecipeError` where output_dir lies in a folder that the run reads, or that folder in output_dir."""
+    output = Path(recipe.output_dir).resolve()
+    for what, name in recipe.inputs():
+        path = Path(name).expanduser()
+        # A Hub name is no path here; of a pattern, the folder that it searches or the files that it matches are meant.
+        matched = [] if os.path.exists(path) else glob.glob(str(path), recursive=True)
+        paths = [Path(found) for found in matched if os.path.isfile(found)] if matched else [path]
+        if "**" in path.parts:
+            paths.append(Path(*path.parts[: path.parts.index("**")]))
+        for path in (path.resolve() for path in paths):
+            if is_in(output, path) or is_in(path, output):
+                raise RecipeError(
+                    f"output_dir {recipe.output_dir} overlaps the {what} {name}: neither may lie in the other; choose "
+                    "another output_dir"
+                )
 
 
 def check_earlier_stream(checkpoint: Path) -> None:

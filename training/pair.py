@@ -10,8 +10,8 @@ from modeling_gqa.conversion.checkpoints.checkpoint import load_source
 from modeling_gqa.conversion.checkpoints.files import local_folder
 
 from .errors import RecipeError
-from .tokenizer import load_tokenizer
-from .uptrain_recipe import UptrainRecipe
+from .recipe.uptraining import UptrainRecipe
+from .text.tokenizer import load_tokenizer
 
 MUST_MATCH = ("hidden_size", "num_hidden_layers", "vocab_size", "layer_types", "sliding_window")
 

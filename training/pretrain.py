@@ -33,11 +33,10 @@ def pretrain(argv: list[str], prog: str | None = None) -> None:
     # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
     from transformers import AutoModelForCausalLM, set_seed
 
-    from .catalogue import load_config
-    from .checks import check_training
-    from .command_line import load_recipe
+    from .recipe.command_line import load_recipe
+    from .recipe.model import check_training, load_config
     from .run import open_run, train
-    from .trainer import PretrainTrainer
+    from .trainer.pretraining import PretrainTrainer
 
     recipe, values = load_recipe(argv, prog=prog)
     config = load_config(recipe)

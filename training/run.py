@@ -11,23 +11,26 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from modeling_gqa import GQAForCausalLM
 from modeling_gqa.accounting import cache_bytes_per_token
 
-from . import data, publish
-from .baseline import bigram_loss
-from .beginning import Beginning, fingerprint
-from .checkpoint import what_is_kept
-from .checks import check_overlap, check_upload
+from .beginning import Beginning, check_overlap, check_upload, fingerprint
 from .console import is_main, say
 from .errors import Interrupted, RecipeError, failed_to_write
-from .recipe import Recipe
+from .folder.checkpoint import what_is_kept
+from .folder.run_folder import RunFolder
+from .publish import card, repository
+from .recipe.pretraining import Recipe
 from .results import FORMAT_VERSION, RESULTS, Results, printed_lines
-from .run_folder import RunFolder
-from .stream import CheckedStream
-from .tokenizer import load_tokenizer
-from .trainer import PretrainTrainer
+from .text.bigram import bigram_loss
+from .text.blocks import PackedBlocks, load_blocks
+from .text.source import Source, open_source
+from .text.split import load_split
+from .text.stream import CheckedStream, StreamedBlocks
+from .text.tokenizer import load_tokenizer
+from .trainer.pretraining import PretrainTrainer
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,10 @@ class Run:
         upload: a Hub token to upload the result with; "" for the one that `hf auth login` has saved; `None` for none.
     """
 
-    source: data.Source
+    source: Source
     tokenizer: PreTrainedTokenizerBase
     train: Dataset
-    validation: data.PackedBlocks
+    validation: PackedBlocks
     folder: RunFolder | None
     checkpoint: Path | None
     upload: str | None
@@ -74,7 +77,7 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
     # Trainer would upload at every save, and save the token; `finish` uploads the finished repository.
     upload = (recipe.hub_token or "") if recipe.push_to_hub else None
     recipe.push_to_hub, recipe.hub_token = False, None
-    source = data.open_source(recipe)
+    source = open_source(recipe)
     folder = RunFolder(recipe.output_dir) if is_main() else None
     checkpoint: Path | None = None
     mark: dict[str, Any] = {}
@@ -90,7 +93,7 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
                 beginning.begin()
         if recipe.world_size > 1:
             checkpoint = from_main_process(checkpoint)
-        yield Run(source, *load_blocks(recipe, source, mark), folder, checkpoint, upload)
+        yield Run(source, *load_text(recipe, source, mark), folder, checkpoint, upload)
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; {what_is_kept(recipe.output_dir)}") from None
     except Exception as error:
@@ -113,18 +116,18 @@ def from_main_process(checkpoint: Path | None) -> Path | None:
     return found[0]
 
 
-def load_blocks(
-    recipe: Recipe, source: data.Source, mark: dict[str, Any]
-) -> tuple[PreTrainedTokenizerBase, Dataset, data.PackedBlocks]:
+def load_text(
+    recipe: Recipe, source: Source, mark: dict[str, Any]
+) -> tuple[PreTrainedTokenizerBase, Dataset, PackedBlocks]:
     """On every process: load the run's tokenizer, and its training and validation blocks."""
     folder = Path(recipe.output_dir)
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
-    validation = data.load_blocks(folder / "data", "validation")
+    validation = load_blocks(folder / "data", "validation")
     if not recipe.streaming:
-        return tokenizer, data.load_blocks(folder / "data", "train"), validation
-    split = data.load_split(source, recipe, folder / "data")
+        return tokenizer, load_blocks(folder / "data", "train"), validation
+    split = load_split(source, recipe, folder / "data")
     step = recipe.train_batch_size * recipe.world_size * recipe.gradient_accumulation_steps
-    stream = CheckedStream(data.StreamedBlocks(split, tokenizer, recipe.sequence_length), kept=8 * step)
+    stream = CheckedStream(StreamedBlocks(split, tokenizer, recipe.sequence_length), kept=8 * step)
     stream.expected = mark.get("stream")
     return tokenizer, stream, validation
 
@@ -132,9 +135,9 @@ def load_blocks(
 def train(trainer: PretrainTrainer, run: Run) -> None:
     """Train, from the last checkpoint where the recipe resumes; then measure the model, save and upload it."""
     recipe: Recipe = trainer.args
-    model: PreTrainedModel = trainer.accelerator.unwrap_model(trainer.model)
-    size = f"{len(run.train):,} blocks" if isinstance(run.train, data.PackedBlocks) else "a stream of blocks"
-    attention = publish.describe_attention(model.config)
+    model: GQAForCausalLM = trainer.accelerator.unwrap_model(trainer.model)
+    size = f"{len(run.train):,} blocks" if isinstance(run.train, PackedBlocks) else "a stream of blocks"
+    attention = card.describe_attention(model.config)
     say(f"Model   {recipe.model_name}: {model.num_parameters() / 1e6:.2f}M parameters, {attention}")
     say(f"Text    {run.source.name}; {size} of {recipe.sequence_length} tokens, {len(run.validation):,} for validation")
     say(f"Run     {recipe.output_dir}, on {recipe.world_size} x {recipe.device.type}")
@@ -181,7 +184,7 @@ def gather_results(trainer: PretrainTrainer, seconds: float) -> Results:
     }
     if trainer.folder is not None:
         results["sealing_seconds"] = round(trainer.folder.sealing_seconds, 2)
-    if recipe.bigram_baseline and isinstance(train, data.PackedBlocks) and is_main():
+    if recipe.bigram_baseline and isinstance(train, PackedBlocks) and is_main():
         results["bigram_loss"] = bigram_loss(train, validation, model.config.vocab_size)
     return results
 
@@ -194,13 +197,13 @@ def finish(
     final = folder.path / "final"
     with folder.staging() as staged:
         (staged / RESULTS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        publish.save_repository(staged / "final", model, weights, trainer.processing_class, recipe, results)
-        publish.write_card(staged / "final", recipe, model.config, run.source, results)
+        repository.save_repository(staged / "final", model, weights, trainer.processing_class, recipe, results)
+        card.write_card(staged / "final", recipe, model.config, run.source, results)
         folder.place("final", RESULTS)
     say()
     for line in printed_lines(results):
         say(line)
     say(f"\nSaved {final}. A fresh process, without the package, loads it and writes:\n")
-    say(publish.load_as_stranger(final, recipe.sample_prompt))
+    say(repository.load_as_stranger(final, recipe.sample_prompt))
     if run.upload is not None:
-        say(f"\nUploaded: {publish.upload(final, recipe, run.upload or None)}")
+        say(f"\nUploaded: {repository.upload(final, recipe, run.upload or None)}")

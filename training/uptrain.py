@@ -35,12 +35,12 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
     # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
     from transformers import set_seed
 
-    from .checks import check_length, check_training
-    from .command_line import load_recipe
-    from .distillation import UptrainTrainer
     from .pair import check_tokenizers, load_pair
+    from .recipe.command_line import load_recipe
+    from .recipe.model import check_length, check_training
+    from .recipe.uptraining import UptrainRecipe
     from .run import open_run, train
-    from .uptrain_recipe import UptrainRecipe
+    from .trainer.uptraining import UptrainTrainer
 
     recipe, values = load_recipe(argv, UptrainRecipe, prog)
     student, teacher = load_pair(recipe)

@@ -10,11 +10,10 @@ from broken_runs import RECIPE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from training.catalogue import load_config
-from training.checks import check_training
-from training.command_line import load_recipe
 from training.errors import RecipeError
-from training.recipe import Recipe
+from training.recipe.command_line import load_recipe
+from training.recipe.model import check_training, load_config
+from training.recipe.pretraining import Recipe
 
 # What reads files or would start something outside of this process.
 LEFT_OUT = {

@@ -19,9 +19,10 @@ sys.path.insert(0, str(ROOT))  # training/ is run from a checkout, not installed
 from modeling_gqa.conversion import ConversionError  # noqa: E402
 from modeling_gqa.conversion.text.packing import read_sections  # noqa: E402
 from modeling_gqa.conversion.text.reading import find_files  # noqa: E402
-from training import data  # noqa: E402
 from training.errors import RecipeError  # noqa: E402
-from training.recipe import Recipe  # noqa: E402
+from training.recipe.pretraining import Recipe  # noqa: E402
+from training.text.source import open_source  # noqa: E402
+from training.text.split import split_source  # noqa: E402
 
 FAULTS = 12  # of each file in a round
 TEXTS = [f"document {number}: “naïve” 漢字 🙂\n" * (1 + number % 3) for number in range(40)]
@@ -117,7 +118,7 @@ def test_a_damaged_file_is_read_right_or_named(name, fault, draw, tmp_path):
         path.write_bytes(content)
 
         def in_training():
-            split = data.split_source(data.open_source(recipe), recipe)
+            split = split_source(open_source(recipe), recipe)
             return [text for part in ("train", "validation") for text in split.documents(part)]
 
         def in_conversion():

@@ -105,8 +105,8 @@ def use(stranger: Stranger, wheel: Path) -> None:
     run(python, "-m", "pip", "install", *constraints, f"{wheel}[all]")
     text = stranger.work / "text"
     text.mkdir()
-    for path in (ROOT / "training").glob("*.py"):
-        (text / path.name).write_bytes(path.read_bytes())
+    for path in (ROOT / "training").rglob("*.py"):
+        (text / f"{path.parent.name}-{path.name}").write_bytes(path.read_bytes())
     run(command, "--help", says="uptrain")
     run(command, "--version", says="0.")
     run(command, "pretrain", "--help", says="usage: modeling-gqa pretrain RECIPE")

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import yaml
-from modeling_gqa.training import command_line as installed
 from modeling_gqa.training.errors import RecipeError as InstalledError
+from modeling_gqa.training.recipe import command_line as installed
 from test_pretrain import assert_same_weights
 
-from training.catalogue import CONFIGURATION, preset_names, recipe_names
-from training.command_line import RecipeParser, load_recipe
 from training.errors import RecipeError
-from training.recipe import Recipe
+from training.recipe.catalogue import CONFIGURATION, preset_names, recipe_names
+from training.recipe.command_line import RecipeParser, load_recipe
+from training.recipe.pretraining import Recipe
+from training.recipe.uptraining import UptrainRecipe
 from training.results import FORMAT_VERSION, Results
-from training.uptrain_recipe import UptrainRecipe
 
 ON_CPU = ("--bf16=false", "--torch-compile=false")
 

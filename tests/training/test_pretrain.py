@@ -13,11 +13,12 @@ import yaml
 from safetensors.torch import load_file
 from training_texts import MODEL
 
-from training import data, publish
-from training.catalogue import load_config
 from training.errors import RecipeError
 from training.pretrain import pretrain
-from training.recipe import Recipe
+from training.publish import card, repository
+from training.recipe.model import load_config
+from training.recipe.pretraining import Recipe
+from training.text.source import open_source
 
 LAST = 24  # steps of the tiny recipe; it saves every 7
 
@@ -69,7 +70,7 @@ def test_final_folder_is_a_hub_repository(finished):
 def test_licence_of_the_default_text(tmp_path):
     recipe = Recipe(output_dir=str(tmp_path), preset="tiny-mixed")
     results = {"parameters": 1, "steps": 1, "tokens_per_step": 1, "validation_blocks": 1}
-    publish.write_card(tmp_path, recipe, load_config(recipe), data.open_source(recipe), results)
+    card.write_card(tmp_path, recipe, load_config(recipe), open_source(recipe), results)
     assert "Licence of the text: PSF-2.0" in (tmp_path / "README.md").read_text()
     assert "by layer, mha, gqa, mqa, mla" in (tmp_path / "README.md").read_text()
 
@@ -78,7 +79,7 @@ def test_broken_repository_is_noticed(finished, tmp_path):
     shutil.copytree(finished[0] / "final", tmp_path / "final")
     (tmp_path / "final" / "layers.py").unlink()
     with pytest.raises(RecipeError, match="does not load in a process without the package"):
-        publish.load_as_stranger(tmp_path / "final", "the ")
+        repository.load_as_stranger(tmp_path / "final", "the ")
 
 
 def test_sigterm_saves_and_resume_gives_the_same_bits(script, finished, tmp_path):
@@ -137,7 +138,7 @@ def test_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(script, tmp_pa
 @pytest.fixture
 def train(script, tmp_path, monkeypatch):
     """Runs the script here, for a few steps of a tiny model without dropout; returns its results and log."""
-    monkeypatch.setattr(publish, "load_as_stranger", lambda folder, prompt: "a sample")
+    monkeypatch.setattr(repository, "load_as_stranger", lambda folder, prompt: "a sample")
 
     def train(name: str, **values) -> tuple[dict, list[dict]]:
         recipe = yaml.safe_load(script.recipe.read_text())
@@ -198,7 +199,7 @@ def test_upload(train, tmp_path, monkeypatch):
             calls.extend([repo_id, sorted(path.suffix for path in Path(folder_path).iterdir())])
             return SimpleNamespace(commit_url="https://hub/commit")
 
-    monkeypatch.setattr(publish, "HfApi", Hub)
+    monkeypatch.setattr(repository, "HfApi", Hub)
     train("uploaded", push_to_hub=True, hub_token="secret")
     assert calls[:2] == ["uploaded", "me/uploaded"] and {".safetensors", ".md", ".py"} <= set(calls[2])
     assert "secret" not in (tmp_path / "uploaded" / "recipe.yaml").read_text()

@@ -23,13 +23,17 @@ from training_texts import MODEL, make_texts
 from transformers import EvalPrediction, PreTrainedTokenizerFast
 
 from modeling_gqa.conversion.text import formats, packing
-from training import data
-from training.baseline import bigram_loss
+from modeling_gqa.conversion.text.packing import pack
 from training.errors import RecipeError
 from training.pretrain import pretrain
-from training.recipe import Recipe
-from training.tokenizer import LONGEST_WORD, train_tokenizer
-from training.trainer import row_losses, sum_losses
+from training.recipe.pretraining import Recipe
+from training.text.bigram import bigram_loss
+from training.text.blocks import PackedBlocks, example, load_blocks, save_blocks, tokenize, write_blocks
+from training.text.source import Source, open_source
+from training.text.split import BOUNDARY, cut_text, load_split, split_source
+from training.text.stream import StreamedBlocks
+from training.text.tokenizer import LONGEST_WORD, train_tokenizer
+from training.trainer.pretraining import row_losses, sum_losses
 
 TEXTS = make_texts(40)
 
@@ -39,11 +43,11 @@ def tokenizer():
     return train_tokenizer(TEXTS, 300)
 
 
-def open_source(tmp_path, *files, **fields) -> data.Source:
-    return data.open_source(Recipe(output_dir=str(tmp_path), data_files=[str(file) for file in files], **fields))
+def source_of(tmp_path, *files, **fields) -> Source:
+    return open_source(Recipe(output_dir=str(tmp_path), data_files=[str(file) for file in files], **fields))
 
 
-def texts(source: data.Source) -> list[str]:
+def texts(source: Source) -> list[str]:
     return ["".join(document.pieces()) for document in source.documents()]
 
 
@@ -62,7 +66,7 @@ def write_rows(path: Path) -> Path:
 
 
 def test_standard_library_without_tests_and_packages(tmp_path):
-    source = data.open_source(Recipe(output_dir=str(tmp_path)))
+    source = open_source(Recipe(output_dir=str(tmp_path)))
     documents = {document.path: text for document, text in zip(source.documents(), texts(source), strict=True)}
     assert source.license == "PSF-2.0"
     assert {"argparse.py", "asyncio/tasks.py"} <= set(documents)
@@ -73,7 +77,7 @@ def test_standard_library_without_tests_and_packages(tmp_path):
 
 def test_formats_hold_the_same_text(tmp_path, corpus):
     jsonl, parquet = write_rows(tmp_path / "rows.jsonl"), write_rows(tmp_path / "rows.parquet")
-    sources = [open_source(tmp_path, *files) for files in ([corpus], [f"{corpus}/*.txt"], [jsonl], [parquet])]
+    sources = [source_of(tmp_path, *files) for files in ([corpus], [f"{corpus}/*.txt"], [jsonl], [parquet])]
     for source in sources:
         assert texts(source) == TEXTS
 
@@ -81,7 +85,7 @@ def test_formats_hold_the_same_text(tmp_path, corpus):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_split_is_disjoint_complete_and_repeatable(tmp_path, corpus, streaming):
     fields = {"validation_fraction": 0.2, "streaming": streaming, "max_steps": 1}
-    split = data.split_source(open_source(tmp_path, corpus), Recipe(output_dir=str(tmp_path), **fields))
+    split = split_source(source_of(tmp_path, corpus), Recipe(output_dir=str(tmp_path), **fields))
     train, validation = list(split.documents("train")), list(split.documents("validation"))
     assert sorted(train + validation) == sorted(TEXTS) and not set(train) & set(validation)
     assert streaming or len(validation) == 8
@@ -92,7 +96,7 @@ def test_split_is_disjoint_complete_and_repeatable(tmp_path, corpus, streaming):
 def test_repeated_rows_fall_in_one_part(tmp_path):
     path = tmp_path / "twice.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS * 2))
-    split = data.split_source(open_source(tmp_path, path), Recipe(output_dir=str(tmp_path), validation_fraction=0.3))
+    split = split_source(source_of(tmp_path, path), Recipe(output_dir=str(tmp_path), validation_fraction=0.3))
     assert not set(split.documents("train")) & set(split.documents("validation"))
 
 
@@ -108,7 +112,7 @@ def test_split_follows_the_content(tmp_path, corpus, streaming, monkeypatch):
     recipe = Recipe(output_dir=str(tmp_path), validation_fraction=0.3, streaming=streaming, max_steps=1)
     held_out = []
     for path in (corpus, relative, dotted, tmp_path / "link", tmp_path / "copy"):
-        split = data.split_source(open_source(tmp_path, path), recipe)
+        split = split_source(source_of(tmp_path, path), recipe)
         held_out.append(set(split.documents("validation")))
         assert not held_out[-1] & set(split.documents("train"))
     assert all(texts == held_out[0] for texts in held_out) and 0 < len(held_out[0]) < 40
@@ -116,12 +120,12 @@ def test_split_follows_the_content(tmp_path, corpus, streaming, monkeypatch):
 
 def test_split_is_recorded_and_old_runs_keep_theirs(tmp_path, corpus, tokenizer):
     recipe = Recipe(output_dir=str(tmp_path), validation_fraction=0.3, sequence_length=32, streaming=True, max_steps=1)
-    source = open_source(tmp_path, corpus)
-    split = data.split_source(source, recipe)
-    data.write_blocks(split, tokenizer, recipe, tmp_path / "data")
-    assert data.load_split(source, recipe, tmp_path / "data") == split
+    source = source_of(tmp_path, corpus)
+    split = split_source(source, recipe)
+    write_blocks(split, tokenizer, recipe, tmp_path / "data")
+    assert load_split(source, recipe, tmp_path / "data") == split
     (tmp_path / "data" / "split.json").unlink()
-    old = data.load_split(source, recipe, tmp_path / "data")
+    old = load_split(source, recipe, tmp_path / "data")
     hashes = {
         text: hashlib.blake2b(f"{corpus}/{n:02}.txt".encode(), digest_size=8).hexdigest()
         for n, text in enumerate(TEXTS)
@@ -131,7 +135,7 @@ def test_split_is_recorded_and_old_runs_keep_theirs(tmp_path, corpus, tokenizer)
     for damage in (b"", b"{}", b"[]", b'{"rule": "moon", "threshold": 1, "cut": null}', b"\xff"):
         (tmp_path / "data" / "split.json").write_bytes(damage)
         with pytest.raises(RecipeError, match=r"split.json does not say which documents are held out"):
-            data.load_split(source, recipe, tmp_path / "data")
+            load_split(source, recipe, tmp_path / "data")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -140,7 +144,7 @@ def test_single_document_gives_its_end(tmp_path, streaming, monkeypatch):
     for name in ("one.txt", "two.txt"):  # equal, so one document
         (tmp_path / name).write_text("".join(TEXTS))
     recipe = Recipe(output_dir=str(tmp_path), streaming=streaming, max_steps=1)
-    split = data.split_source(open_source(tmp_path, tmp_path), recipe)
+    split = split_source(source_of(tmp_path, tmp_path), recipe)
     train, validation = ("".join(split.documents(part)) for part in ("train", "validation"))
     text = "".join(TEXTS)
     assert train == text[: len(train) // 2] * 2 and validation == text[-(len(validation) // 2) :] * 2
@@ -181,21 +185,21 @@ def test_tokens_of_pieces_are_those_of_the_whole(tokenizers, text, length, sizes
         read += size
         if read >= len(text):
             break
-    cut = list(data.cut_text(pieces, length))
-    assert "".join(piece for piece, _ in cut) == text and cut == list(data.cut_text([text], length))
+    cut = list(cut_text(pieces, length))
+    assert "".join(piece for piece, _ in cut) == text and cut == list(cut_text([text], length))
     assert [ends for _, ends in cut] == [False] * (len(cut) - 1) + [True]
     at = 0
     for piece, _ in cut[:-1]:
         assert length <= len(piece) <= 2 * length
         at += len(piece)
-        if len(piece) == length and not data.BOUNDARY.match(text, at):
+        if len(piece) == length and not BOUNDARY.match(text, at):
             assume(False)  # no boundary within reach: a word is cut
     for tokenizer in tokenizers:
         # Tokens do not reach beyond a word, so equal words would do; but these are only the words that we know of.
         words = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
         found = [word for piece, _ in cut for word, _ in words(piece)]
         assert found == [word for word, _ in words(text)]
-        tokens = [ids for ids, _ in data.tokenize(cut, tokenizer)]
+        tokens = [ids for ids, _ in tokenize(cut, tokenizer)]
         assert list(chain.from_iterable(tokens)) == [
             *tokenizer(text, split_special_tokens=True)["input_ids"],
             tokenizer.eos_token_id,
@@ -231,7 +235,7 @@ def test_packing_documents_in_any_pieces(documents, length, chunk):
     flat = [(token, n) for document in documents for n, token in enumerate(chain.from_iterable(document))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "PACKED_AT_ONCE", chunk)
-        blocks = list(data.pack(pieces, length))
+        blocks = list(pack(pieces, length))
     assert len(blocks) == len(flat) // length
     for number, (ids, positions) in enumerate(blocks):
         mine = flat[number * length : (number + 1) * length]
@@ -241,12 +245,12 @@ def test_packing_documents_in_any_pieces(documents, length, chunk):
 
 def test_special_tokens_written_in_a_text_are_text(tokenizer):
     text = "a<|endoftext|>b <|pad|>"
-    ((ids, _),) = data.tokenize([(text, True)], tokenizer)
+    ((ids, _),) = tokenize([(text, True)], tokenizer)
     assert ids[-1] == tokenizer.eos_token_id and not {tokenizer.eos_token_id, tokenizer.pad_token_id} & set(ids[:-1])
     assert tokenizer.decode(ids[:-1]) == text
     # Nor are they more than text to what the tokenizer is trained on.
     learned = train_tokenizer(["<|endoftext|>\n" * 500], 300)
-    ((ids, _),) = data.tokenize([("endoftext", True)], learned)
+    ((ids, _),) = tokenize([("endoftext", True)], learned)
     assert len(ids) == 2 and learned.convert_ids_to_tokens(ids)[0] == "endoftext"
 
 
@@ -260,7 +264,7 @@ def test_a_word_without_end_is_cut_for_the_training_of_the_tokenizer():
 def test_blocks_written_as_they_come_are_what_numpy_saves(tmp_path):
     blocks = np.random.default_rng(0).integers(0, 99, (1234, 2, 7), dtype=np.int32)
     for count in (1, 1234):
-        assert data.save_blocks(tmp_path / "ours.npy", iter(blocks[:count]), 7) == count
+        assert save_blocks(tmp_path / "ours.npy", iter(blocks[:count]), 7) == count
         np.save(tmp_path / "numpy.npy", blocks[:count])
         assert (tmp_path / "ours.npy").read_bytes() == (tmp_path / "numpy.npy").read_bytes()
 
@@ -269,34 +273,34 @@ def test_one_empty_file_of_a_folder_is_named_and_skipped(tmp_path, corpus):
     shutil.copytree(corpus, tmp_path / "text")
     (tmp_path / "text" / "empty.txt").write_text("")
     for path in (tmp_path / "text", f"{tmp_path}/text/*.txt"):
-        source = open_source(tmp_path, path)
+        source = source_of(tmp_path, path)
         assert texts(source) == TEXTS and source.notes() == [f"not read (empty), 1: {tmp_path}/text/empty.txt"]
-    source = open_source(tmp_path, tmp_path / "text" / "empty.txt")
+    source = source_of(tmp_path, tmp_path / "text" / "empty.txt")
     with pytest.raises(RecipeError, match=r"empty.txt is empty$"):
         source.notes()
-    source = open_source(tmp_path, f"{tmp_path}/text/e*.txt")
+    source = source_of(tmp_path, f"{tmp_path}/text/e*.txt")
     with pytest.raises(RecipeError, match=r"nothing to read at .*e\*.txt \(not read \(empty\), 1: "):
         texts(source)
 
 
 def test_packing_keeps_documents_apart():
     documents = [[10, 11, 0], [20, 0], [*range(30, 40), 0], [50, 51, 52, 53, 0]]
-    blocks = list(data.pack(whole(documents), 7))
+    blocks = list(pack(whole(documents), 7))
     assert len(blocks) == 3
     flat = [token for document in documents for token in document]
     assert np.concatenate([ids for ids, _ in blocks]).tolist() == flat[:21]
     assert blocks[0][1].tolist() == [0, 1, 2, 0, 1, 0, 1]
     assert blocks[1][1].tolist() == [0, 1, 2, 3, 4, 5, 6]  # a document goes on in a new block
     assert blocks[2][1].tolist() == [0, 1, 0, 1, 2, 3, 4]
-    example = data.example(blocks[0])
-    assert example["labels"].tolist() == [-100, 11, 0, -100, 0, -100, 31]
-    assert example["input_ids"].tolist() == [10, 11, 0, 20, 0, 30, 31]
+    first = example(blocks[0])
+    assert first["labels"].tolist() == [-100, 11, 0, -100, 0, -100, 31]
+    assert first["input_ids"].tolist() == [10, 11, 0, 20, 0, 30, 31]
 
 
 def test_packing_any_lengths():
     draw = np.random.default_rng(0)
     documents = [[n + 1] * int(size) for n, size in enumerate(draw.integers(1, 30, 50))]
-    blocks = np.stack(list(data.pack(whole(documents), 16)))
+    blocks = np.stack(list(pack(whole(documents), 16)))
     flat = np.concatenate(documents)
     assert blocks[:, 0].ravel().tolist() == flat[: blocks[:, 0].size].tolist()
     for ids, positions in blocks:
@@ -315,21 +319,21 @@ def test_streamed_blocks_equal_stored_ones(tmp_path, corpus, tokenizer):
         max_eval_blocks=3,
         validation_fraction=0.3,
     )
-    split = data.split_source(open_source(tmp_path, corpus), recipe)
-    streamed = list(data.StreamedBlocks(split, tokenizer, 32))
-    stored = list(data.pack(data.tokenize(split.pieces("train"), tokenizer), 32))
+    split = split_source(source_of(tmp_path, corpus), recipe)
+    streamed = list(StreamedBlocks(split, tokenizer, 32))
+    stored = list(pack(tokenize(split.pieces("train"), tokenizer), 32))
     assert len(streamed) == len(stored) > 10
-    assert torch.equal(streamed[7]["input_ids"], data.example(stored[7])["input_ids"])
-    data.write_blocks(split, tokenizer, recipe, tmp_path / "data")
+    assert torch.equal(streamed[7]["input_ids"], example(stored[7])["input_ids"])
+    write_blocks(split, tokenizer, recipe, tmp_path / "data")
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["split.json", "validation.npy"]
 
 
 def test_validation_is_spread_over_all_documents(tmp_path, corpus, tokenizer):
     recipe = Recipe(output_dir=str(tmp_path), sequence_length=32, max_eval_blocks=6, validation_fraction=0.3)
-    split = data.split_source(open_source(tmp_path, corpus), recipe)
-    data.write_blocks(split, tokenizer, recipe, tmp_path / "data")
-    blocks = data.load_blocks(tmp_path / "data", "validation")
-    every = list(data.pack(data.tokenize(split.pieces("validation"), tokenizer), 32))
+    split = split_source(source_of(tmp_path, corpus), recipe)
+    write_blocks(split, tokenizer, recipe, tmp_path / "data")
+    blocks = load_blocks(tmp_path / "data", "validation")
+    every = list(pack(tokenize(split.pieces("validation"), tokenizer), 32))
     assert len(blocks) == 6 < len(every)
     assert np.array_equal(blocks.blocks[-1], every[5 * len(every) // 6])
 
@@ -339,14 +343,14 @@ def test_tokenizer_is_lossless_and_repeatable(tokenizer):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(tokenizer) <= 300 and tokenizer.eos_token_id != tokenizer.pad_token_id
     assert train_tokenizer(TEXTS, 300).get_vocab() == tokenizer.get_vocab()
-    documents = list(data.tokenize(whole(TEXTS), tokenizer))
+    documents = list(tokenize(whole(TEXTS), tokenizer))
     assert len(documents) == 40 and all(ids[-1] == tokenizer.eos_token_id and ends for ids, ends in documents)
 
 
 def test_bigram_loss_by_counting():
     draw = np.random.default_rng(0)
     blocks = [np.stack([draw.integers(0, 5, (n, 8)), np.tile([0, 1, 2, 0, 1, 2, 3, 4], (n, 1))], 1) for n in (30, 9)]
-    train, validation = (data.PackedBlocks(part) for part in blocks)
+    train, validation = (PackedBlocks(part) for part in blocks)
 
     def pairs(part):
         rows = (
@@ -428,7 +432,7 @@ def test_hub_data_set_out_of_reach(tmp_path):
 
 
 def test_upload_needs_a_token(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr("training.checks.get_token", lambda: None)
+    monkeypatch.setattr("training.beginning.get_token", lambda: None)
     with pytest.raises(RecipeError, match="hf auth login"):
         pretrain(arguments(tmp_path, data_files=[str(corpus)], push_to_hub=True))
 

@@ -5,10 +5,11 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from training.catalogue import CONFIGURATION, load_config, preset_names, recipe_names
-from training.command_line import load_recipe
 from training.errors import RecipeError
-from training.saved_recipe import compare_recipes, save_recipe
+from training.recipe.catalogue import CONFIGURATION, preset_names, recipe_names
+from training.recipe.command_line import load_recipe
+from training.recipe.model import load_config
+from training.recipe.saved import compare_recipes, save_recipe
 
 
 @pytest.fixture

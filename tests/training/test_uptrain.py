@@ -17,15 +17,17 @@ from training_texts import MODEL, make_texts
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig
-from training import distillation, publish
-from training.catalogue import CONFIGURATION, recipe_names
-from training.command_line import load_recipe
-from training.data import load_blocks
-from training.distillation import UptrainTrainer, choose_parameters, layerwise_loss, prediction_losses, run_teacher
 from training.errors import RecipeError
-from training.tokenizer import train_tokenizer
+from training.publish import repository
+from training.recipe.catalogue import CONFIGURATION, recipe_names
+from training.recipe.command_line import load_recipe
+from training.recipe.uptraining import UptrainRecipe
+from training.text.blocks import load_blocks
+from training.text.tokenizer import train_tokenizer
+from training.trainer import distillation
+from training.trainer.distillation import choose_parameters, layerwise_loss, prediction_losses, run_teacher
+from training.trainer.uptraining import UptrainTrainer
 from training.uptrain import uptrain
-from training.uptrain_recipe import UptrainRecipe
 
 ROOT = CONFIGURATION.parent
 LAYERS = {
@@ -93,7 +95,7 @@ def write(pair, corpus, tmp_path):
 @pytest.fixture
 def here(write, monkeypatch):
     """Runs the script in this process; what a stranger would load is tested once."""
-    monkeypatch.setattr(publish, "load_as_stranger", lambda folder, prompt: "a sample")
+    monkeypatch.setattr(repository, "load_as_stranger", lambda folder, prompt: "a sample")
 
     def here(output: Path, *options: str, **values) -> dict:
         uptrain([write(**values), "--output_dir", str(output), *options])

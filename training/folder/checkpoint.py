@@ -7,7 +7,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from .errors import RecipeError
+from ..errors import RecipeError
 from .listing import first_difference, is_listing, read_object
 from .manifest import checkpoints
 from .run_folder import COMPLETE

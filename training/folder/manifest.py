@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..errors import RecipeError
+from ..results import RESULTS
 from .earlier import is_earlier, is_recipe
-from .errors import RecipeError
 from .listing import Entry, file_names, is_listing, read_object, write_text
-from .results import RESULTS
-from .saved_recipe import SAVED_MODEL, SAVED_RECIPE
 
 MANIFEST, STAGING = "manifest.json", ".new"
+SAVED_RECIPE, SAVED_MODEL = "recipe.yaml", "model.json"
 FOLDERS, FILES = ("data", "tokenizer", "final"), (SAVED_RECIPE, SAVED_MODEL, RESULTS)
 
 

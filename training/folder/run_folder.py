@@ -16,10 +16,9 @@ from filelock import FileLock, Timeout
 
 from modeling_gqa.common.files import sync, sync_path
 
-from .errors import RecipeError
+from ..errors import RecipeError
 from .listing import describe, file_names, first_difference, list_folder, write_text
-from .manifest import MANIFEST, STAGING, Manifest, checkpoints, run_files
-from .saved_recipe import SAVED_RECIPE
+from .manifest import MANIFEST, SAVED_RECIPE, STAGING, Manifest, checkpoints, run_files
 
 LOCK, COMPLETE = ".run.lock", "complete.json"
 
@@ -35,7 +34,7 @@ class RunFolder:
         ```python
         import tempfile
 
-        from modeling_gqa.training.run_folder import RunFolder
+        from modeling_gqa.training.folder.run_folder import RunFolder
 
         with tempfile.TemporaryDirectory() as path:
             folder = RunFolder(path)

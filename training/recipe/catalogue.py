@@ -1,24 +1,14 @@
 """The recipes and model presets that come with this package, found by their names or by a path."""
 
-import json
 import os
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from transformers import AutoConfig, PreTrainedConfig
-
-import modeling_gqa  # noqa: F401  (registers model_type "gqa")
 from modeling_gqa.common.errors import did_you_mean
 
-from .checks import check_length
-from .errors import RecipeError
-
-if TYPE_CHECKING:
-    from .recipe import Recipe
+from ..errors import RecipeError
 
 # Beside `training/` in a checkout, and beside `modeling_gqa/training/` where the package is installed.
-CONFIGURATION = Path(__file__).resolve().parents[1] / "configuration"
+CONFIGURATION = Path(__file__).resolve().parents[2] / "configuration"
 
 
 def recipe_names(script: str = "pretrain") -> list[str]:
@@ -26,7 +16,7 @@ def recipe_names(script: str = "pretrain") -> list[str]:
 
     Example:
         ```python
-        from modeling_gqa.training.catalogue import recipe_names
+        from modeling_gqa.training.recipe.catalogue import recipe_names
 
         assert recipe_names("pretrain") == ["base-124m", "quickstart", "tiny"]
         ```
@@ -75,36 +65,6 @@ def preset_folder(preset: str) -> Path:
     """Return the folder of a preset: a packaged one for its name, any other for its path."""
     folder = CONFIGURATION / "models" / preset
     return folder if preset and folder.is_dir() else Path(preset)
-
-
-def load_config(recipe: "Recipe") -> PreTrainedConfig:
-    """Build the model's configuration from the recipe's preset and overrides.
-
-    Raises:
-        RecipeError: no such preset, an unknown field in the overrides, a value that the model refuses, or blocks that
-            are longer than the model's positions.
-    """
-    path = preset_folder(recipe.preset) / "config.json"
-    if not recipe.preset or not path.is_file():
-        names = preset_names()
-        hint = did_you_mean(recipe.preset, names) or f"; there are {', '.join(names)}"
-        raise RecipeError(f"no model preset named {recipe.preset!r}{hint}")
-    values = json.loads(path.read_text(encoding="utf-8"))
-    overrides = recipe.model_overrides or {}
-    if not isinstance(overrides, dict):
-        raise RecipeError(f"model_overrides must be a JSON object, not {overrides!r}")
-    config_class = type(AutoConfig.for_model(values["model_type"]))
-    known = {item.name for item in fields(config_class)}
-    for key in overrides:
-        if key not in known | {"per_layer_config"}:
-            raise RecipeError(f"model_overrides: unknown field {key}{did_you_mean(key, known)}")
-    try:
-        # Not from_pretrained, which would write this machine's path into the run and refuse to resume it elsewhere.
-        config = config_class.from_dict(values, **overrides)
-    except Exception as error:  # strict configurations wrap what was wrong in classes of their own
-        raise RecipeError(f"model preset {recipe.preset}: {error.__cause__ or error}") from error
-    check_length(recipe, config)
-    return config
 
 
 def public_name(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from argparse import SUPPRESS, Action
 from collections.abc import Container
 from dataclasses import fields
@@ -13,10 +14,10 @@ from transformers import HfArgumentParser
 
 from modeling_gqa.common.errors import did_you_mean
 
+from ..errors import RecipeError
 from .catalogue import find_recipe, public_name, recipe_names
-from .errors import RecipeError
-from .recipe import Recipe
-from .recipe_fields import WHAT_A_RUN_WRITES
+from .fields import WHAT_A_RUN_WRITES
+from .pretraining import Recipe
 
 
 class RecipeParser(HfArgumentParser):
@@ -37,6 +38,8 @@ class RecipeParser(HfArgumentParser):
             action.option_strings = [name for name in action.option_strings if "_" not in name]
             if action.dest in recipe_class.unused:
                 action.help = SUPPRESS
+        self.recipe_class = recipe_class
+        self.defaults = vars(self.parse_known_args([])[0])  # the values of an empty command line
         names = ", ".join(recipe_names(recipe_class.script))
         self.add_argument("recipe", nargs="?", metavar="RECIPE", help=f"one of {names}, or the path of a YAML file")
 
@@ -63,39 +66,45 @@ def load_recipe(
 
     Example:
         ```python
-        from modeling_gqa.training.command_line import load_recipe
+        from modeling_gqa.training.recipe.command_line import load_recipe
 
         recipe, values = load_recipe(["tiny", "--preset", "tiny-mla", "--max-steps", "100"])
         assert recipe.max_steps == values["max_steps"] == 100 and recipe.output_dir == "runs/tiny-mla"
         ```
     """
-    prog = prog or f"python -m {__package__}.{recipe_class.script}"
-    parser = RecipeParser(recipe_class, prog)
+    parser = RecipeParser(recipe_class, prog or f"python -m {__package__.rpartition('.')[0]}.{recipe_class.script}")
     argv = [as_declared(argument, parser.options) for argument in argv]
-    defaults = vars(parser.parse_known_args([])[0])
+    values = read_values(argv, parser)
+    try:
+        for name, reason in recipe_class.unused.items():
+            if values.get(name) != parser.defaults.get(name):
+                raise ValueError(f"{name} has no effect here: {reason}")
+        return recipe_class(**values), values
+    except Exception as error:  # TrainingArguments reads files, asks packages and devices: each has its own classes
+        message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise RecipeError(name_options(message, argv)) from error
+
+
+def read_values(argv: list[str], parser: RecipeParser) -> dict[str, Any]:
+    """Return the value of every field, by a recipe's YAML file and the options in `argv`; raises `RecipeError`."""
+    script, known = parser.recipe_class.script, recipe_names(parser.recipe_class.script)
     name = parser.parse_known_args(argv)[0].recipe
     if name is None:
-        raise RecipeError(f"no recipe given: {prog} NAME, where NAME is {', '.join(recipe_names(recipe_class.script))}")
-    path = find_recipe(name, recipe_class.script, prog)
+        raise RecipeError(f"no recipe given: {parser.prog} NAME, where NAME is {', '.join(known)}")
+    path = find_recipe(name, script, parser.prog)
     # The recipe's values go in front of the command line's, so that types are checked alike and the latter win.
-    namespace, unknown = parser.parse_known_args([*yaml_arguments(path, parser, recipe_class), *argv])
+    namespace, unknown = parser.parse_known_args([*yaml_arguments(path, parser), *argv])
     if unknown:
         option = unknown[0].partition("=")[0]
         shown = [name for name in parser.options if "_" not in name]
         raise RecipeError(f"unknown option {option}{did_you_mean(option.replace('_', '-'), shown)}")
     values = {name: getattr(value, "value", value) for name, value in vars(namespace).items() if name != "recipe"}
-    for name, reason in recipe_class.unused.items():
-        if values.get(name) != defaults.get(name):
-            raise RecipeError(f"{name} has no effect here: {reason}")
     output = values["output_dir"] or str(Path("runs") / path.stem)
     values["output_dir"] = os.path.expanduser(output.replace("{preset}", public_name(values["preset"])))
-    try:
-        return recipe_class(**values), values
-    except Exception as error:  # TrainingArguments reads files, asks packages and devices: each has its own classes
-        raise RecipeError(error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}") from error
+    return values
 
 
-def yaml_arguments(path: Path, parser: RecipeParser, recipe_class: type[Recipe]) -> list[str]:
+def yaml_arguments(path: Path, parser: RecipeParser) -> list[str]:
     """Turn a YAML recipe into arguments for `parser`; what arguments cannot say becomes a default of the parser.
 
     Raises:
@@ -107,8 +116,8 @@ def yaml_arguments(path: Path, parser: RecipeParser, recipe_class: type[Recipe])
         raise RecipeError(f"{path} is not YAML: {error}") from error
     if not isinstance(recipe, dict):
         raise RecipeError(f"{path} must hold `field: value` lines")
-    known = {item.name for item in fields(recipe_class) if item.init}
-    hints = get_type_hints(recipe_class)
+    known = {item.name for item in fields(parser.recipe_class) if item.init}
+    hints = get_type_hints(parser.recipe_class)
     arguments = []
     for key, value in recipe.items():
         key = checkpointing_name(str(key).replace("-", "_"), known)
@@ -140,3 +149,13 @@ def as_declared(argument: str, options: Container[str]) -> str:
     name, equals, value = argument.partition("=")
     declared = checkpointing_name("--" + name[2:].replace("-", "_"), options)
     return f"{declared}{equals}{value}" if name.startswith("--") and declared in options else argument
+
+
+def name_options(message: str, argv: list[str]) -> str:
+    """Return a message in which the fields that `argv` sets are named as options: `--max-steps`, not `max_steps`."""
+    given = {argument.partition("=")[0] for argument in argv}
+    return re.sub(
+        r"(?<![\w-])[a-z0-9]+(_[a-z0-9]+)+\b",
+        lambda found: option.replace("_", "-") if (option := f"--{found[0]}") in given else found[0],
+        message,
+    )

@@ -1,24 +1,51 @@
-"""What is refused before a run reads its text or writes a file."""
+"""The model that a recipe names: its configuration, and whether it can be trained as the recipe says."""
 
-import glob
-import os
-from pathlib import Path
-from typing import TYPE_CHECKING
+import json
+from dataclasses import fields
 
 import torch
-from huggingface_hub import get_token
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Trainer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Trainer
 from transformers.optimization import get_scheduler
 
-from modeling_gqa.common.files import is_in
+import modeling_gqa  # noqa: F401  (registers model_type "gqa")
+from modeling_gqa.common.errors import did_you_mean
 
-from .errors import RecipeError
+from ..errors import RecipeError
+from .catalogue import preset_folder, preset_names
+from .pretraining import Recipe
 
-if TYPE_CHECKING:
-    from .recipe import Recipe
+
+def load_config(recipe: Recipe) -> PreTrainedConfig:
+    """Build the model's configuration from the recipe's preset and overrides.
+
+    Raises:
+        RecipeError: no such preset, an unknown field in the overrides, a value that the model refuses, or blocks that
+            are longer than the model's positions.
+    """
+    path = preset_folder(recipe.preset) / "config.json"
+    if not recipe.preset or not path.is_file():
+        names = preset_names()
+        hint = did_you_mean(recipe.preset, names) or f"; there are {', '.join(names)}"
+        raise RecipeError(f"no model preset named {recipe.preset!r}{hint}")
+    values = json.loads(path.read_text(encoding="utf-8"))
+    overrides = recipe.model_overrides or {}
+    if not isinstance(overrides, dict):
+        raise RecipeError(f"model_overrides must be a JSON object, not {overrides!r}")
+    config_class = type(AutoConfig.for_model(values["model_type"]))
+    known = {item.name for item in fields(config_class)}
+    for key in overrides:
+        if key not in known | {"per_layer_config"}:
+            raise RecipeError(f"model_overrides: unknown field {key}{did_you_mean(key, known)}")
+    try:
+        # Not from_pretrained, which would write this machine's path into the run and refuse to resume it elsewhere.
+        config = config_class.from_dict(values, **overrides)
+    except Exception as error:  # strict configurations wrap what was wrong in classes of their own
+        raise RecipeError(f"model preset {recipe.preset}: {error.__cause__ or error}") from error
+    check_length(recipe, config)
+    return config
 
 
-def check_length(recipe: "Recipe", config: PreTrainedConfig) -> None:
+def check_length(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Raise `RecipeError` where a block has more tokens than the model has positions."""
     if recipe.sequence_length > config.max_position_embeddings:
         raise RecipeError(
@@ -27,7 +54,7 @@ def check_length(recipe: "Recipe", config: PreTrainedConfig) -> None:
         )
 
 
-def check_training(recipe: "Recipe", config: PreTrainedConfig) -> None:
+def check_training(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Raise `RecipeError` where the model, the optimizer or the learning rate's schedule cannot be made."""
     kwargs = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
     steps = max(recipe.max_steps, 1)
@@ -45,27 +72,3 @@ def check_training(recipe: "Recipe", config: PreTrainedConfig) -> None:
         )
     except Exception as error:  # each optimizer, schedule and attention implementation has its own classes
         raise RecipeError(f"this model cannot be trained as the recipe says: {error.__cause__ or error}") from error
-
-
-def check_upload(recipe: "Recipe") -> None:
-    """Raise `RecipeError` where the recipe uploads the result and there is no Hub token."""
-    if recipe.push_to_hub and not (recipe.hub_token or get_token()):
-        raise RecipeError("push_to_hub needs a Hub token: run `hf auth login` first, or set HF_TOKEN")
-
-
-def check_overlap(recipe: "Recipe") -> None:
-    """Raise `RecipeError` where output_dir lies in a folder that the run reads, or that folder in output_dir."""
-    output = Path(recipe.output_dir).resolve()
-    for what, name in recipe.inputs():
-        path = Path(name).expanduser()
-        # A Hub name is no path here; of a pattern, the folder that it searches or the files that it matches are meant.
-        matched = [] if os.path.exists(path) else glob.glob(str(path), recursive=True)
-        paths = [Path(found) for found in matched if os.path.isfile(found)] if matched else [path]
-        if "**" in path.parts:
-            paths.append(Path(*path.parts[: path.parts.index("**")]))
-        for path in (path.resolve() for path in paths):
-            if is_in(output, path) or is_in(path, output):
-                raise RecipeError(
-                    f"output_dir {recipe.output_dir} overlaps the {what} {name}: neither may lie in the other; choose "
-                    "another output_dir"
-                )

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.utils import is_liger_kernel_available
 
+from ..results import Results
 from .catalogue import preset_folder
-from .recipe_fields import NUMBERS, UNUSED
-from .results import Results
+from .fields import NUMBERS, UNUSED
 
 
 @dataclass

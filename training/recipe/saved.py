@@ -7,10 +7,9 @@ from typing import Any
 import yaml
 from transformers import PreTrainedConfig
 
-from .errors import RecipeError
-from .recipe_fields import FREE_ON_RESUME
-
-SAVED_RECIPE, SAVED_MODEL = "recipe.yaml", "model.json"
+from ..errors import RecipeError
+from ..folder.manifest import SAVED_MODEL, SAVED_RECIPE
+from .fields import FREE_ON_RESUME
 
 
 def save_recipe(folder: Path, values: dict[str, Any], config: PreTrainedConfig) -> None:

@@ -12,11 +12,11 @@ from modeling_gqa.conversion.checkpoints.checkpoint import open_checkpoint
 from modeling_gqa.conversion.checkpoints.files import LICENCES, copy_files, local_folder
 from modeling_gqa.conversion.command.report import REPORT_NAME
 
+from ..folder.listing import read_object
+from ..results import RESULTS, Results
 from .catalogue import public_name
-from .listing import read_object
-from .recipe import Recipe
-from .recipe_fields import UNUSED
-from .results import RESULTS, Results
+from .fields import UNUSED
+from .pretraining import Recipe
 
 # Chosen with configuration/recipes/uptrain-tiny.yaml.
 LAYERWISE_FRACTION, KL_WEIGHT = 0.5, 0.9

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .data import PackedBlocks
+from .blocks import PackedBlocks
 
 
 def pairs(data: PackedBlocks) -> tuple[np.ndarray, np.ndarray]:
@@ -28,8 +28,8 @@ def bigram_loss(train: PackedBlocks, validation: PackedBlocks, vocab_size: int) 
         ```python
         import numpy as np
 
-        from modeling_gqa.training.baseline import bigram_loss
-        from modeling_gqa.training.packing import PackedBlocks
+        from modeling_gqa.training.text.bigram import bigram_loss
+        from modeling_gqa.training.text.blocks import PackedBlocks
 
         ids, positions = np.tile([0, 1], (4, 4)), np.tile(np.arange(8), (4, 1))  # (blocks, L)
         blocks = PackedBlocks(np.stack([ids, positions], axis=1))

@@ -1,11 +1,12 @@
-"""Texts to tokens, and tokens to packed blocks.
+"""Texts to tokens, and tokens to packed blocks in files.
 
-Documents are ended with the end-of-text token and laid end to end in blocks of L tokens. Position ids restart at every
-document, which is what keeps packed documents from attending to each other.
+Every document ends with the end-of-text token. Documents are laid end to end and cut into blocks of L tokens. Position
+ids restart at every document; by them the attention keeps packed documents apart.
 """
 
+import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -13,22 +14,15 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from modeling_gqa.common.errors import ConversionError
-from modeling_gqa.conversion.text.packing import TextEncoder
+from modeling_gqa.conversion.text.packing import TextEncoder, pack
 
-from .errors import RecipeError
+from ..errors import RecipeError
+from ..recipe.pretraining import Recipe
+from .source import recipe_errors
+from .split import SPLIT_RECORD, Split
 
 BATCH = 2**20  # characters tokenized at a time
 BATCH_PIECES = 1000
-
-
-@contextmanager
-def recipe_errors() -> Iterator[None]:
-    try:
-        yield
-    except ConversionError as error:
-        # The option's name in a recipe.
-        raise RecipeError(str(error).replace("--text-column", "text_column")) from error
 
 
 def tokenize(
@@ -102,3 +96,37 @@ def save_blocks(path: Path, blocks: Iterable[np.ndarray], length: int) -> int:
         # NumPy leaves room for the first axis to grow.
         assert write_header(count) == begin
     return count
+
+
+def write_blocks(split: Split, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, folder: Path) -> None:
+    """Tokenize the text and write `train.npy`, `validation.npy` and the split's record to `folder`.
+
+    Every process maps these files into memory. Raises `RecipeError` where the text is too short.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SPLIT_RECORD).write_text(json.dumps(split.record) + "\n", encoding="utf-8")
+    wanted = {"train": recipe.train_batch_size * recipe.world_size, "validation": 1}
+    length, most = recipe.sequence_length, recipe.max_eval_blocks
+    for part in ("validation",) if recipe.streaming else ("train", "validation"):
+        path, every = folder / f"{part}.tmp.npy", folder / f"{part}.every.npy"
+        try:
+            packed = pack(tokenize(split.pieces(part), tokenizer), length)
+            count = save_blocks(path, islice(packed, most if recipe.streaming else None), length)
+            if count < wanted[part]:
+                raise RecipeError(
+                    f"{split.source.name} is too short: {count} blocks of {length} tokens for {part}, and at least"
+                    f" {wanted[part]} are needed; give more text, or a smaller sequence_length or batch"
+                )
+            if part == "validation" and count > most:
+                # From all documents: the first blocks would come from few documents, which are alike.
+                path.replace(every)
+                blocks = np.load(every, mmap_mode="r")
+                save_blocks(path, (blocks[i * count // most] for i in range(most)), length)
+            path.replace(folder / f"{part}.npy")
+        finally:
+            path.unlink(missing_ok=True)
+            every.unlink(missing_ok=True)
+
+
+def load_blocks(folder: Path, part: str) -> PackedBlocks:
+    return PackedBlocks(np.load(folder / f"{part}.npy", mmap_mode="r"))

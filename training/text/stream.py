@@ -1,13 +1,30 @@
-"""A stream of blocks that a resumed run can prove to be the one that the run was trained on."""
+"""Blocks that are tokenized while training, and a proof that a resumed run reads the same ones again."""
 
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
+from transformers import PreTrainedTokenizerBase
 
-from .errors import RecipeError
+from modeling_gqa.conversion.text.packing import pack
+
+from ..errors import RecipeError
+from .blocks import example, tokenize
+from .split import Split
+
+
+class StreamedBlocks(IterableDataset):
+    """Packed blocks of the training documents, read again from the start in every epoch."""
+
+    def __init__(self, split: Split, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
+        self.split, self.tokenizer, self.length = split, tokenizer, length
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for block in pack(tokenize(self.split.pieces("train"), self.tokenizer), self.length):
+            yield example(block)
 
 
 class CheckedStream(IterableDataset):
@@ -30,13 +47,13 @@ class CheckedStream(IterableDataset):
         self.expected: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for example in self.endless():
-            self.digest.update(example["input_ids"].numpy().tobytes())
+        for block in self.endless():
+            self.digest.update(block["input_ids"].numpy().tobytes())
             self.count += 1
             self.recent.append((self.count, self.digest.hexdigest()))
             if self.expected and self.count == self.expected["blocks"]:
                 self.compare(self.expected["sha256"])
-            yield example
+            yield block
 
     def endless(self) -> Iterator[dict[str, Any]]:
         while True:

@@ -5,7 +5,9 @@ from collections.abc import Iterable, Iterator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from .errors import RecipeError
+from modeling_gqa.common.errors import one_line
+
+from ..errors import RecipeError
 
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 # More text than this hardly changes the merges; the rest of a bigger corpus is not read.
@@ -26,7 +28,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
     Example:
         ```python
-        from modeling_gqa.training.tokenizer import train_tokenizer
+        from modeling_gqa.training.text.tokenizer import train_tokenizer
 
         tokenizer = train_tokenizer(["to be or not to be"] * 9, vocab_size=300)
         assert tokenizer.decode(tokenizer("not to be")["input_ids"]) == "not to be"
@@ -65,7 +67,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # a wrong name, no network and a broken file each have their own class
-        raise RecipeError(f"cannot load the tokenizer {name}: {' '.join(str(error).split())}") from error
+        raise RecipeError(f"cannot load the tokenizer {name}: {one_line(error)}") from error
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:

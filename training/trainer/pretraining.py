@@ -11,13 +11,13 @@ from torch.nn.functional import cross_entropy
 from transformers import EvalPrediction, PrinterCallback, ProgressCallback, Trainer, TrainerState, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..errors import RecipeError
+from ..folder.checkpoint import what_is_kept
+from ..folder.run_folder import RunFolder
+from ..recipe.pretraining import Recipe
+from ..results import Results
+from ..text.stream import CheckedStream
 from .callbacks import Bar, Lines, SaveOnSigterm, Throughput, any_process
-from .checkpoint import what_is_kept
-from .errors import RecipeError
-from .recipe import Recipe
-from .results import Results
-from .run_folder import RunFolder
-from .stream import CheckedStream
 
 
 class NonFiniteLoss(RecipeError):

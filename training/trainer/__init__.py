@@ -1,0 +1,1 @@
+"""The Trainers of both scripts, with their losses and their callbacks."""
