@@ -1,4 +1,7 @@
-"""How a run begins, and how it is opened again: tokens made or compared, and the checkpoint found to go on from."""
+"""How a run begins, and how it is resumed.
+
+A new run writes its recipe, its tokenizer and its tokens. A resumed one checks them and finds its checkpoint.
+"""
 
 import glob
 import os

@@ -1,6 +1,7 @@
 """What a script prints, and how it ends. Nothing here imports a library that is slow to import."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from .errors import RecipeError, missing_package
 
 
 def is_main() -> bool:
-    """Whether this is the process that writes and prints: the only one, or torchrun's number 0."""
+    """Return whether this process writes and prints: a single process does, of torchrun's the one of rank 0."""
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -27,19 +28,41 @@ def main(script: Callable[[list[str]], None], argv: list[str] | None = None) -> 
             these seconds as well.
         argv: arguments of the script; those of this process if left out.
     """
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        script(sys.argv[1:] if argv is None else argv)
+        script(argv)
     except KeyboardInterrupt:  # outside of a run, which turns it into `Interrupted`
         print("error: interrupted", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Not sys.exit: where Ctrl-C has interrupted an import, Python would end by the signal and not by this code.
         os._exit(130)
     except RecipeError as error:
-        stop(str(error), error.exit_code)
+        stop(name_options(str(error), argv), error.exit_code)
     except ImportError as error:
         if (message := missing_package(error)) is None:
             raise
         stop(message, 1)
+
+
+def name_options(message: str, argv: list[str]) -> str:
+    """Return a message in which a field that `argv` sets is named as its option: `--max-steps`, not `max_steps`.
+
+    Fields that a YAML file sets keep the names that they have there.
+
+    Example:
+        ```python
+        from modeling_gqa.training.console import name_options
+
+        said = name_options("max_steps is -1 and num_train_epochs is 0", ["tiny", "--max-steps=-1"])
+        assert said == "--max-steps is -1 and num_train_epochs is 0"
+        ```
+    """
+    given = {argument.partition("=")[0].replace("-", "_") for argument in argv if argument.startswith("--")}
+    return re.sub(
+        r"(?<![\w./-])[a-z0-9]+(_[a-z0-9]+)+\b",
+        lambda field: "--" + field[0].replace("_", "-") if f"__{field[0]}" in given else field[0],
+        message,
+    )
 
 
 def stop(message: str, code: int) -> None:

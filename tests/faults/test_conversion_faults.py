@@ -79,7 +79,7 @@ def run(arguments: list[str], pipe, fault) -> None:
         fault()
     try:
         command.main()
-        code = 0
+        code: object = 0
     except SystemExit as stopped:
         code = stopped.code
     except BaseException:
@@ -176,10 +176,10 @@ def draw_event(draw, sources: Path, folder: Path) -> tuple[Place, int]:
     """A command, and the number of one of its changes of files: half of the time one of the last, when it renames."""
     place = Place(draw, sources, folder)
     if (place.name, place.existing) not in TOTALS:
-        total = FORK.Value("i", 0)
-        fault = at_event(place.results, 0, lambda count: setattr(total, "value", count))
+        counted = FORK.Value("i", 0)
+        fault = at_event(place.results, 0, lambda count: setattr(counted, "value", count))
         place.check(*call(*place.command, fault=fault), codes=(0,))
-        TOTALS[place.name, place.existing] = total.value
+        TOTALS[place.name, place.existing] = counted.value
         restore(place)
     total = TOTALS[place.name, place.existing]
     return place, draw.choice([draw.randrange(total), draw.randrange(total * 3 // 4, total)])

@@ -27,9 +27,9 @@ def contents(name: str, data: bytes):
         yield from contents(f"{name}:unpacked", gzip.decompress(data))
     elif tarfile.is_tarfile(io.BytesIO(data)):
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            for member in archive.getmembers():
-                if member.isfile():
-                    yield from contents(f"{name}:{member.name}", archive.extractfile(member).read())
+            for packed in archive.getmembers():
+                if packed.isfile():
+                    yield from contents(f"{name}:{packed.name}", archive.extractfile(packed).read())
 
 
 def leaks(folder: Path, *words: str) -> list[str]:

@@ -12,7 +12,9 @@ from modeling_gqa.training.errors import RecipeError as InstalledError
 from modeling_gqa.training.recipe import command_line as installed
 from test_pretrain import assert_same_weights
 
+from training.console import main
 from training.errors import RecipeError
+from training.pretrain import pretrain
 from training.recipe.catalogue import CONFIGURATION, preset_names, recipe_names
 from training.recipe.command_line import RecipeParser, load_recipe
 from training.recipe.pretraining import Recipe
@@ -52,6 +54,20 @@ def test_a_packaged_recipe_is_found_by_name(script, tmp_path, monkeypatch):
         path = CONFIGURATION / "recipes" / f"{name}.yaml"
         for named in (name, str(path)):
             assert load_recipe([named, *ON_CPU, *argv], classes[script])[0].script == script
+
+
+@pytest.mark.parametrize("option", ["--sequence-length", "--sequence_length"])
+@pytest.mark.parametrize("length", ["1", "100000"], ids=["by-the-recipe", "by-the-model"])
+def test_an_error_names_a_field_as_the_user_wrote_it(option, length, tmp_path, capsys):
+    options = ["--preset", "tiny-gqa", "--output-dir", str(tmp_path / "run")]
+    (tmp_path / "mine.yaml").write_text(f"sequence_length: {length}\n")
+    for argv, name in (
+        (["tiny", *options, option, length], "--sequence-length"),
+        ([str(tmp_path / "mine.yaml"), *options], "sequence_length"),
+    ):
+        with pytest.raises(SystemExit):
+            main(pretrain, argv)
+        assert capsys.readouterr().err.startswith(f"error: {name} is {length}")
 
 
 @pytest.mark.parametrize("preset", [name for name in preset_names() if name != "tiny-gqa"])

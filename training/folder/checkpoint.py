@@ -80,7 +80,7 @@ def what_is_wrong(path: Path, mark: dict[str, Any] | None) -> str | None:
 
 
 def is_mark(mark: dict[str, Any]) -> bool:
-    """Whether `mark` has the fields of a `complete.json`, with their types."""
+    """Return whether `mark` has the fields of a `complete.json`, with their types."""
     stream = mark.get("stream", {"blocks": 0, "sha256": ""})
     return (
         mark.keys() <= {"processes", "files", "stream"}
@@ -109,6 +109,6 @@ def what_is_wrong_inside(file: Path) -> str | None:
 
 
 def what_is_kept(folder: str | Path) -> str:
-    """Return the end of a message on why training stopped: which checkpoint it can go on from."""
+    """Return the last words of a message on why training stopped: which checkpoint `--resume` continues from."""
     whole = [path for path in checkpoints(Path(folder)) if (path / COMPLETE).is_file()]
     return f"{whole[-1]} is kept, and --resume goes on from it" if whole else "no checkpoint had been saved"

@@ -34,7 +34,7 @@ EARLIER_FILES = {
 
 
 def is_recipe(path: Path) -> bool:
-    """Whether a run of ours wrote the recipe: it has every option."""
+    """Return whether a run saved this recipe: then it holds every option, and these three among them."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
@@ -43,7 +43,7 @@ def is_recipe(path: Path) -> bool:
 
 
 def is_earlier(name: str) -> bool:
-    """Whether a run of a version without a manifest wrote files of this name, a path relative to its folder."""
+    """Return whether runs of versions without a manifest wrote files at `name`, a path relative to the run's folder."""
     top, *parts = name.split("/")
     patterns = (pattern.split("/") for pattern in EARLIER_FILES.get(top.partition("-")[0], ()))
     return any(len(parts) == len(pattern) and all(map(fnmatch, parts, pattern)) for pattern in patterns)

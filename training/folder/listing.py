@@ -71,10 +71,10 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def is_listing(value: Any, unknown: bool = False) -> bool:
-    """Whether `value`, read from a file, is a list of files.
+    """Return whether `value`, read from a JSON file, is a list of files.
 
     Args:
-        unknown: files of which only the name is known are accepted.
+        unknown: accept `None` in the place of a file's size and hash.
     """
     return isinstance(value, dict) and all(
         (entry is None and unknown)

@@ -78,7 +78,7 @@ class Manifest:
         return writer if isinstance(writer, dict) else {}
 
     def writer_lives(self) -> bool:
-        """Whether the last writer may still run; on another machine it always may."""
+        """Return whether the process that wrote last may still run; for a process of another machine, return True."""
         writer = self.last_writer()
         if writer.get("host") != socket.gethostname() or not isinstance(writer.get("pid"), int):
             return True
@@ -102,14 +102,14 @@ def run_files(folder: Path, names: Iterable[str] | None = None) -> Iterator[str]
 
 
 def is_run_name(name: str) -> bool:
-    """Whether `name` is a path, relative to a run's folder, of something that a run may write and delete there."""
+    """Return whether runs write and delete files under the path `name`, which is relative to a run's folder."""
     top, *rest = name.split("/")
     known = top in (*FILES, *FOLDERS, STAGING) or re.fullmatch(r"checkpoint-\d+", top)
     return bool(known) and not {"", ".", ".."}.intersection(rest)
 
 
 def is_claim(name: str) -> bool:
-    """Whether a run writes to the folder `name` file by file, so that it is incomplete where a process was killed."""
+    """Return whether `name` is a folder that a run writes file by file, which a killed process leaves incomplete."""
     return name == STAGING or bool(re.fullmatch(r"checkpoint-\d+", name))
 
 

@@ -1,6 +1,6 @@
-"""The folder of a run: one process writes there, and only files that runs of ours wrote are ever deleted.
+"""The folder of a run. One process writes there, and it deletes only files that a run wrote.
 
-Where a file of the user's stands under a name that a run uses, no run begins.
+A run does not begin where a file that no run wrote has a name that runs use.
 """
 
 import json
@@ -77,7 +77,7 @@ class RunFolder:
             self.sweep(self.manifest.writing)
 
     def close(self) -> None:
-        """Let others write; a folder in which nothing was written disappears."""
+        """Release the lock. Where this run wrote nothing, delete what `open` has made."""
         if not self.lock.is_locked:
             return
         self.manifest.writer = None
@@ -166,7 +166,7 @@ class RunFolder:
             whole = not os.path.lexists(self.path / name) or (staged / name).is_file()
             files = [f"{name}/{file}" for file in file_names(staged / name)] or [name]
             earlier = [file for file in self.manifest.files if file.startswith(f"{name}/") and file not in files]
-            # A process that is killed here leaves the old files, which a run wrote as well.
+            # Where a process is killed here, the old files are left; `edited` must know their hashes as well.
             self.manifest.notes["replaced"] = {
                 file: self.manifest.files[file] for file in files if self.manifest.files.get(file)
             }
@@ -203,8 +203,8 @@ class RunFolder:
     def remove(self, names: Iterable[str]) -> None:
         """Delete listed files and the folders that this leaves empty.
 
-        Marks of whole checkpoints go first and the recipe last, so that what a killed process leaves is known for what
-        it is.
+        The marks of whole checkpoints go first: where a process is killed meanwhile, a checkpoint with missing files is
+        not taken for a whole one. The recipe goes last: until then the folder is known to hold a run.
         """
         order = {COMPLETE: 0, SAVED_RECIPE: 2}
         for name in sorted(names, key=lambda name: order.get(Path(name).name, 1)):

@@ -48,7 +48,7 @@ def save_repository(
 
     Args:
         folder: is made; it must not exist.
-        weights: the trained tensors by their names, which under FSDP are not those of `model`.
+        weights: the trained tensors by their names; under FSDP `model` holds only parts of them.
         results: is written to `results.json`.
     """
     # Trainer switches the cache off for training and would have that saved.

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from argparse import SUPPRESS, Action
 from collections.abc import Container
 from dataclasses import fields
@@ -81,8 +80,7 @@ def load_recipe(
                 raise ValueError(f"{name} has no effect here: {reason}")
         return recipe_class(**values), values
     except Exception as error:  # TrainingArguments reads files, asks packages and devices: each has its own classes
-        message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        raise RecipeError(name_options(message, argv)) from error
+        raise RecipeError(error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}") from error
 
 
 def read_values(argv: list[str], parser: RecipeParser) -> dict[str, Any]:
@@ -105,7 +103,7 @@ def read_values(argv: list[str], parser: RecipeParser) -> dict[str, Any]:
 
 
 def yaml_arguments(path: Path, parser: RecipeParser) -> list[str]:
-    """Turn a YAML recipe into arguments for `parser`; what arguments cannot say becomes a default of the parser.
+    """Turn a YAML recipe into arguments for `parser`; a null or a list becomes a default of the parser.
 
     Raises:
         RecipeError: the file is not `field: value` lines, or names an unknown field.
@@ -149,13 +147,3 @@ def as_declared(argument: str, options: Container[str]) -> str:
     name, equals, value = argument.partition("=")
     declared = checkpointing_name("--" + name[2:].replace("-", "_"), options)
     return f"{declared}{equals}{value}" if name.startswith("--") and declared in options else argument
-
-
-def name_options(message: str, argv: list[str]) -> str:
-    """Return a message in which the fields that `argv` sets are named as options: `--max-steps`, not `max_steps`."""
-    given = {argument.partition("=")[0] for argument in argv}
-    return re.sub(
-        r"(?<![\w-])[a-z0-9]+(_[a-z0-9]+)+\b",
-        lambda found: option.replace("_", "-") if (option := f"--{found[0]}") in given else found[0],
-        message,
-    )

@@ -1,4 +1,4 @@
-"""What a recipe may say: refused fields, fields that a resumption may change, and bounds of numbers."""
+"""Tables of fields: those that are refused, those that a resumption may change, and the bounds of numbers."""
 
 from collections.abc import Callable
 

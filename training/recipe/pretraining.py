@@ -31,7 +31,9 @@ class Recipe(TrainingArguments):
     model_overrides: dict | str | None = field(
         default=None, metadata={"help": "JSON object: fields that replace the preset's."}
     )
-    attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, flash_attention_2, ..."})
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "Attention: eager, sdpa, flash_attention_2, ..."}
+    )
     tokenizer: str | None = field(
         default=None, metadata={"help": "Hub name or path; a byte-level BPE tokenizer is trained if left out."}
     )
@@ -44,14 +46,14 @@ class Recipe(TrainingArguments):
     )
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the Hub data set."})
     dataset_split: str = field(default="train", metadata={"help": "Split of the Hub data set."})
-    streaming: bool = field(default=False, metadata={"help": "Tokenize while training instead of before it."})
+    streaming: bool = field(default=False, metadata={"help": "Tokenize the text while training, and not before."})
     text_column: str = field(
         default="text", metadata={"help": "Field that holds the text (JSONL, JSON, Parquet, Hub)."}
     )
     license: str | None = field(default=None, metadata={"help": "Licence of the text, for the model card."})
-    sequence_length: int = field(default=256, metadata={"help": "Tokens in a packed block."})
-    validation_fraction: float = field(default=0.05, metadata={"help": "Share of the documents held out."})
-    max_eval_blocks: int = field(default=256, metadata={"help": "Blocks used for validation, at most."})
+    sequence_length: int = field(default=256, metadata={"help": "Number of tokens in a packed block."})
+    validation_fraction: float = field(default=0.05, metadata={"help": "Fraction of the documents that is held out."})
+    max_eval_blocks: int = field(default=256, metadata={"help": "Largest number of blocks to validate on."})
     bigram_baseline: bool = field(default=True, metadata={"help": "Report the loss of a bigram model as well."})
     sample_prompt: str = field(default="", metadata={"help": "Prompt of the sample printed at the end."})
     resume: bool = field(default=False, metadata={"help": "Continue the run in output_dir."})
@@ -63,8 +65,8 @@ class Recipe(TrainingArguments):
     learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate of AdamW."})
     adam_beta2: float = field(default=0.95, metadata={"help": "Decay of AdamW's second moment."})
     weight_decay: float = field(default=0.1, metadata={"help": "Weight decay; not applied to norms and biases."})
-    logging_steps: float = field(default=20, metadata={"help": "Steps between log lines."})
-    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept."})
+    logging_steps: float = field(default=20, metadata={"help": "Number of steps between log lines."})
+    save_total_limit: int | None = field(default=2, metadata={"help": "Number of checkpoints that are kept."})
     # The filter would show an average in place of a NaN; here training stops at the first NaN.
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide non-finite losses in the log."})
     enable_jit_checkpoint: bool = field(default=True, metadata={"help": "Save and exit on SIGTERM."})
@@ -150,7 +152,7 @@ class Recipe(TrainingArguments):
         return {}
 
     def origin(self, results: Results) -> str:
-        """Return what the card says that the model is."""
+        """Return the words of the card's first sentence on how the model was made."""
         return "pretrained from scratch with `modeling_gqa`"
 
     def method(self) -> str:

@@ -32,24 +32,25 @@ class UptrainRecipe(Recipe):
     student: str = field(default="", metadata={"help": "The converted model: a folder or Hub name."})
     teacher: str | None = field(
         default=None,
-        metadata={"help": "Its source: a folder or Hub name; `none` trains on the next-token loss only."},
+        metadata={"help": "The model it was converted from: a folder or Hub name; `none`: next-token loss only."},
     )
     trainable: Literal["attention", "all"] = field(default="attention", metadata={"help": "Parameters to train."})
     layerwise_fraction: float | None = field(
         default=None,
-        metadata={"help": "Fraction of the steps for stage 1, layer by layer; 0.5 with a teacher."},
+        metadata={"help": "Fraction of the steps that stage 1 takes, layer by layer; 0.5 if left out."},
     )
     kl_weight: float | None = field(
         default=None,
-        metadata={"help": "Stage 2: weight of the KL divergence against next-token loss; 0.9."},
+        metadata={"help": "Stage 2: weight of the KL divergence; the next-token loss has the rest. 0.9 if left out."},
     )
     temperature: float = field(default=1.0, metadata={"help": "Stage 2: temperature of both softmaxes in the KL."})
     pretraining_fraction: float | None = field(
         default=None,
-        metadata={"help": "Length of training, in teacher pretraining tokens (a fraction); 0: max_steps."},
+        metadata={"help": "Tokens to train on, as a fraction of the teacher's pretraining tokens; 0: see max_steps."},
     )
     pretraining_tokens: int | None = field(
-        default=None, metadata={"help": "Number of these pretraining tokens; the teacher's results.json has it."}
+        default=None,
+        metadata={"help": "The teacher's pretraining tokens; read from its results.json if left out."},
     )
 
     # Fields of pretraining with other defaults: the model is already trained.
@@ -88,9 +89,9 @@ class UptrainRecipe(Recipe):
         return [*self.models().items(), *super().inputs()]
 
     def training_budget(self) -> float | None:
-        """Return the number of tokens to train on, pretraining_fraction of the teacher's (2305.13245, section 2.1).
+        """Return the number of tokens to train on: pretraining_fraction times the teacher's (2305.13245, section 2.1).
 
-        `None` where max_steps says how long to train.
+        Return `None` where max_steps sets the length of training.
         """
         if not self.pretraining_fraction:
             return None

@@ -111,8 +111,8 @@ def hub_documents(recipe: Recipe) -> Iterator[Document]:
 
 @contextmanager
 def recipe_errors() -> Iterator[None]:
+    """Turn a `ConversionError` into a `RecipeError`, which names the field of a recipe."""
     try:
         yield
     except ConversionError as error:
-        # The option's name in a recipe.
         raise RecipeError(str(error).replace("--text-column", "text_column")) from error

@@ -28,7 +28,7 @@ BOUNDARY = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=[^\W_])")
 
 
 def hash_document(document: Document, rule: str) -> int:
-    """Return 64 bits of a hash of a document's text, or, by the rule "path", of a file's path as it was written."""
+    """Return a 64-bit hash of the document's text; by the rule "path", of a file's path as the run was given it."""
     by_path = rule == "path" and document.path is not None
     digest = hashlib.blake2b(digest_size=8)
     for piece in (document.path,) if by_path else document.pieces():

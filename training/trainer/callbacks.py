@@ -148,7 +148,7 @@ class SaveOnSigterm(TrainerCallback):
 
 
 def any_process(flag: bool, args: TrainingArguments) -> bool:
-    """Whether `flag` is set on any process; every process must call this."""
+    """Return whether `flag` is set on any process; every process must call this function."""
     if args.world_size == 1:
         return flag
     flags = torch.tensor(int(flag), device=args.device)
