@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import attention, conversion, decode, measure, models, prefill, training
+from benchmarks import attention, conversion, decode, measure, models, prefill, report, training
 from modeling_gqa import GQAConfig, GQAForCausalLM
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -42,6 +42,17 @@ def assert_times(rows: list[dict], prefix: str = "") -> None:
     for row in rows:
         assert row[f"{prefix}ours_ms"] > 0 and row[f"{prefix}theirs_ms"] > 0 and row["floor_ms"] > 0
         assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+
+
+@pytest.mark.parametrize("option", ["--batch-sizes", "--batch_sizes"])
+def test_options_are_shown_with_hyphens_and_accepted_with_underscores(option, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["decode", option, "1", "2"])
+    assert report.parse_arguments(decode.DecodeArguments, models.Sizes)[0].batch_sizes == [1, 2]
+    monkeypatch.setattr("sys.argv", ["decode", "--help"])
+    with pytest.raises(SystemExit):
+        report.parse_arguments(decode.DecodeArguments, models.Sizes)
+    shown = capsys.readouterr().out
+    assert "--batch-sizes" in shown and "--batch_sizes" not in shown
 
 
 def test_decode(tmp_path):

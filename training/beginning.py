@@ -85,7 +85,7 @@ class Beginning:
         write_blocks(split, tokenizer, self.recipe, folder / "data")
 
     def resume(self) -> tuple[Path | None, dict[str, Any]]:
-        """Find the checkpoint to go on from, once all that the run reads has been found unchanged.
+        """Check that what the run reads is unchanged, and find the checkpoint to continue from.
 
         Returns:
             The checkpoint and its mark; `None` and an empty mark where no checkpoint had been saved.

@@ -51,7 +51,7 @@ def load_model(role: str, name: str, recipe: UptrainRecipe) -> PreTrainedModel:
 
 
 def check_pair(student: PreTrainedConfig, teacher: PreTrainedConfig) -> None:
-    """Raise `RecipeError` where one cannot be a conversion of the other."""
+    """Raise `RecipeError` where the student cannot be a conversion of the teacher: a field in `MUST_MATCH` differs."""
     for name in MUST_MATCH:
         ours, theirs = getattr(student, name), getattr(teacher, name)
         if ours != theirs:

@@ -1,4 +1,4 @@
-"""A run from its folder to its results: what pretraining and uptraining share."""
+"""A run from its folder to its results, the same for pretraining and uptraining."""
 
 import json
 import sys
@@ -158,10 +158,10 @@ def train(trainer: PretrainTrainer, run: Run) -> None:
 
 
 def gather_results(trainer: PretrainTrainer, seconds: float) -> Results:
-    """Return the numbers of the run; evaluates the final weights, unless the last step has been evaluated.
+    """Return the numbers of the run. The final weights are evaluated unless the last step has been.
 
     Args:
-        seconds: how long training took.
+        seconds: duration of the training.
     """
     recipe, model, state = trainer.args, trainer.accelerator.unwrap_model(trainer.model), trainer.state
     train, validation = trainer.train_dataset, trainer.eval_dataset

@@ -84,7 +84,7 @@ def load_recipe(
 
 
 def read_values(argv: list[str], parser: RecipeParser) -> dict[str, Any]:
-    """Return the value of every field, by a recipe's YAML file and the options in `argv`; raises `RecipeError`."""
+    """Return the value of every field: its option's in `argv`, else the YAML file's, else its default."""
     script, known = parser.recipe_class.script, recipe_names(parser.recipe_class.script)
     name = parser.parse_known_args(argv)[0].recipe
     if name is None:

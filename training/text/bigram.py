@@ -1,4 +1,4 @@
-"""The loss of an interpolated bigram model: what counting pairs of tokens reaches on the same text."""
+"""The loss of an interpolated bigram model, which only counts pairs of tokens: a baseline on the same text."""
 
 import numpy as np
 
@@ -16,8 +16,8 @@ def bigram_loss(train: PackedBlocks, validation: PackedBlocks, vocab_size: int) 
     """Return the validation loss in nats per token of p(b|a) = w count(ab)/count(a) + (1 - w) p(b).
 
     The weight is Witten and Bell's, w = n / (n + k types), with n the count of a and types the number of different
-    tokens seen after it; k is the value that serves the bigram model best on the validation text itself, and
-    p(b) has one added to every count.
+    tokens seen after it. k is the one of six values with the smallest loss on the validation text. Every count in p(b)
+    is larger by one.
 
     Args:
         train: the blocks to count in.

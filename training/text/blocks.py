@@ -28,9 +28,10 @@ BATCH_PIECES = 1000
 def tokenize(
     pieces: Iterable[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[list[int], bool]]:
-    """Yield the token ids of every piece, and whether its document ends with it; then the end-of-text token is added.
+    """Yield the token ids of every piece, and whether the piece is the last of its document.
 
-    The name of an end-of-text token in the text itself is text, and ends no document.
+    The ids of a last piece end with the end-of-text token. Where a text holds that token's name, it is encoded as any
+    other text.
     """
     encode = TextEncoder(tokenizer, add_special_tokens=False, return_attention_mask=False)
     with recipe_errors():
@@ -55,7 +56,7 @@ def batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool
 def example(block: np.ndarray) -> dict[str, torch.Tensor]:
     """Turn a packed block into a training example.
 
-    The first token of a document has no label: it is not to be predicted from the document before it.
+    The first token of a document has no label, because the model must not learn to predict it from another document.
     """
     input_ids, position_ids = torch.from_numpy(block.astype(np.int64)).unbind()
     return {
@@ -79,7 +80,7 @@ class PackedBlocks(Dataset):
 
 
 def save_blocks(path: Path, blocks: Iterable[np.ndarray], length: int) -> int:
-    """Write blocks as they come to a .npy file of shape (blocks, 2, L); return how many there were."""
+    """Write blocks one by one to a .npy file of shape (blocks, 2, L); return their number."""
 
     def write_header(count: int) -> int:
         shape = {"descr": np.lib.format.dtype_to_descr(np.dtype(np.int32)), "fortran_order": False}

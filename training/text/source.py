@@ -1,7 +1,7 @@
 """Where the text comes from: files and folders, a Hub data set, or Python's standard library.
 
-A *document* is one file, or one row of a JSONL, JSON or Parquet file or a Hub data set. A long document is read in
-pieces, so that memory never holds all of its text.
+A *document* is one file, or one row of a JSONL, JSON or Parquet file or a Hub data set. It is read in
+pieces, so that a long file is never in memory as a whole.
 """
 
 import glob
