@@ -128,7 +128,7 @@ def test_non_finite_loss_stops_and_keeps_the_last_good_checkpoint(script, tmp_pa
     # The first step has a learning rate of zero; the second throws the weights far away.
     process = script.run(tmp_path, "--learning_rate", "1e30", "--save_steps", "1", "--save_total_limit", "1")
     assert_one_line(process, "at step 3")
-    for text in ("non-finite", "checkpoint-2 is kept", "Try a lower learning_rate"):
+    for text in ("non-finite", "checkpoint-2 is kept", "Try a lower --learning-rate"):
         assert text in process.stderr
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     assert (checkpoint / "complete.json").is_file()
