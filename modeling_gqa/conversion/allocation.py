@@ -16,6 +16,7 @@ from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from .layers.grouping import regrouped
 from .layers.heads import read_heads
 from .layers.latent import KEY_WEIGHTS, best_sizes
+from .layers.merging import Group
 from .layers.moments import Statistics, compute_moments
 from .targets import Fields, chosen_layers, configuration, grouped_fields, latent_fields, layer_fields, layer_head_dim
 from .text.calibration import Batch, collect
@@ -153,7 +154,7 @@ def layer_choices(model: GQAForCausalLM, index: int, kind: str, statistics: Stat
             fields = latent_fields(model.config, index, rank, size, None)
         else:
             partition = regrouped(moments, fields["num_key_value_heads"])
-            loss = sum(moments.group(group).lowrank_loss() for group in partition)
+            loss = sum(Group.of(moments, group).lowrank_loss() for group in partition)
         choices.insert(0, SizeChoice(numbers, loss / statistics.residual, fields))
     return choices
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .heads import Heads, permute_heads
-from .merging import MERGES, Merge, merging_error, with_norm
+from .merging import MERGES, Group, Merge, merging_error, with_norm
 from .moments import Moments
 
 RANDOM_STARTS = 6
@@ -41,7 +41,7 @@ def regrouped(moments: Moments, groups: int, seed: int = 0) -> list[list[int]]:
     def exact(group: list[int]) -> float:
         key = tuple(sorted(group))
         if key not in known:
-            known[key] = moments.group(list(key)).lowrank_loss()
+            known[key] = Group.of(moments, list(key)).lowrank_loss()
         return known[key]
 
     def by_pairs(group: list[int]) -> float:
@@ -102,7 +102,7 @@ def merge_heads(
     merge_group = MERGES[method]
     if heads.q_norm is not None and method in ("lowrank", "procrustes"):
         heads, merge_group = balanced_norms(heads, moments.key_scale), with_norm(merge_group)
-    groups = [moments.group(members) for members in partition]
+    groups = [Group.of(moments, members) for members in partition]
     merges = [merge_group(group) for group in groups]
     errors = [merging_error(group, merge) for group, merge in zip(groups, merges, strict=True)]
     loss: float | None = sum(errors)

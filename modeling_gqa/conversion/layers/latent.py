@@ -8,6 +8,7 @@ N unrotated key size, V value size, C = P / 2 complex rotary components.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ def to_latent(
     """
     rotary, turn = rotary_key(moments, size), query_turn(heads, moments, gain)
     keys = unrotated_keys(heads, rotary)
-    latent, lost = shared_latent(heads, moments, keys, unrotated_metric(moments, turn, keys), rank, alpha)
+    latent, lost = shared_latent(heads, moments, keys, unrotated_metric(moments, turn, keys.shape[1]), rank, alpha)
     return *write_latent(heads, rotary, latent, turn), rotary.loss + lost
 
 
@@ -149,10 +150,14 @@ def best_sizes(heads: Heads, moments: Moments, total: int, weight: float, gain: 
     sizes = sorted({size for share in ROTARY_SHARES if 2 <= (size := max(round(share * total / 2), 1) * 2) <= most})
     turn = query_turn(heads, moments, gain)
 
+    @cache
+    def key_root(nope: int) -> torch.Tensor:
+        return square_root(unrotated_metric(moments, turn, nope), DAMPING)
+
     def loss(size: int) -> float:
         rotary = rotary_key(moments, size)
         keys = unrotated_keys(heads, rotary)
-        _, weighed = weighed_rows(heads, moments, keys, unrotated_metric(moments, turn, keys), weight)
+        _, weighed = weighed_rows(heads, moments, keys, weight * key_root(keys.shape[1]))
         values, _ = leading_vectors(weighed, moments.input_covariance, total - size)
         power = (weighed @ moments.input_covariance * weighed).sum()
         return weight**2 * rotary.loss + (power - values.sum()).item()
@@ -170,10 +175,16 @@ def query_turn(heads: Heads, moments: Moments, gain: str) -> torch.Tensor:
     return _real_matrix(query_gain(moments, gain) * heads.rotary_scaling**2, heads.k.shape[1])
 
 
-def unrotated_metric(moments: Moments, turn: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return the metric (G, N, N) of unrotated `keys` (G, N, E): the squared error of the output for one of theirs."""
-    first = turn.shape[1] - keys.shape[1]
-    return (turn @ moments.query_metric @ turn.mT)[:, first:, first:].unflatten(0, (len(keys), -1)).sum(1)
+def unrotated_metric(moments: Moments, turn: torch.Tensor, nope: int) -> torch.Tensor:
+    """Return the metric (G, N, N) of unrotated keys, the last `nope` dimensions N of a head.
+
+    Args:
+        moments: of the layer.
+        turn: (H, D, D) as `query_turn` returns it.
+        nope: size N of an unrotated key.
+    """
+    first, groups = turn.shape[1] - nope, len(moments.key_mean)
+    return (turn @ moments.query_metric @ turn.mT)[:, first:, first:].unflatten(0, (groups, -1)).sum(1)
 
 
 def write_latent(
@@ -256,7 +267,7 @@ def shared_latent(
     """
     groups, nope, _ = keys.shape
     rows = torch.cat((keys, heads.v), dim=1)  # (G, N + V, E)
-    root, weighed = weighed_rows(heads, moments, keys, key_metric, alpha)
+    root, weighed = weighed_rows(heads, moments, keys, alpha * square_root(key_metric, DAMPING))
     values, vectors = leading_vectors(weighed, moments.input_covariance, rank)
     power = moments.value_covariance.flatten(2).flatten(0, 1).diagonal().mean()
     factor = (power / values.clamp(min=1e-12 * values.max())).sqrt()
@@ -274,14 +285,13 @@ def shared_latent(
 
 
 def weighed_rows(
-    heads: Heads, moments: Moments, keys: torch.Tensor, key_metric: torch.Tensor, alpha: float
+    heads: Heads, moments: Moments, keys: torch.Tensor, key_root: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the root (G, N + V, N + V) of the metric of unrotated keys and values, and their rows under it.
 
-    Keys are weighted by `alpha`. The rows are (G (N + V), E).
+    `key_root` (G, N, N) is the weighted root of the metric of `keys` (G, N, E). The rows are (G (N + V), E).
     """
-    roots = (alpha * square_root(key_metric, DAMPING), moments.value_root)
-    root = torch.stack([torch.block_diag(*pair) for pair in zip(*roots, strict=True)])
+    root = torch.stack([torch.block_diag(*pair) for pair in zip(key_root, moments.value_root, strict=True)])
     return root, (root @ torch.cat((keys, heads.v), dim=1)).flatten(0, 1)
 
 

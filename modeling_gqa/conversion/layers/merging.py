@@ -16,7 +16,56 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .moments import DAMPING, Group, square_root, weigh, weigh_planes
+from .moments import Moments
+
+
+@dataclass(frozen=True)
+class Group:
+    """What merging a group of m key/value heads has to keep.
+
+    Args:
+        planes: (n, m, m) second moments of the keys' complex planes.
+        plane_weight: (n, m) their metric.
+        values, value_metric, value_root: (m, D, m, D), (m, D, D) and (m, D, D) covariance of the values, their metric
+            and its square root.
+        rest, rest_metric, rest_root: the same of the D - 2 n key dimensions that are not rotated; often there are none.
+    """
+
+    planes: torch.Tensor
+    plane_weight: torch.Tensor
+    values: torch.Tensor
+    value_metric: torch.Tensor
+    value_root: torch.Tensor
+    rest: torch.Tensor
+    rest_metric: torch.Tensor
+    rest_root: torch.Tensor
+
+    @classmethod
+    def of(cls, moments: Moments, heads: list[int]) -> "Group":
+        """Return the group of these key/value heads of a layer."""
+        mean, varies = moments.plane_mean[:, heads], 1 - moments.rotation.mean(0).abs().pow(2)
+        # Of the mean, rotation cancels all but a share.
+        constant = varies[:, None, None] * mean[:, :, None] * mean[:, None, :].conj()
+        return cls(
+            planes=moments.plane_covariance[:, heads][:, :, heads] + constant,
+            plane_weight=moments.plane_weight[heads].mT,
+            values=moments.value_covariance[heads][:, :, heads],
+            value_metric=moments.value_metric[heads],
+            value_root=moments.value_root[heads],
+            rest=moments.key_rest[heads][:, :, heads],
+            rest_metric=moments.rest_metric[heads],
+            rest_root=moments.rest_root[heads],
+        )
+
+    def lowrank_loss(self) -> float:
+        """Return what the `lowrank` merge of this group loses: the eigenvalues that it drops."""
+        planes = weigh_planes(self.planes, self.plane_weight.sqrt())
+        loss = torch.linalg.eigvalsh(planes)[:, :-1].sum()
+        for covariance, root in ((self.values, self.value_root), (self.rest, self.rest_root)):
+            count, size = covariance.shape[:2]
+            weighed = weigh(covariance, root).reshape(count * size, count * size)
+            loss = loss + torch.linalg.eigvalsh(weighed)[: (count - 1) * size].sum()
+        return float(loss)
 
 
 @dataclass(frozen=True)
@@ -109,8 +158,8 @@ def align(covariance: torch.Tensor, rounds: int = 30) -> torch.Tensor:
 def lowrank(group: Group) -> Merge:
     """Keep each plane's leading component and the values' leading subspace in the metric of the layer's output."""
     keys, key_decoder = leading_component(group.planes, group.plane_weight)
-    values, value_decoder = leading_subspace(group.values, group.value_metric)
-    rest, rest_decoder = leading_subspace(group.rest, group.rest_metric)
+    values, value_decoder = leading_subspace(group.values, group.value_root)
+    rest, rest_decoder = leading_subspace(group.rest, group.rest_root)
     return Merge(keys, key_decoder, rest, rest_decoder, values, value_decoder)
 
 
@@ -121,6 +170,16 @@ MERGES: dict[str, Callable[[Group], Merge]] = {
     "procrustes": procrustes,
     "lowrank": lowrank,
 }
+
+
+def weigh_planes(covariance: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+    """Return the covariance (n, m, m) of complex planes after each is multiplied by its factor in `root` (n, m)."""
+    return root[:, :, None] * covariance * root[:, None, :]
+
+
+def weigh(covariance: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
+    """Return the covariance (m, D, m, D) of vectors after each is multiplied by its block of `root` (m, D, D)."""
+    return torch.einsum("aij,ajbk,blk->aibl", root, covariance, root)
 
 
 def leading_component(covariance: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,15 +196,15 @@ def leading_component(covariance: torch.Tensor, weight: torch.Tensor) -> tuple[t
     return leading.conj() * root * factor, leading / root / factor
 
 
-def leading_subspace(covariance: torch.Tensor, metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def leading_subspace(covariance: torch.Tensor, root: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return encoder (D, m, D) and decoder (m, D, D) of the D components that lose least of `covariance` (m, D, m, D).
 
-    The loss is taken under the block-diagonal `metric` (m, D, D); every component gets the heads' mean power.
+    The loss is taken under a block-diagonal metric, whose square root is `root` (m, D, D). Every component gets the
+    heads' mean power.
     """
     count, size = covariance.shape[:2]
     if not size:
-        return covariance.new_zeros(0, count, 0), metric
-    root = square_root(metric, DAMPING)
+        return covariance.new_zeros(0, count, 0), root
     values, vectors = torch.linalg.eigh(weigh(covariance, root).reshape(count * size, -1))
     leading = vectors[:, count * size - size :].unflatten(0, (count, size))  # (m, D, D)
     power = covariance.reshape(count * size, -1).diagonal().mean()

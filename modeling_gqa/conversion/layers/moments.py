@@ -1,7 +1,7 @@
 """What is known of a layer: statistics of its input, and from them what an error in a key or a value costs its output.
 
-Shapes: E hidden size, H query heads, G key/value heads, m heads of a group, D head size, n rotary planes (dimensions i
-and i + n of a head), S lags.
+Shapes: E hidden size, H query heads, G key/value heads, D head size, n rotary planes (dimensions i and i + n of a
+head), S lags.
 """
 
 from collections.abc import Iterable
@@ -145,50 +145,16 @@ class Moments:
         """The square root (G, D, D) of `value_metric`."""
         return square_root(self.value_metric, DAMPING)
 
-    def group(self, heads: list[int]) -> "Group":
-        """Return what merging these key/value heads has to keep."""
+    @cached_property
+    def rest_metric(self) -> torch.Tensor:
+        """The part (G, D - 2 n, D - 2 n) of `key_metric` for the key dimensions that are not rotated."""
         rotated = 2 * self.plane_weight.shape[1]
-        mean, varies = self.plane_mean[:, heads], 1 - self.rotation.mean(0).abs().pow(2)
-        # Of the mean, rotation cancels all but a share.
-        constant = varies[:, None, None] * mean[:, :, None] * mean[:, None, :].conj()
-        return Group(
-            planes=self.plane_covariance[:, heads][:, :, heads] + constant,
-            plane_weight=self.plane_weight[heads].mT,
-            values=self.value_covariance[heads][:, :, heads],
-            value_metric=self.value_metric[heads],
-            rest=self.key_rest[heads][:, :, heads],
-            rest_metric=self.key_metric[:, rotated:, rotated:][heads],
-        )
+        return self.key_metric[:, rotated:, rotated:]
 
-
-@dataclass(frozen=True)
-class Group:
-    """What merging a group of m key/value heads has to keep.
-
-    Args:
-        planes: (n, m, m) second moments of the keys' complex planes.
-        plane_weight: (n, m) their metric.
-        values, value_metric: (m, D, m, D) and (m, D, D) covariance and metric of the values.
-        rest, rest_metric: (m, D - 2 n, m, D - 2 n) and (m, D - 2 n, D - 2 n) covariance and metric of the key
-            dimensions that are not rotated; often there are none.
-    """
-
-    planes: torch.Tensor
-    plane_weight: torch.Tensor
-    values: torch.Tensor
-    value_metric: torch.Tensor
-    rest: torch.Tensor
-    rest_metric: torch.Tensor
-
-    def lowrank_loss(self) -> float:
-        """Return what the `lowrank` merge of this group loses: the eigenvalues that it drops."""
-        planes = weigh_planes(self.planes, self.plane_weight.sqrt())
-        loss = torch.linalg.eigvalsh(planes)[:, :-1].sum()
-        for covariance, metric in ((self.values, self.value_metric), (self.rest, self.rest_metric)):
-            count, size = covariance.shape[:2]
-            weighed = weigh(covariance, square_root(metric, DAMPING)).reshape(count * size, count * size)
-            loss = loss + torch.linalg.eigvalsh(weighed)[: (count - 1) * size].sum()
-        return float(loss)
+    @cached_property
+    def rest_root(self) -> torch.Tensor:
+        """The square root of `rest_metric`."""
+        return square_root(self.rest_metric, DAMPING)
 
 
 def compute_moments(
@@ -281,13 +247,3 @@ def square_root(matrix: torch.Tensor, damping: float = 0.0) -> torch.Tensor:
     values, vectors = torch.linalg.eigh(matrix)
     values = values.clamp(min=0) + damping * values.mean(-1, keepdim=True)
     return (vectors * values.sqrt().unsqueeze(-2)) @ vectors.mT
-
-
-def weigh_planes(covariance: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
-    """Return the covariance (n, m, m) of complex planes after each is multiplied by its factor in `root` (n, m)."""
-    return root[:, :, None] * covariance * root[:, None, :]
-
-
-def weigh(covariance: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
-    """Return the covariance (m, D, m, D) of vectors after each is multiplied by its block of `root` (m, D, D)."""
-    return torch.einsum("aij,ajbk,blk->aibl", root, covariance, root)
