@@ -272,11 +272,7 @@ def _lone_layer_mask(
     if padding_mask is None and seen < keys:
         padding_mask = hidden_states.new_ones(batch, seen)
     elif padding_mask is not None:
-        if padding_mask.shape != (batch, total):
-            raise ValueError(
-                f"attention_mask has shape {tuple(padding_mask.shape)}: a padding mask is (batch, keys) = "
-                f"({batch}, {total}), any other mask has four dimensions"
-            )
+        refuse_other_padding(padding_mask, batch, total)
         padding_mask = padding_mask[:, -keys:]  # (B, seen)
     if padding_mask is not None:
         padding_mask = padding_mask.to(hidden_states.device, torch.bool)
@@ -297,6 +293,15 @@ def _lone_layer_mask(
         allow_is_causal_skip=False,
         device=hidden_states.device,
     )
+
+
+def refuse_other_padding(padding_mask: torch.Tensor, batch: int, tokens: int) -> None:
+    """Raise a ValueError for a padding mask of another shape than (`batch`, `tokens`)."""
+    if padding_mask.shape != (batch, tokens):
+        raise ValueError(
+            f"attention_mask has shape {tuple(padding_mask.shape)}: a padding mask is (batch, keys) = "
+            f"({batch}, {tokens}), any other mask has four dimensions"
+        )
 
 
 def model_masks(

@@ -47,7 +47,7 @@ class LatentAttention(Attention):
         self.qk_head_dim = layer.qk_head_dim
         self.v_head_dim = layer.v_head_dim
         self.rope_interleave = layer.rope_interleave
-        self.scaling = layer.softmax_scale or self.qk_head_dim**-0.5 * _yarn_scale(config.rope_parameters)
+        self.scaling = layer.softmax_scale or self.qk_head_dim**-0.5 * yarn_scale(config.rope_parameters)
 
         hidden, heads = config.hidden_size, layer.num_attention_heads
         query_bias, key_value_bias, output_bias = layer.projection_biases
@@ -187,7 +187,7 @@ class LatentAttention(Attention):
         return queries * projections + (queries if absorbed else keys) * up_projection + queries * keys * heads * pair
 
 
-def _yarn_scale(rope_parameters: dict) -> float:
+def yarn_scale(rope_parameters: dict) -> float:
     """DeepSeek's correction of the softmax scale under YaRN: `(0.1 mscale_all_dim ln(factor) + 1) ** 2`."""
     mscale, factor = rope_parameters.get("mscale_all_dim", 0), rope_parameters.get("factor", 1.0)
     if rope_parameters["rope_type"] == "default" or not mscale or factor <= 1:

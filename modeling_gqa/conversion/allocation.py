@@ -18,7 +18,16 @@ from .layers.heads import read_heads
 from .layers.latent import KEY_WEIGHTS, best_sizes
 from .layers.merging import Group
 from .layers.moments import Statistics, compute_moments
-from .targets import Fields, chosen_layers, configuration, grouped_fields, latent_fields, layer_fields, layer_head_dim
+from .targets import (
+    Fields,
+    check_kind,
+    chosen_layers,
+    configuration,
+    grouped_fields,
+    latent_fields,
+    layer_fields,
+    layer_head_dim,
+)
 from .text.calibration import Batch, collect
 
 # Cache sizes that are tried for an MLA layer, as shares of its present one.
@@ -110,6 +119,7 @@ def smallest_target(
         raise ConversionError("a budget makes layers differ, which a model with rope_type 'longrope' cannot have")
     fields = layer_fields(config)
     for index in chosen_layers(config, layers):
+        check_kind(config.per_layer_config[index], index)
         fields[index] |= next(iter(layer_sizes(config, index, attention_kind).values()), {})
     target = configuration(config, fields)
     least = cache_bytes_per_token(target, dtype)

@@ -13,11 +13,20 @@ from typing import Any
 from ..common.errors import ConversionError, did_you_mean
 from ..common.progress import ShowProgress, no_progress
 from ..configuration_gqa import GQAConfig
+from ..configuration_overrides import PER_LAYER_FIELDS
 from ..modeling_gqa import GQAForCausalLM
 from .layers.latent import KEY_WEIGHTS
 from .layers.moments import Statistics, blank_statistics
 from .search import Search, Setting
-from .targets import Fields, changed_layers, check_ours, check_same_model, layer_fields, lossy_layers
+from .targets import (
+    BOOKKEEPING_FIELDS,
+    Fields,
+    changed_layers,
+    check_ours,
+    layer_fields,
+    layer_frequencies,
+    lossy_layers,
+)
 from .text.calibration import Batch, collect, scratch
 
 # "auto" compares settings on at most this number of tokens: settings differ by more than texts do.
@@ -87,40 +96,30 @@ def convert_model(
     lossy = lossy_layers(model.config, target_config)
     if lossy and method == "auto" and calibration and selection is None:
         calibration, selection = hold_out(calibration)
-    if refit and lossy and not calibration:
-        raise ConversionError("refit needs calibration text")
     after = [target_config.per_layer_config[index] for index in lossy]
     to_mla = {layer.attention_kind == "mla" for layer in after}
-    if to_mla == {True} and method not in ("auto", "lowrank"):
-        raise ConversionError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
+    check_method(method, to_mla, refit, bool(calibration))
     if all(layer.num_key_value_heads == 1 for layer in after):
         regroup = regroup or False  # one group holds all heads, however they are ordered
     searching = bool(method == "auto" and lossy and selection)
     setting = first_setting(bool(calibration), method, regroup, refit, share_cache, seed)
     changed = changed_layers(model.config, target_config)
     with ExitStack() as files:
-        statistics: Mapping[int, Statistics]
-        if lossy and calibration:
-            statistics = seen = files.enter_context(scratch(model.device))
-            progress = show_progress("calibrating layers")
-            seen.update(collect(model, calibration, changed, root=searching, progress=progress))
-        else:
-            statistics = blank_statistics(model.config, changed, model.device)
+        text = calibration if lossy else None
+        statistics = gather_statistics(model, changed, text, searching, files, show_progress)
         source_states = files.enter_context(scratch(model.device)) if searching else {}
         search = Search(model, target_config, statistics, calibration, selection, source_states, show_progress)
         if searching:
             setting = search.run(setting, to_mla, regroup, refit)
         converted, fields, losses = search.converted(setting, share=False)
-    return converted, {
+    done = {
         "exact": not lossy,
         "method": setting.method if lossy else "exact",
         "setting": setting.as_json() if lossy else None,
-        "layers": [
-            {"layer": index, "from": describe(before), "to": describe(after), "loss": losses.get(index)}
-            for index, (before, after) in enumerate(zip(layer_fields(model.config), fields, strict=True))
-        ],
-        "candidates": [{"name": str(setting), "kl": kl} for kl, setting in search.tried],
+        "layers": describe_changes(layer_fields(model.config), fields, losses),
+        "candidates": [{"name": str(tried), "kl": kl} for kl, tried in search.tried],
     }
+    return converted, done
 
 
 def check_source(model: GQAForCausalLM, target: GQAConfig, method: str) -> None:
@@ -132,6 +131,73 @@ def check_source(model: GQAForCausalLM, target: GQAConfig, method: str) -> None:
         near = did_you_mean(str(method), METHODS)
         raise ConversionError(f"method={method!r} is unknown{near}: choose one of {', '.join(METHODS)}")
     check_same_model(model.config, target)
+
+
+def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
+    """Raise `ConversionError` where two configurations differ in more than their attention."""
+    skipped = BOOKKEEPING_FIELDS | set(PER_LAYER_FIELDS)
+    ours, theirs = (
+        {name: value for name, value in c.to_dict().items() if name not in skipped} for c in (source, target)
+    )
+    for values in (ours, theirs):
+        values["rope_parameters"] = {k: v for k, v in values["rope_parameters"].items() if k != "partial_rotary_factor"}
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise ConversionError(
+                f"the target's {name}={theirs.get(name)!r} differs from the source's {ours.get(name)!r}: a conversion "
+                "changes the attention alone; build the target with `target_config`"
+            )
+    for index, (before, after) in enumerate(zip(source.per_layer_config, target.per_layer_config, strict=True)):
+        names = ["num_attention_heads", "intermediate_size", "mlp_bias", "attention_dropout"]
+        if "mla" not in (before.attention_kind, after.attention_kind):
+            names += ["qk_norm", "head_dim"]
+        for name in names:
+            if getattr(before, name) != getattr(after, name):
+                raise ConversionError(
+                    f"layer {index}: the target's {name}={getattr(after, name)!r} differs from the source's "
+                    f"{getattr(before, name)!r}: build the target with `target_config`"
+                )
+        if "head_dim" in names and layer_frequencies(before) != layer_frequencies(after):
+            raise ConversionError(f"layer {index}: the target rotates with other frequencies than the source")
+
+
+def check_method(method: str, to_mla: set[bool], refit: bool | None, calibrated: bool) -> None:
+    """Raise `ConversionError` for a method that does not suit the layers that change with loss.
+
+    Args:
+        method, refit: as for `convert_model`.
+        to_mla: whether these layers become MLA; both values for a mixed model, none where all is exact.
+        calibrated: whether there is text to calibrate on.
+    """
+    if refit and to_mla and not calibrated:
+        raise ConversionError("refit needs calibration text")
+    if to_mla == {True} and method not in ("auto", "lowrank"):
+        raise ConversionError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
+
+
+def gather_statistics(
+    model: GQAForCausalLM,
+    layers: Sequence[int],
+    text: Sequence[Batch] | None,
+    root: bool,
+    files: ExitStack,
+    show_progress: ShowProgress,
+) -> Mapping[int, Statistics]:
+    """Return the statistics of these layers' inputs: seen on the text, or blank ones without text.
+
+    Args:
+        model: the source.
+        layers: their indices.
+        text: batches of model inputs, if any.
+        root: as for `collect`.
+        files: closes the temporary file that holds the statistics seen on the text.
+        show_progress: as for `convert_model`.
+    """
+    if not text:
+        return blank_statistics(model.config, layers, model.device)
+    seen = files.enter_context(scratch(model.device))
+    seen.update(collect(model, text, layers, root=root, progress=show_progress("calibrating layers")))
+    return seen
 
 
 def first_setting(
@@ -172,6 +238,16 @@ def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     while held_out > 1 and sum(batch["input_ids"].numel() for batch in batches[-held_out:]) > SELECTION_TOKENS:
         held_out -= 1
     return list(batches[:-held_out]), list(batches[-held_out:])
+
+
+def describe_changes(
+    before: Sequence[Fields], after: Sequence[Fields], losses: Mapping[int, float | None]
+) -> list[dict[str, Any]]:
+    """Return one `LayerReport` for each layer, from its fields before and after and the loss by index."""
+    return [
+        {"layer": index, "from": describe(old), "to": describe(new), "loss": losses.get(index)}
+        for index, (old, new) in enumerate(zip(before, after, strict=True))
+    ]
 
 
 def describe(layer: Fields) -> str:

@@ -10,12 +10,16 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
+from ..attention import GroupedAttention
+from ..attention_latent import LatentAttention
 from ..common.errors import ConversionError, did_you_mean, one_line
-from ..configuration_checks import ATTENTION_KINDS
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
+from ..modeling_gqa import ATTENTION_CLASSES
 
 Fields = dict[str, Any]
+# The kinds that conversions read and write; a layer of any other kind is refused.
+KNOWN_KINDS = (*GroupedAttention.kinds, *LatentAttention.kinds)
 # Fields in which two configurations may differ and describe the same function.
 BOOKKEEPING_FIELDS = {
     "per_layer_config", "transformers_version", "_name_or_path", "architectures", "auto_map",
@@ -41,7 +45,7 @@ def configuration(config: GQAConfig, layers: list[Fields]) -> GQAConfig:
         # MLA cannot follow the global share of rotated dimensions; without it every other layer names its own.
         for fields, layer in zip(layers, config.per_layer_config, strict=True):
             if fields["attention_kind"] != "mla" and fields["rope_frequency_indices"] is None:
-                indices, size = frequencies(layer)
+                indices, size = layer_frequencies(layer)
                 fields |= {"rope_frequency_indices": list(indices), "rope_frequency_dim": size}
     common = {name: Counter(repr(layer[name]) for layer in layers).most_common(1)[0][0] for name in PER_LAYER_FIELDS}
     score = [sum(repr(layer[name]) == common[name] for name in PER_LAYER_FIELDS) for layer in layers]
@@ -95,24 +99,23 @@ def target_config(
         ```
     """
     check_ours(config)
-    if attention_kind not in ATTENTION_KINDS:
-        near, known = did_you_mean(str(attention_kind), ATTENTION_KINDS), ", ".join(ATTENTION_KINDS)
+    if attention_kind not in KNOWN_KINDS:
+        near, known = did_you_mean(str(attention_kind), KNOWN_KINDS), ", ".join(KNOWN_KINDS)
         raise ConversionError(f"attention_kind={attention_kind!r} is unknown{near}: choose one of {known}")
     fields = layer_fields(config)
     chosen = chosen_layers(config, layers)
     sizes = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim, "cache_size": cache_size}
     given = {name: value for name, value in sizes.items() if value is not None}
-    for name, value in {**given, "num_key_value_heads": num_key_value_heads or None}.items():
-        if value is not None and value <= 0:
-            raise ConversionError(f"{name}={value} must be positive")
-    if num_key_value_heads == 0:
-        raise ConversionError("num_key_value_heads=0 must be positive")
+    for name, size in {**sizes, "num_key_value_heads": num_key_value_heads}.items():
+        if size is not None and size <= 0:
+            raise ConversionError(f"{name}={size} must be positive")
     if attention_kind != "mla" and given:
         name, value = next(iter(given.items()))
         raise ConversionError(f"{name}={value} belongs to MLA, and the target is {attention_kind}")
     if attention_kind == "mla" and num_key_value_heads is not None:
         raise ConversionError(f"num_key_value_heads={num_key_value_heads} belongs to GQA, and the target is mla")
     for index in chosen:
+        check_kind(config.per_layer_config[index], index)
         if attention_kind == "mla":
             fields[index] |= latent_fields(config, index, **sizes)
         else:
@@ -167,7 +170,10 @@ def grouped_fields(config: GQAConfig, index: int, kind: str, key_value_heads: in
 def latent_fields(
     config: GQAConfig, index: int, kv_lora_rank: int | None, qk_rope_head_dim: int | None, cache_size: int | None
 ) -> Fields:
-    """Return the fields of layer `index` as MLA; the frequencies of its rotary key are found by the conversion."""
+    """Return the fields of layer `index` as MLA; sizes as for `target_config`.
+
+    The conversion itself finds the frequencies of the rotary key.
+    """
     layer = config.per_layer_config[index]
     if layer.qk_norm:
         raise ConversionError(
@@ -176,58 +182,26 @@ def latent_fields(
         )
     if layer.rope_parameters["rope_type"] == "proportional":
         raise ConversionError("rope_type 'proportional' spreads its frequencies by the head's size, which MLA changes")
-    if layer.attention_kind == "mla" and (kv_lora_rank, qk_rope_head_dim) == (
-        layer.kv_lora_rank,
-        layer.qk_rope_head_dim,
-    ):
+    present = (layer.kv_lora_rank, layer.qk_rope_head_dim)
+    if layer.attention_kind == "mla" and (kv_lora_rank, qk_rope_head_dim) == present:
         return {}
-    sizes = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim, "cache_size": cache_size}
+    rank, rope = latent_sizes(layer, index, kv_lora_rank, qk_rope_head_dim, cache_size)
     planes, head_dim, key_heads = rotary_planes(layer), layer_head_dim(layer), layer.num_key_value_heads
-    most = 2 * planes * key_heads
-    if cache_size is not None:
-        if kv_lora_rank is not None or qk_rope_head_dim is not None:
-            raise ConversionError(f"cache_size={cache_size} and the sizes it is made of are both given: leave one out")
-        if cache_size < 3:
-            raise ConversionError(
-                f"cache_size={cache_size} leaves no room for a latent and a rotary key: 3 is the least"
-            )
-        qk_rope_head_dim = min(cache_size // 4 * 2 or 2, most)
-        kv_lora_rank = cache_size - qk_rope_head_dim
-    elif kv_lora_rank is None and key_heads == 1 and layer.attention_kind != "mla":
-        qk_rope_head_dim = 2 * planes if qk_rope_head_dim is None else qk_rope_head_dim
-        kv_lora_rank = 2 * (head_dim - planes)
-    if kv_lora_rank is None:
-        raise ConversionError("mla needs kv_lora_rank (and qk_rope_head_dim), or cache_size")
-    given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
-    largest = max(layer.hidden_size, 2 * key_heads * head_dim)
-    if given and kv_lora_rank > largest:
-        raise ConversionError(
-            f"{' and '.join(given)}: a latent of {kv_lora_rank} is larger than layer {index}'s input, and than all its "
-            f"keys and values: choose at most {largest}"
-        )
-    if qk_rope_head_dim is None:
-        qk_rope_head_dim = min(max(kv_lora_rank // 2 * 2, 2), most)
-    if qk_rope_head_dim % 2 or qk_rope_head_dim > most:
-        raise ConversionError(
-            f"qk_rope_head_dim={qk_rope_head_dim} must be even and at most {most}, the rotary dimensions of layer "
-            f"{index}'s {key_heads} key/value heads"
-        )
-    nope = head_dim - 2 * planes if qk_rope_head_dim == most else head_dim
-    indices: list[int] | None = None
-    size: int | None = None
+    nope = head_dim - 2 * planes if rope == 2 * planes * key_heads else head_dim
+    indices, size = None, None
     if layer.rope_parameters["rope_type"] == "longrope":
         # Its factors are those of the source's frequencies, so these are named until the conversion has found its own.
-        of_a_head, size = frequencies(layer)
-        indices = list(of_a_head * key_heads)[: qk_rope_head_dim // 2]
+        of_a_head, size = layer_frequencies(layer)
+        indices = list(of_a_head * key_heads)[: rope // 2]
     return {
         "attention_kind": "mla",
         "num_key_value_heads": layer.num_attention_heads,
-        "head_dim": qk_rope_head_dim,
+        "head_dim": rope,
         "q_lora_rank": None,
-        "kv_lora_rank": kv_lora_rank,
+        "kv_lora_rank": rank,
         "qk_nope_head_dim": nope,
-        "qk_rope_head_dim": qk_rope_head_dim,
-        "qk_head_dim": nope + qk_rope_head_dim,
+        "qk_rope_head_dim": rope,
+        "qk_head_dim": nope + rope,
         "v_head_dim": head_dim,
         "rope_interleave": False,
         "latent_norm": False,
@@ -238,6 +212,44 @@ def latent_fields(
     }
 
 
+def latent_sizes(
+    layer: GQAConfig, index: int, kv_lora_rank: int | None, qk_rope_head_dim: int | None, cache_size: int | None
+) -> tuple[int, int]:
+    """Return the sizes R and P of layer `index` as MLA; those that are `None` follow from the others."""
+    planes, head_dim, key_heads = rotary_planes(layer), layer_head_dim(layer), layer.num_key_value_heads
+    most = 2 * planes * key_heads
+    rank, rope = kv_lora_rank, qk_rope_head_dim
+    if cache_size is not None:
+        if rank is not None or rope is not None:
+            raise ConversionError(f"cache_size={cache_size} and the sizes it is made of are both given: leave one out")
+        if cache_size < 3:
+            raise ConversionError(
+                f"cache_size={cache_size} leaves no room for a latent and a rotary key: 3 is the least"
+            )
+        rope = min(cache_size // 4 * 2 or 2, most)
+        rank = cache_size - rope
+    elif rank is None and key_heads == 1 and layer.attention_kind != "mla":
+        rope = 2 * planes if rope is None else rope
+        rank = 2 * (head_dim - planes)
+    if rank is None:
+        raise ConversionError("mla needs kv_lora_rank (and qk_rope_head_dim), or cache_size")
+    rope = min(max(rank // 2 * 2, 2), most) if rope is None else rope
+    sizes = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim, "cache_size": cache_size}
+    given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
+    largest = max(layer.hidden_size, 2 * key_heads * head_dim)
+    if given and rank > largest:
+        raise ConversionError(
+            f"{' and '.join(given)}: a latent of {rank} is larger than layer {index}'s input, and than all its "
+            f"keys and values: choose at most {largest}"
+        )
+    if rope % 2 or rope > most:
+        raise ConversionError(
+            f"qk_rope_head_dim={rope} must be even and at most {most}, the rotary dimensions of layer "
+            f"{index}'s {key_heads} key/value heads"
+        )
+    return rank, rope
+
+
 def layer_head_dim(layer: GQAConfig) -> int:
     """Return a layer's head size D as grouped attention; MLA's is the larger of key and value, rounded up to even."""
     if layer.attention_kind != "mla":
@@ -245,7 +257,7 @@ def layer_head_dim(layer: GQAConfig) -> int:
     return -(-max(layer.qk_head_dim, layer.v_head_dim) // 2) * 2
 
 
-def frequencies(layer: GQAConfig) -> tuple[tuple[int, ...], int]:
+def layer_frequencies(layer: GQAConfig) -> tuple[tuple[int, ...], int]:
     """Return the indices of the frequencies of a head's rotary planes, and the size of the head that they count in."""
     if layer.rope_frequency_indices is not None:
         return tuple(layer.rope_frequency_indices), layer.rope_frequency_dim
@@ -258,35 +270,7 @@ def frequencies(layer: GQAConfig) -> tuple[tuple[int, ...], int]:
 
 def rotary_planes(layer: GQAConfig) -> int:
     """Return the number of rotary planes (pairs of dimensions) of a head."""
-    return len(frequencies(layer)[0])
-
-
-def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
-    """Raise `ConversionError` where two configurations differ in more than their attention."""
-    skipped = BOOKKEEPING_FIELDS | set(PER_LAYER_FIELDS)
-    ours, theirs = (
-        {name: value for name, value in c.to_dict().items() if name not in skipped} for c in (source, target)
-    )
-    for values in (ours, theirs):
-        values["rope_parameters"] = {k: v for k, v in values["rope_parameters"].items() if k != "partial_rotary_factor"}
-    for name in sorted(ours.keys() | theirs.keys()):
-        if ours.get(name) != theirs.get(name):
-            raise ConversionError(
-                f"the target's {name}={theirs.get(name)!r} differs from the source's {ours.get(name)!r}: a conversion "
-                "changes the attention alone; build the target with `target_config`"
-            )
-    for index, (before, after) in enumerate(zip(source.per_layer_config, target.per_layer_config, strict=True)):
-        names = ["num_attention_heads", "intermediate_size", "mlp_bias", "attention_dropout"]
-        if "mla" not in (before.attention_kind, after.attention_kind):
-            names += ["qk_norm", "head_dim"]
-        for name in names:
-            if getattr(before, name) != getattr(after, name):
-                raise ConversionError(
-                    f"layer {index}: the target's {name}={getattr(after, name)!r} differs from the source's "
-                    f"{getattr(before, name)!r}: build the target with `target_config`"
-                )
-        if "head_dim" in names and frequencies(before) != frequencies(after):
-            raise ConversionError(f"layer {index}: the target rotates with other frequencies than the source")
+    return len(layer_frequencies(layer)[0])
 
 
 def shape(layer: Fields) -> tuple[Any, ...]:
@@ -294,7 +278,7 @@ def shape(layer: Fields) -> tuple[Any, ...]:
     names: tuple[str, ...] = ("num_key_value_heads", "head_dim")
     if layer["attention_kind"] == "mla":
         names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    return (layer["attention_kind"] == "mla", *(layer[name] for name in names))
+    return (ATTENTION_CLASSES[layer["attention_kind"]], *(layer[name] for name in names))
 
 
 def changed_layers(source: GQAConfig, target: GQAConfig) -> list[int]:
@@ -338,8 +322,21 @@ def is_exact(source: GQAConfig, target: GQAConfig, index: int) -> bool:
     return after.qk_rope_head_dim == 2 * planes * key_heads and after.kv_lora_rank >= needed
 
 
+def check_kind(layer: GQAConfig, index: int) -> None:
+    """Raise `ConversionError` for a layer of a kind that is not in `KNOWN_KINDS`."""
+    if layer.attention_kind not in KNOWN_KINDS:
+        raise ConversionError(
+            f"layer {index} has attention_kind={layer.attention_kind!r}, which conversions do not know: they know "
+            f"{', '.join(KNOWN_KINDS)}"
+        )
+
+
 def check_linear(layer: GQAConfig, index: int) -> None:
-    """Raise `ConversionError` for a layer whose keys and values are no linear function of its input."""
+    """Raise `ConversionError` for a layer that `read_heads` cannot read.
+
+    It reads the kinds in `KNOWN_KINDS`, where keys and values are a linear function of the layer's input.
+    """
+    check_kind(layer, index)
     if layer.attention_kind == "mla" and layer.latent_norm:
         raise ConversionError(
             f"layer {index} is MLA with an RMSNorm on its latent (latent_norm=True): keys and values are no linear "

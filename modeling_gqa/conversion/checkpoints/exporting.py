@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
-from ...attention_latent import _yarn_scale
+from ...attention import GroupedAttention
+from ...attention_latent import LatentAttention, yarn_scale
 from ...common.errors import ConversionError, did_you_mean, one_line
 from ...common.progress import Progress
 from ...configuration_gqa import GQAConfig
@@ -153,8 +154,8 @@ def _obstacles(config: GQAConfig, family: str) -> Iterator[str]:
         differing = [name for name in layers[0] if any(layer[name] != layers[0][name] for layer in layers)]
         yield f"its layers differ in {', '.join(differing)} (per_layer_config), and these classes have equal layers"
         return  # what differs by layer cannot be read below
-    latent = config.attention_kind == "mla"
-    if latent != (family in LATENT_FAMILIES):
+    latent = family in LATENT_FAMILIES
+    if config.attention_kind not in (LatentAttention if latent else GroupedAttention).kinds:
         yield f"attention_kind={config.attention_kind!r} is not this class's"
         return
     if not _standard_frequencies(config):
@@ -239,7 +240,7 @@ def _scale_ratio(config: GQAConfig) -> float:
     if config.softmax_scale is None:
         return 1.0
     if config.attention_kind == "mla":
-        stock = config.qk_head_dim**-0.5 * _yarn_scale(config.rope_parameters)
+        stock = config.qk_head_dim**-0.5 * yarn_scale(config.rope_parameters)
     else:
         stock = config.head_dim**-0.5
     ratio = config.softmax_scale / stock

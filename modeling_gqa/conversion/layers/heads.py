@@ -86,11 +86,13 @@ def read_heads(model: GQAForCausalLM, index: int) -> Heads:
     """Return layer `index` of `model` as grouped attention.
 
     Raises:
-        ConversionError: the layer is MLA with a latent norm, or a weight is nan or inf.
+        ConversionError: conversions do not know the layer's kind, it is MLA with a latent norm, or a weight is nan or
+            inf.
     """
     attention, layer = model.model.layers[index].self_attn, model.config.per_layer_config[index]
+    check_linear(layer, index)
+    read = read_latent if layer.attention_kind in LatentAttention.kinds else read_grouped
     rotary = model.model.rotary_emb[model.model.rotary_sizes[index]]
-    read = read_latent if layer.attention_kind == "mla" else read_grouped
     frequencies = attention.frequency_indices
     if frequencies is None:
         frequencies = torch.arange(len(rotary.original_inv_freq), device=rotary.inv_freq.device)
@@ -129,7 +131,6 @@ def read_grouped(attention: GroupedAttention, layer: GQAConfig, common: dict[str
 
 def read_latent(attention: LatentAttention, layer: GQAConfig, common: dict[str, Any]) -> Heads:
     """MLA without latent norms as MHA, exactly: of each head the rotary dimensions come first, zeros come last."""
-    check_linear(layer, attention.layer_idx)
     heads, rope, nope, rank = (
         layer.num_attention_heads,
         attention.qk_rope_head_dim,

@@ -199,7 +199,7 @@ def write_latent(
         turn: (H, D, D) what the query of an unrotated key is multiplied by.
     """
     planes, shared = heads.complex_planes, heads.key_heads
-    rank, size, head_dim = len(latent.rows), 2 * len(rotary.plane), heads.k.shape[1]
+    rank, head_dim = len(latent.rows), heads.k.shape[1]
     nope = latent.restore.shape[1] - head_dim
 
     def query(name: str) -> torch.Tensor:  # (H, D, ...) to (H, N + P, ...)
@@ -227,20 +227,23 @@ def write_latent(
         state["kv_a_proj_with_mqa.bias"] = torch.cat((torch.zeros_like(latent.rows[:, 0]), key("k_bias")))
     if output_bias:
         state["o_proj.bias"] = heads.o_bias + torch.einsum("hed,hd->e", heads.o, latent.offset[shared])
-    fields = {
+    biases = {"query_bias": query_bias, "key_value_bias": key_value_bias, "output_bias": output_bias}
+    return state, {**written_sizes(heads, rotary, rank, nope), **biases}
+
+
+def written_sizes(heads: Heads, rotary: RotaryKey, rank: int, nope: int) -> dict[str, Any]:
+    """Return the configuration fields of an MLA layer but its biases, for a latent of size R `rank` and N `nope`."""
+    size = 2 * len(rotary.plane)
+    return {
         "kv_lora_rank": rank,
         "qk_nope_head_dim": nope,
         "qk_rope_head_dim": size,
-        "v_head_dim": head_dim,
+        "v_head_dim": heads.k.shape[1],
         "latent_norm": False,
         "rope_interleave": False,
-        "query_bias": query_bias,
-        "key_value_bias": key_value_bias,
-        "output_bias": output_bias,
         "softmax_scale": heads.scaling,
         **rotary_fields(heads.frequencies[rotary.plane], heads.frequency_dim, size),
     }
-    return state, fields
 
 
 def _real_matrix(planes: torch.Tensor, size: int) -> torch.Tensor:
