@@ -10,6 +10,28 @@ from small_models import make_batch, make_model
 from modeling_gqa import conversion
 from modeling_gqa.conversion import compare_predictions, convert_model, target_config
 
+# `__all__` of version 0.1.0, and the public functions of `modeling_gqa.accounting`, which had none.
+PUBLIC = {
+    "modeling_gqa": (
+        "ATTENTION_CLASSES GQAConfig GQAForCausalLM GQAForQuestionAnswering GQAForSequenceClassification "
+        "GQAForTokenClassification GQAModel GQAPreTrainedModel"
+    ),
+    "modeling_gqa.accounting": (
+        "cache_bytes cache_bytes_per_token count_parameters decode_flops prefill_flops training_flops"
+    ),
+    "modeling_gqa.conversion": (
+        "METHODS ConversionError allocate convert export_checkpoint export_config import_checkpoint import_config "
+        "layer_errors load_source measure target_config"
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:modeling_gqa.conversion.measure:FutureWarning")
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_name_that_was_public_can_be_had(module):
+    found = importlib.import_module(module)
+    assert [name for name in PUBLIC[module].split() if not hasattr(found, name)] == []
+
 
 def test_convert_is_the_module_and_can_still_be_called():
     """The old call gives what `convert_model` gives, with `split` and `stage` under their old names."""

@@ -7,12 +7,16 @@ import torch
 from attention_oracle import CALIBRATION, PARTIAL, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import make_config
+from small_models import make_config, make_model
 from transformers import LlamaConfig
 
+from modeling_gqa import ATTENTION_CLASSES, configuration_checks
 from modeling_gqa.accounting import cache_bytes_per_token
-from modeling_gqa.conversion import ConversionError, allocate, convert_model, target_config
+from modeling_gqa.attention import GroupedAttention
+from modeling_gqa.conversion import ConversionError, allocate, convert_model, export_config, target_config
 from modeling_gqa.conversion.allocation import SizeChoice, numbers_per_token, spend
+from modeling_gqa.conversion.command.inspection import inspect_checkpoint
+from modeling_gqa.conversion.layers.heads import read_heads
 
 
 def sizes(config) -> list[tuple[str, int, int | None, int | None]]:
@@ -300,3 +304,57 @@ def test_a_stock_model_is_to_be_imported_first():
     """A configuration of transformers' own class is refused with what to do."""
     with pytest.raises(ConversionError, match="this is a llama model: import it first"):
         target_config(LlamaConfig(), "mqa")
+
+
+# -- a kind that conversions do not know
+
+
+class TiedAttention(GroupedAttention):
+    """A new kind as `docs/adding-a-kind.md` adds one, here computed as MHA."""
+
+    kinds = ("tied",)
+
+
+@pytest.fixture
+def tied(monkeypatch, tmp_path):
+    """A saved model whose layer 1 has a kind that conversions do not know; layers 0 and 2 are MHA."""
+    monkeypatch.setitem(ATTENTION_CLASSES, "tied", TiedAttention)
+    monkeypatch.setattr(configuration_checks, "ATTENTION_KINDS", tuple(ATTENTION_CLASSES))
+    model = make_model("mha", per_layer_config={1: {"attention_kind": "tied", "num_key_value_heads": 6}})
+    model.save_pretrained(tmp_path)
+    return model, tmp_path
+
+
+def test_a_layer_of_an_unknown_kind_is_refused_by_name(tied):
+    """Whatever would read or write the layer says its index and kind; the other layers convert as ever."""
+    model, folder = tied
+    said = "layer 1 has attention_kind='tied', which conversions do not know: they know mha, mqa, gqa, mla"
+    budget = cache_bytes_per_token(model.config) // 2
+    for kind, sizes in (("mqa", {}), ("mla", {"cache_size": 24})):
+        with pytest.raises(ConversionError, match=said):
+            target_config(model.config, kind, **sizes)
+    for refused in (
+        lambda: convert_model(model, make_config("mha")),
+        lambda: allocate(model, "gqa", budget, CALIBRATION),
+        lambda: read_heads(model, 1),
+    ):
+        with pytest.raises(ConversionError, match=said):
+            refused()
+    found = inspect_checkpoint(folder)["conversions"]
+    assert not found["exact"] and not found["lossy"] and set(found["impossible"].values()) == {said}
+    with pytest.raises(ConversionError, match="attention_kind='tied' is unknown: choose one of mha, mqa, gqa, mla"):
+        target_config(model.config, "tied")
+    converted, done = convert_model(model, target_config(model.config, "mqa", layers=[0, 2]))
+    assert [layer["to"][:4] for layer in done["layers"]] == ["mqa,", "tied", "mqa,"] and not done["exact"]
+    kept = [
+        [tensor for name, tensor in each.state_dict().items() if ".layers.1." in name] for each in (model, converted)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+
+
+def test_a_model_of_an_unknown_kind_is_not_exported_as_another(monkeypatch):
+    """Its layers have the sizes of Llama's, and compute something else."""
+    monkeypatch.setitem(ATTENTION_CLASSES, "tied", TiedAttention)
+    monkeypatch.setattr(configuration_checks, "ATTENTION_KINDS", tuple(ATTENTION_CLASSES))
+    with pytest.raises(ConversionError, match="llama and mistral and qwen2 and qwen3: attention_kind='tied' is not"):
+        export_config(make_config("mha", attention_kind="tied", num_key_value_heads=6))

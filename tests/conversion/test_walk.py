@@ -3,31 +3,52 @@
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from small_models import make_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from modeling_gqa import conversion
 from modeling_gqa.conversion.command.job import Job
 
 FOLDER = str(Path(conversion.__file__).parent)
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
-CASES = {
-    "gqa": ({"attention_kind": "gqa", "num_key_value_heads": 2}, 13, 120),
-    "mla": ({"attention_kind": "mla", "cache_size": 24}, 12, 80),
+GQA: dict[str, Any] = {"attention_kind": "gqa", "num_key_value_heads": 2}
+MLA: dict[str, Any] = {"attention_kind": "mla", "cache_size": 24}
+TEXT: dict[str, Any] = {"method": "lowrank", "calibration_tokens": 2048, "evaluation_tokens": 512}
+CASES: dict[str, tuple[dict[str, Any], int, int]] = {
+    "gqa": (GQA, 13, 119),
+    "mla": (MLA, 12, 80),
     "mha": ({"attention_kind": "mha"}, 11, 60),
+    "gqa-text": ({**GQA, **TEXT}, 18, 119),
+    "mla-text": ({**MLA, **TEXT}, 17, 119),
 }
+
+
+def save_source(folder: Path) -> None:
+    """Save a model of two layers with a tokenizer that has a token for each number below 101."""
+    make_model("gqa", **SIZES).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(101)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 
 
 @pytest.mark.parametrize(("options", "files", "switches"), CASES.values(), ids=CASES)
 def test_a_conversion_enters_few_files(options, files, switches, tmp_path):
     """A switch is a call in `conversion/` of a function in another file than that of the call before it.
 
-    A model of two layers is converted without text. The bounds are what was measured, rounded up: where one is exceeded
-    a function has moved away from its callers.
+    A model of two layers is converted without text, and with text by one method: "auto" does the same for each setting
+    that it tries. Text takes five more files, which read it, pack it, send it through the model and measure on it.
+    The bounds are what was measured, rounded up: where one is exceeded a function has moved away from its callers.
     """
-    model = make_model("gqa", **SIZES)
-    model.save_pretrained(tmp_path / "source")
+    save_source(tmp_path / "source")
+    if "method" in options:
+        numbers = torch.randint(3, 101, (300, 30), generator=torch.Generator().manual_seed(0))
+        (tmp_path / "text.txt").write_text("\n".join(" ".join(map(str, row.tolist())) for row in numbers))
+        options = {**options, "text": [tmp_path / "text.txt"], "sequence_length": 64}
     entered: list[str] = []
 
     def trace(frame, event, argument):

@@ -32,11 +32,16 @@ PACKED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, 
 
 @contextmanager
 def one_line_errors(where: Callable[[], str]) -> Iterator[None]:
-    """Raise any exception as a `ConversionError` that says "cannot read" and `where`."""
+    """Raise any exception as a `ConversionError` of one line that says `where`, and a missing package by its name."""
     try:
         yield
     except ConversionError:
         raise
+    except ImportError as error:
+        package = (error.name or str(error)).partition(".")[0]
+        raise ConversionError(
+            f"{where()} needs {package}, which is not installed: pip install 'modeling_gqa[conversion]'"
+        ) from error
     except Exception as error:  # each format's reader has its own classes
         said = error.strerror if isinstance(error, OSError) else None
         said = said or " ".join(str(error).split()) or type(error).__name__
