@@ -77,13 +77,13 @@ class Bench:
         """Measure `models`, which differ by seed, and note their mean."""
         measured = [self.measure(model) for model in models]
         keys = {"kl": "kl", "perplexity": "perplexity_after", "top1": "top1_agreement"}
-        row = {name: statistics.fmean(result[key] for result in measured) for name, key in keys.items()}
+        means = {name: statistics.fmean(result[key] for result in measured) for name, key in keys.items()}
         size = cache_bytes_per_token(models[0].config, torch.float32)
         row = {
             "target": target,
             "method": method,
             "bytes": size,
-            **row,
+            **means,
             "seeds": len(models),
             "seconds": seconds,
             **more,
@@ -231,7 +231,8 @@ def main() -> None:
         models |= to_mla(bench)
     under_budget(bench)
     with tempfile.TemporaryDirectory() as folder:
-        wanted = {name: models[name] for name in ("gqa-2", "mqa", "mla-1/8") if name in models}
+        names = ("gqa-2", "mqa", "mla-1/8")
+        wanted: dict[str, GQAForCausalLM] = {name: models[name] for name in names if name in models}
         healing = heal(bench, wanted, Path(folder))
     print_table("Conversions, before any training", bench.rows, COLUMNS)
     print_table("Healing", healing, HEALING)

@@ -6,6 +6,7 @@ python -m benchmarks.conversion_time
 import argparse
 import sys
 import time
+from typing import Any
 
 import torch
 from transformers import set_seed
@@ -16,7 +17,7 @@ from modeling_gqa.conversion import convert_model, target_config
 from .measure import describe_machine, peak_bytes, reset_peak
 from .report import print_machine, print_table, save
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 128256,
     "hidden_size": 2048,
     "intermediate_size": 8192,
@@ -28,7 +29,7 @@ SHAPE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     "tie_word_embeddings": True,
 }
-TARGETS = {
+TARGETS: dict[str, dict[str, Any]] = {
     "GQA-8 to GQA-4": {"attention_kind": "gqa", "num_key_value_heads": 4},
     "GQA-8 to MLA, a quarter": {"attention_kind": "mla", "cache_size": 256},
 }

@@ -170,7 +170,7 @@ class GroupedAttention(Attention):
     G is H for MHA, 1 for MQA and between them for GQA. Arguments and errors as in `Attention`.
     """
 
-    kinds = ("mha", "mqa", "gqa")
+    kinds: ClassVar[tuple[str, ...]] = ("mha", "mqa", "gqa")
 
     def __init__(self, config: GQAConfig, layer_idx: int):
         super().__init__(config, layer_idx)

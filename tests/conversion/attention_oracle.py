@@ -74,8 +74,8 @@ def collected(model, batches, **options) -> list[Statistics]:
 
 def layer_inputs(model, batches) -> list[torch.Tensor]:
     """What each layer's attention reads (tokens, E) of all tokens that are not padding, in float64."""
-    found = [[] for _ in model.model.layers]
-    kept = []
+    found: list[list[torch.Tensor]] = [[] for _ in model.model.layers]
+    kept: list[torch.Tensor] = []
     hooks = [
         layer.self_attn.register_forward_pre_hook(
             lambda _, args, kwargs, seen=seen: seen.append(args[0][kept[-1]].double()), with_kwargs=True
@@ -228,9 +228,9 @@ def mean_rotation(layer: Grouped, rows: list[torch.Tensor]) -> torch.Tensor:
     lag = torch.arange(length)[:, None] - torch.arange(length)
     turned = torch.exp(1j * layer.omega[:, None, None] * lag)  # (n, T, T)
     uniform = torch.ones(length, length, dtype=torch.float64).tril()
-    seen = sum(layer.weights(x) for x in rows).mean(0)  # (T, T)
+    seen = torch.stack([layer.weights(x) for x in rows]).sum(0).mean(0)  # (T, T)
     parts = ((1 - LOOKED_SHARE, uniform), (LOOKED_SHARE, seen))
-    return sum(part * (turned * share / share.sum()).sum((1, 2)) for part, share in parts)
+    return torch.stack([part * (turned * share / share.sum()).sum((1, 2)) for part, share in parts]).sum(0)
 
 
 def covariance(x: torch.Tensor, centered: bool = True) -> torch.Tensor:

@@ -12,7 +12,7 @@ from attention_oracle import CALIBRATION, random_model
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, layer_errors, target_config
 from modeling_gqa.conversion.text import calibration
 
-CASES = [
+CASES: list[tuple[str, dict, dict, dict]] = [
     ("gqa", {}, {"attention_kind": "mqa"}, {"method": "lowrank", "refit": True}),
     ("gqa", {}, {"attention_kind": "mqa"}, {"method": "procrustes"}),
     ("gqa", {}, {"attention_kind": "mqa"}, {"method": "random"}),
@@ -63,7 +63,7 @@ def context(device: str):
     class Kept(dict):
         """In place of `Scratch`, whose files cannot hold these tensors."""
 
-    calibration.Scratch = lambda folder, device: Kept()
+    vars(calibration)["Scratch"] = lambda folder, device: Kept()
     return PretendedDevice()
 
 

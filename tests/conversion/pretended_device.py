@@ -18,7 +18,8 @@ MIXED = {"aten::_to_copy", "aten::copy_", "aten::index", "aten::index_put", "ate
 
 
 class PretendedTensor(torch.Tensor):
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+    inner: Any
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor):
@@ -39,7 +40,7 @@ class PretendedTensor(torch.Tensor):
         return self.inner.tolist()
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):  # type: ignore[override]
         return call(function, args, kwargs or {})
 
 

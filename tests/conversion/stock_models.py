@@ -1,5 +1,7 @@
 """Small stock models of every family that can be imported, with random weights, norms and biases."""
 
+from typing import Any
+
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
@@ -52,7 +54,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0}
 MSCALE = {"mscale": 0.8, "mscale_all_dim": 0.6}
 # What a test may change in a model: name -> (model type, fields beside the sizes).
-MODELS = {
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", GROUPED),
     "llama-mha-tied": ("llama", {"hidden_size": 84, "tie_word_embeddings": True, "rope_parameters": LINEAR}),
     "llama-mqa-biases": (

@@ -1,6 +1,7 @@
 """`convert` as users call it: the source stays, what may not change is refused, and the report says what was done."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from modeling_gqa.conversion.layers.refit import RIDGE, refit_outputs
 from modeling_gqa.conversion.search import Search, Setting
 from modeling_gqa.conversion.text.calibration import collect
 
-MLA = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
+MLA: dict[str, Any] = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
 
 
 def target(model, kind: str, **sizes):

@@ -1,6 +1,7 @@
 """Conversions that are exact: the same attention, the same logits, the same text; and errors that these would show."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.compat
 PLAIN = {"latent_norm": False}
 FULL = {"kv_lora_rank": 28, "qk_rope_head_dim": 28}
 # name -> (model, its fields, target's kind, target's sizes)
-EXACT = {
+EXACT: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "gqa-mha": ("gqa", {}, "mha", {}),
     "gqa-mha-biases": ("gqa", {"attention_bias": True}, "mha", {}),
     "gqa-mha-qk-norm-window": ("gqa", {"qk_norm": True, "sliding_window": 4}, "mha", {}),

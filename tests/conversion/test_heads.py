@@ -46,7 +46,7 @@ def solve(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 def measured_loss(before, after, x: torch.Tensor, rotation: torch.Tensor, output_bias: bool) -> float:
     """Mean squared error of keys and values on the tokens `x` (N, E), from the two layers' weights alone: what queries
     and output projection have become tells how each head's key and value are restored."""
-    n, total = before.planes, 0.0
+    n, total = before.planes, torch.zeros((), dtype=torch.float64)
     key_metric, value_metric, plane_metric = metrics(before, x)
     keys, values = (before.heads(x, name) for name in "kv")
     new_keys, new_values = (after.heads(x, name) for name in "kv")
@@ -71,7 +71,7 @@ def measured_loss(before, after, x: torch.Tensor, rotation: torch.Tensor, output
 
 def dropped_eigenvalues(layer, groups: list[list[int]], x: torch.Tensor, rotation: torch.Tensor) -> float:
     """The sum of the eigenvalues that the best component of each plane, and subspace of each group, leave out."""
-    n, total = layer.planes, 0.0
+    n, total = layer.planes, torch.zeros((), dtype=torch.float64)
     per_head = [
         torch.stack(
             [metric[[h for h, g in enumerate(layer.shared) if g == head]].sum(0) for head in range(len(layer.k))]

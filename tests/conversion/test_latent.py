@@ -4,6 +4,7 @@ Shapes: N tokens, E hidden size, H query heads, G key/value heads, D head size, 
 """
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -260,7 +261,7 @@ def test_norms_on_heads_are_refused():
 
 # -- a converted model is a model
 
-CONVERTED = {
+CONVERTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "plain": ("mha", {"rope_parameters": {"rope_type": "default", "rope_theta": 3.0}}, {}),
     "biases-eager": ("mha", BIASES, {"attn_implementation": "eager"}),
     "partial-one-layer": ("gqa", {"rope_parameters": PARTIAL}, {"layers": [1]}),

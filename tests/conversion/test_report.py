@@ -37,7 +37,8 @@ def documents(batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
 
 def expected_measurement(source, converted, batches) -> dict[str, float]:
     """Every document run alone in float64, every token's terms summed in Python."""
-    losses, kls, agreements = [[], []], [], []
+    losses: list[list[float]] = [[], []]
+    kls, agreements = [], []
     models = [model.double() for model in (source, converted)]
     for ids in (ids for batch in batches for ids in documents(batch)):
         logits = [model(ids[None]).logits[0] for model in models]

@@ -1,6 +1,7 @@
 """Target configurations: sizes that follow, what is refused, and sizes by layer within a budget."""
 
 from itertools import product
+from typing import ClassVar
 
 import pytest
 import torch
@@ -312,7 +313,7 @@ def test_a_stock_model_is_to_be_imported_first():
 class TiedAttention(GroupedAttention):
     """A new kind as `docs/adding-a-kind.md` adds one, here computed as MHA."""
 
-    kinds = ("tied",)
+    kinds: ClassVar[tuple[str, ...]] = ("tied",)
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def test_a_conversion_enters_few_files(options, files, switches, tmp_path):
         numbers = torch.randint(3, 101, (300, 30), generator=torch.Generator().manual_seed(0))
         (tmp_path / "text.txt").write_text("\n".join(" ".join(map(str, row.tolist())) for row in numbers))
         options = {**options, "text": [tmp_path / "text.txt"], "sequence_length": 64}
-    entered: list[str] = []
+    entered = []
 
     def trace(frame, event, argument):
         name = frame.f_code.co_filename

@@ -16,6 +16,7 @@ import signal
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,9 +78,9 @@ def run(arguments: list[str], pipe, fault) -> None:
     errors = sys.stderr
     if fault:
         fault()
+    code: Any = 0
     try:
         command.main()
-        code: object = 0
     except SystemExit as stopped:
         code = stopped.code
     except BaseException:

@@ -20,7 +20,7 @@ from modeling_gqa import GQAConfig, GQAForCausalLM
 def build() -> GQAForCausalLM:
     torch.manual_seed(0)
     kinds = {0: {"attention_kind": "mha"}, 2: {"attention_kind": "mqa"}, 3: {"attention_kind": "mla"}}
-    config = GQAConfig(
+    config = GQAConfig(  # type: ignore[call-arg]
         vocab_size=101,
         hidden_size=48,
         intermediate_size=40,
