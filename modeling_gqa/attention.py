@@ -159,7 +159,7 @@ class Attention(nn.Module):
     def multiplications(cls, layer: GQAConfig, queries: int, keys: int, absorbed: bool = False) -> int:
         """Multiply-adds of one batch entry: projections of `queries` tokens, and attention of each to `keys` tokens.
 
-        `absorbed` says which of its two ways latent attention takes; the other kinds have one.
+        `absorbed` chooses between the two ways to compute latent attention; other kinds ignore it.
         """
         raise NotImplementedError
 

@@ -60,7 +60,7 @@ def eager_attention_forward(
     dropout: float = 0.0,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scaled dot-product attention (Vaswani et al., 1706.03762, eq. 1), written to be read.
+    """Scaled dot-product attention (Vaswani et al., 1706.03762, eq. 1): the readable reference.
 
     Args:
         query, key, value: (B, H, T, D), (B, G, S, D) and (B, G, S, V); query head h reads key/value head h // (H / G).
@@ -185,8 +185,9 @@ def attended_part(
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """The mask of a layer, and the keys and values that it is to attend to.
 
-    A model builds its layers' masks; these pass through. A layer that is used without a model gets its own. What a
-    static cache has not filled yet is cut off, where nothing is traced and no weights as wide as the cache are due.
+    A model builds its layers' masks; these pass through. A layer that is used without a model gets its own mask. Places
+    that a static cache has not filled yet are cut off, except while tracing, and except where eager attention returns
+    weights as wide as the cache.
 
     Args:
         module: the layer; without an attention implementation in its configuration it uses eager.
@@ -315,9 +316,9 @@ def model_masks(
     """The mask of each layer type in `config.layer_types`, in the form that the attention implementation wants.
 
     Args:
-        inputs_embeds: (B, T, hidden); gives shape, dtype and device alone.
+        inputs_embeds: (B, T, hidden); only its shape, dtype and device are used.
         attention_mask: padding mask (B, S), finished mask, or the dictionary that this function returns.
-        restarts: `position_ids` where the caller gave them: packed documents begin where they restart.
+        restarts: `position_ids` if the caller gave them, else `None`; a packed document begins where they restart.
     """
     if isinstance(attention_mask, dict):  # `generate` has made them, for a compiled decoding step
         return attention_mask

@@ -273,5 +273,5 @@ def pad_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """Zero-pad the last dimensions to the largest, because fused kernels want one head size; no score changes."""
     size = max(tensor.shape[-1] for tensor in tensors)
     missing = [size - tensor.shape[-1] for tensor in tensors]
-    # Padding by nothing would copy.
+    # `pad` copies even where nothing is missing.
     return [nn.functional.pad(tensor, (0, n)) if n else tensor for tensor, n in zip(tensors, missing, strict=True)]

@@ -6,7 +6,7 @@ Shapes: B batch, G key/value heads, S tokens held, T new tokens, D and V sizes o
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-# Tokens of room beyond a quarter of the tokens held.
+# A new buffer has room for a quarter of the tokens held and this number of tokens more.
 BLOCK = 64
 
 
@@ -38,7 +38,7 @@ class KeyValueBuffer:
         self.writable = key_room.data, value_room.data
 
     def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
-        """Whether `keys` and `values` are of the buffer's kind, there is room, and the buffer may be written."""
+        """Whether `keys` and `values` have the buffer's sizes, dtype and device, and it has room and may be written."""
         new = keys.shape[-2]
         return (
             keys.shape == (self.batch, self.heads, new, self.key_size)

@@ -26,11 +26,12 @@ MLA_FIELDS = (
     "latent_norm",
 )
 
-# Layers, heads or labels; published models have fewer than 300 layers and heads.
+# Largest number of layers, heads or labels; published models have fewer than 300 layers and heads.
 MOST = 2**16
-# Rows of a matrix: hundreds of times the largest published, and few enough that torch can count a matrix's bytes.
+# Largest number of rows of a matrix: hundreds of times that of any published model, and torch can still count the
+# matrix's bytes.
 LARGEST = 2**24
-# Tokens; no memory holds the cache of this many.
+# Largest number of tokens: the cache of a longer text fits no memory.
 LONGEST = 2**31 - 1
 # Smallest and largest value of each field. nan is outside of every range, because no comparison holds for it.
 RANGES: dict[str, tuple[float, float]] = {

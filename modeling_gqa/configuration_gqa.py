@@ -74,8 +74,8 @@ class GQAConfig(PreTrainedConfig):
             Factor of the scores before the softmax; `head_dim ** -0.5` (MLA: `qk_head_dim ** -0.5`, times DeepSeek's
             YaRN correction) where left out. A converted model keeps its source's.
         rope_frequency_indices (`list[int]`, *optional*):
-            Which of the frequencies of a head of `rope_frequency_dim` dimensions each rotary plane turns with, repeats
-            allowed: P / 2 of them in MLA, elsewhere at most d / 2, and dimensions beyond are not rotated.
+            Index of each rotary plane's frequency among those of a head of `rope_frequency_dim` dimensions; indices may
+            repeat. MLA has P / 2 planes, other kinds at most d / 2; dimensions without a plane are not rotated.
         sliding_window (`int`, *optional*):
             Window in tokens of the layers that `layer_types` calls `"sliding_attention"`; all where it is left out.
         rope_parameters (`dict`, *optional*):
@@ -171,9 +171,9 @@ class GQAConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """Build from `config_dict`; keywords that are fields of ours count as written in it, so all is derived anew."""
+        """Build from `config_dict`, where keywords that are fields replace entries before sizes are derived."""
         cls._refuse_misspelled(kwargs)
-        if kwargs.get("dtype") == "auto":  # no dtype, but the wish for the one that is stored
+        if kwargs.get("dtype") == "auto":  # asks for the stored dtype
             del kwargs["dtype"]
         own = {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
         overrides = {name: kwargs.pop(name) for name in (*own, *FOLDED_KEYWORDS) if name in kwargs}
@@ -223,7 +223,7 @@ class GQAConfig(PreTrainedConfig):
         query, key_value, output = (self.attention_bias if bias is None else bias for bias in single)
         return query, key_value, output
 
-    # -- what follows from what is given; no checks, `validate_*` sees the result
+    # -- derived fields; `validate_*` checks them afterwards
 
     def _derive_sizes(self):
         """Fill in the attention sizes that were left out, of a model or of one layer."""
@@ -339,7 +339,7 @@ class GQALayerConfig(GQAConfig):
 
 
 class _Layers(Sequence):
-    """transformers' view of the layers; it makes a configuration at each access, or gives the model's own."""
+    """The layers' configurations, made by transformers at each access, as `GQALayerConfig`, which refuses writes."""
 
     def __init__(self, layers):
         self._layers = layers

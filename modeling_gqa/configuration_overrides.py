@@ -7,9 +7,9 @@ from .configuration_checks import MLA_FIELDS, shown, suggestion
 
 # A change of one of these makes a layer derive its sizes anew.
 SIZE_FIELDS = ("attention_kind", "num_attention_heads", "num_key_value_heads", "head_dim", "qk_norm", *MLA_FIELDS)
-# Sizes of MLA that follow from the head size, which a finished configuration no longer has.
+# Sizes of MLA that are derived from the head size; a finished MLA configuration no longer stores that size.
 PROPORTIONAL_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-# What a conversion leaves behind; nothing follows from them, and another attention kind does not keep them.
+# Fields that conversions set. No size is derived from them, and a change of the attention kind drops them.
 CONVERSION_FIELDS = ("softmax_scale", "rope_frequency_indices", "rope_frequency_dim")
 PER_LAYER_FIELDS = (
     *SIZE_FIELDS,
@@ -22,7 +22,7 @@ PER_LAYER_FIELDS = (
     "intermediate_size",
     "mlp_bias",
 )
-# Keywords that are no fields and that transformers turns into fields.
+# Keywords that are not fields, but that transformers writes into fields.
 ROPE_KEYWORDS = ("rope_theta", "partial_rotary_factor")
 FOLDED_KEYWORDS = ("per_layer_config", *ROPE_KEYWORDS, "rope_scaling")
 
@@ -94,7 +94,7 @@ def derived_anew(kind: str, overrides: dict[str, Any]) -> set[str]:
     """The size fields that follow from `overrides` instead of being kept from a configuration of `kind`.
 
     Raises:
-        ValueError: one of them is to follow from a head size that is gone.
+        ValueError: a size would be derived from a head size that the configuration no longer stores.
     """
     new_kind = overrides.get("attention_kind", kind)
     names = {"qk_head_dim"}

@@ -163,7 +163,7 @@ def chunked_causal_lm_loss(
         hidden_states: (B, T, hidden).
         weight: (vocabulary, hidden), of the language modeling head.
         labels: (B, T) token ids, shifted here unless `shift_labels` (B, T) are given.
-        logits_at_once: the largest number of logits held at a time; at least one token's are.
+        logits_at_once: the largest number of logits held at a time; those of one token are, however many they are.
         num_items_in_batch: divisor of the summed loss; `None` divides by the number of labels that have a loss.
         ignore_index: label without a loss.
 

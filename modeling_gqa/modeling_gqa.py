@@ -222,7 +222,7 @@ class GQAModel(GQAPreTrainedModel):
     ) -> list[dict[str, Any]]:
         """Keyword arguments of each layer beside the hidden states: its mask, the positions and their rotation.
 
-        Arguments as in `forward`; of `inputs_embeds` only shape, dtype and device count.
+        Arguments as in `forward`; only the shape, dtype and device of `inputs_embeds` are used.
         """
         restarts = position_ids
         if position_ids is None:

@@ -111,7 +111,7 @@ def test_help_names_commands_and_options():
     said = " ".join(plain("--help").split())
     assert "130 or 143" in said and "Refused: a TARGET that exists" in said
     for name in ("convert", "import", "export"):
-        assert "Delete the checkpoint at TARGET when" in re.sub(r"[│\s]+", " ", plain(name, "--help"))
+        assert "Replace the checkpoint at TARGET once" in re.sub(r"[│\s]+", " ", plain(name, "--help"))
     assert "a multiple of the key/value heads" in " ".join(plain("convert", "--help").split())
     for name in ("import", "export", "inspect"):
         assert "SOURCE" in plain(name, "--help")

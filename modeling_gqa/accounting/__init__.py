@@ -3,10 +3,10 @@
 What differs by attention kind stands in the attention classes; here it is summed over the layers of a configuration.
 
 FLOPs are those of matrix products, 2 per multiply-add, as `torch.utils.flop_counter` counts them. Norms, rotary
-embedding, softmax, activations, additions, the loss and the embedding lookup are ignored. So is what masks save: each
-query is counted against every key that the layer is handed, T x T in training (the convention of PaLM, 2204.02311,
-appendix B), although kernels may skip what a causal mask or a window hides. Head sizes padded for a kernel count
-unpadded.
+embedding, softmax, activations, additions, the loss and the embedding lookup are not counted. A mask lowers no count:
+each query attends to every key that the layer gets, T x T in training (the convention of PaLM, 2204.02311, appendix B),
+although kernels may skip what a causal mask or a window hides. Heads that are padded for a kernel count without their
+padding.
 """
 
 from .operations import decode_flops, prefill_flops, training_flops

@@ -21,7 +21,7 @@ from ..common.progress import Progress, ShowProgress
 # Paths may hold brackets and colons, so markup and emoji are off.
 out = Console(soft_wrap=False, markup=False, emoji=False)
 err = Console(stderr=True, markup=False, emoji=False)
-LONGEST = 2000  # characters of an error; a checkpoint chooses what its tensors are called
+LONGEST = 2000  # characters of an error, which may quote names from a checkpoint
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -15,8 +15,8 @@ from ..conversion.command.report import Report, describe_cost, layer_rows, runs,
 from .console import out, printable, progress_bars, saved, user_errors
 
 FORCE = (
-    "Delete the checkpoint at TARGET when the new one is complete. Refused where TARGET holds anything else: files or "
-    "folders that checkpoints do not consist of, or no weights, or no config.json with a model_type."
+    "Replace the checkpoint at TARGET once the new one is complete. Refused if TARGET is no checkpoint (weights, and a "
+    "config.json with a model_type), or holds any file or folder that does not belong to one."
 )
 Force = Annotated[bool, typer.Option("--force", help=FORCE)]
 EXAMPLES = """Examples:
@@ -51,9 +51,9 @@ def convert(
 ) -> None:
     """Give a trained model another attention, measure what that cost, and save it as a Hub repository.
 
-    Exact: a multiple of the key/value heads (GQA to MHA), MQA to MLA, MLA without a latent norm to MHA. Everything else
-    is lossy, and a short training heals it. TARGET gets weights, configuration, code, tokenizer, a model card and the
-    report `conversion.json`.
+    Three conversions are exact: to a multiple of the key/value heads (such as GQA to MHA), from MQA to MLA, and from
+    MLA without a latent norm to MHA. All others are lossy; heal the result with `modeling-gqa uptrain`. TARGET gets
+    weights, configuration, code, tokenizer, a model card and the report `conversion.json`.
     """
     target = options["target"]
     with user_errors(target):
@@ -72,9 +72,10 @@ def convert(
 
 
 def import_(source: Source, target: Target, force: Force = False) -> None:
-    """Rewrite a Llama, Mistral, Qwen2, Qwen3, SmolLM2, dense DeepSeek or Youtu checkpoint as this package's, exactly.
+    """Rewrite a Llama, Mistral, Qwen2, Qwen3, SmolLM2, dense DeepSeek or Youtu checkpoint as one of this package.
 
-    Weights are copied tensor by tensor, in their dtype; tokenizer and generation configuration are carried over.
+    The result computes the same function. Weights are copied tensor by tensor in their dtype; the tokenizer and the
+    generation configuration are copied too.
     """
     with user_errors(target), progress_bars() as show_progress:
         config = import_checkpoint(source, target, force=force, progress=show_progress("importing tensors"))
@@ -92,9 +93,9 @@ def export(
     ] = None,
     force: Force = False,
 ) -> None:
-    """Rewrite a checkpoint of this package as transformers' own class, for tools that know only that.
+    """Rewrite a checkpoint of this package as one of transformers' own classes, such as Llama's.
 
-    Refused with the reason where the class cannot express the model: mixed kinds, chosen frequencies, other biases.
+    Refused, with the reason, if no class can express the model: for instance if its layers differ in kind.
     """
     with user_errors(target), progress_bars() as show_progress:
         progress = show_progress("exporting tensors")
@@ -103,7 +104,7 @@ def export(
 
 
 def inspect(source: Source, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show the attention of each layer, what it caches, and what it can become exactly, with loss, or not at all."""
+    """Show each layer's attention and cache, and which conversions are exact, lossy or impossible."""
     with user_errors():
         found = inspect_checkpoint(source)
         if as_json:

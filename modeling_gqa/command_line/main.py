@@ -55,12 +55,14 @@ def main_options(
     """Change the attention of a trained language model: between MHA, MQA, GQA and MLA, and to and from transformers'
     own classes.
 
-    A SOURCE is a folder with a checkpoint in safetensors, or the name of a model on the Hub. It is only read, and no
-    file outside it is. A TARGET is a folder. It is written completely or not at all: beside it as `.TARGET.new-PID`,
-    then renamed. What a killed command left there, the next one to the same TARGET deletes or puts back.
+    A SOURCE is a folder with a checkpoint in safetensors, or the name of a model on the Hub. Commands change nothing in
+    it and read no file outside it. A TARGET is the folder to write. A command writes `.TARGET.new-PID` beside it and
+    renames that at the end, so TARGET is complete or untouched. If a command is killed, the next one with the same
+    TARGET removes what it left, or puts back what it had moved.
 
-    Refused: a TARGET that exists, without `--force`; with it, all but checkpoints and empty folders; one that another
-    process is writing; one that is, holds or lies in the SOURCE or the text; the folder you are in.
+    A TARGET that exists is refused; with `--force` a checkpoint or an empty folder is replaced, and nothing else. Also
+    refused: a TARGET that another process is writing, that is, contains or lies in the SOURCE or the text, or that is
+    the current folder.
 
     Options may be written `--cache-size` or `--cache_size`.
 

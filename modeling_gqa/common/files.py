@@ -9,8 +9,8 @@ from .errors import ConversionError, one_line
 def within(folder: Path, path: Path) -> Path:
     """Return `path`, which a checkpoint in `folder` names; raises `ConversionError` where it leads out of the folder.
 
-    Else whoever made the checkpoint would choose which of the user's files are read. Links into the blobs of a Hub
-    cache are followed.
+    Otherwise the author of a checkpoint could make this package read any of the user's files. Links into the blobs of a
+    Hub cache are followed.
     """
     try:
         home, real = folder.resolve(), path.resolve()

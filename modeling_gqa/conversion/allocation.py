@@ -1,6 +1,6 @@
-"""Sizes of the layers under a budget of cache: it is spent first where it lowers the loss most.
+"""Sizes of the layers under a budget for the whole model's cache, which is spent first where it lowers the loss most.
 
-Layers differ in what they lose, so equal sizes waste cache: QCQA (2406.10247), DHA (2406.06567).
+Layers lose different amounts at the same size, so equal sizes waste cache: QCQA (2406.10247), DHA (2406.06567).
 """
 
 from collections.abc import Sequence

@@ -29,7 +29,7 @@ from .targets import (
 )
 from .text.calibration import Batch, collect, scratch
 
-# "auto" compares settings on at most this number of tokens: settings differ by more than texts do.
+# "auto" compares settings on at most this number of tokens, on which two settings differ by more than two texts.
 SELECTION_TOKENS = 16384
 METHODS = ("auto", "lowrank", "procrustes", "mean", "first", "random")
 
@@ -49,24 +49,24 @@ def convert_model(
 ) -> tuple[GQAForCausalLM, dict[str, Any]]:
     """Give a trained model another attention.
 
-    Exact are a multiple of the key/value heads, MQA to MLA, and MLA without a latent norm to MHA. Every other
-    conversion is lossy.
+    Three conversions are exact: to a multiple of the key/value heads, from MQA to MLA, and from MLA without a latent
+    norm to MHA. Every other conversion is lossy.
 
     Args:
         model: the source; it is not changed.
-        target_config: the same model with other attention, best made by `target_config`. The frequencies, softmax scale
-            and biases of its MLA layers are found here, and they get no latent norm.
+        target_config: the same model with other attention, best made by `target_config`. The conversion sets the
+            frequencies, softmax scale and biases of its MLA layers, which have no latent norm.
         calibration: batches of model inputs of typical text, `[{"input_ids": (B, T)}, ...]`, with "attention_mask" or
             "position_ids" where they are needed; `None`: the weights alone decide.
         selection: batches by which "auto" chooses; `None` for the last quarter of `calibration`, at most
             `SELECTION_TOKENS` tokens.
-        method: how heads become fewer, one of `METHODS`. "auto" tries settings of "lowrank" and "procrustes", and of
+        method: how heads are merged, one of `METHODS`. "auto" tries settings of "lowrank" and "procrustes", and of
             MLA's gain and weight, and keeps the one with the least KL(source || converted) on `selection`.
         regroup: whether heads may be merged with others than their neighbours; `None`: "auto" tries both.
         refit: whether the output projections of converted layers are fitted to the source's outputs on `calibration` by
             least squares; `None`: "auto" tries both, other methods do not fit.
-        share_cache: whether each lossy MLA layer shares its cache of R + P numbers between R and P anew, by what it
-            would lose; needs `calibration`.
+        share_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew, so that it
+            loses least; needs `calibration`.
         seed: of "random", and of regrouping.
         show_progress: returns, for a description, what wraps an iterable to show progress.
 

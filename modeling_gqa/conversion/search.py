@@ -34,11 +34,11 @@ class Setting:
     Args:
         method: how heads are merged: a key of `layers.merging.MERGES`.
         metric: of the layers' input; see `Statistics.metric`.
-        weighted: whether keys count by the queries that read them when heads are merged.
+        weighted: whether the errors of keys are weighted by the queries that read them when heads are merged.
         regroup: whether heads may be merged with others than their neighbours.
-        gain: factor of the queries of keys that MLA no longer rotates; see `layers.latent.query_gain`.
+        gain: factor of the queries in planes that MLA no longer rotates; see `layers.latent.query_gain`.
         alpha: weight of the keys' errors against the values' in MLA's latent.
-        key_weight: the same weight, by which MLA's cache is shared between R and P; `None`: as the target says.
+        key_weight: the same weight where MLA's cache is divided between R and P; `None` keeps the target's R and P.
         refit: whether the output projections are fitted to the source's outputs afterwards.
         seed: of regrouping and of the method "random".
     """

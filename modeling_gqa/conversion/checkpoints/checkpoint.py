@@ -176,7 +176,7 @@ def meta_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
     try:
         with torch.device("meta"):
             return model_class._from_config(config, dtype=config.dtype or torch.float32)
-    except Exception as error:  # as above
+    except Exception as error:  # each class fails in its own way
         raise ConversionError(f"the model of this configuration cannot be built: {one_line(error)}") from error
 
 

@@ -63,18 +63,19 @@ class Options:
 
     source: Source
     target: Target
-    attention_kind: Annotated[Kind, _attention(help="MHA, MQA, GQA or MLA.")]
+    attention_kind: Annotated[Kind, _attention(help="Attention of the result.")]
     num_key_value_heads: Annotated[
         int | None, _attention(help="GQA: number of key/value heads, a divisor of the query heads.")
     ] = None
     kv_lora_rank: Annotated[int | None, _attention(help="MLA: size R of the cached latent.")] = None
     qk_rope_head_dim: Annotated[
-        int | None, _attention(help="MLA: size P of the cached rotary key. Default: as large as R.")
+        int | None, _attention(help="MLA: size P of the cached rotary key, even. Default: R, rounded down.")
     ] = None
     cache_size: Annotated[
         int | None,
         _attention(
-            help="MLA: R + P, the numbers cached per token and layer. Each layer shares it by what it would lose."
+            help="MLA: R + P, the numbers cached per token and layer. With --text, each layer divides it between R and "
+            "P so that it loses least; without, about equally."
         ),
     ] = None
     cache_bytes: Annotated[
@@ -83,8 +84,8 @@ class Options:
     budget: Annotated[
         int | None,
         _attention(
-            help="Bytes cached per token by the whole model, in the dtype of the result. Key/value heads (gqa) or R "
-            "and P (mla) are chosen layer by layer, by what each layer would lose."
+            help="Bytes cached per token by the whole model, in the dtype of the result. The key/value heads (gqa) or "
+            "R and P (mla) of each layer are chosen so that little is lost; needs --text."
         ),
     ] = None
     layers: Annotated[
@@ -92,14 +93,15 @@ class Options:
         _attention(
             parser=parse_layers,
             metavar="LAYERS",
-            help="Change these layers alone, such as 0,2-5; the result is a mixed model. Default: all.",
+            help="Indices of the layers to change, such as 0,2-5; the others keep their attention. Default: all.",
         ),
     ] = None
     method: Annotated[
         Method,
         _method(
-            help="How several heads become one. auto tries settings of lowrank and procrustes and keeps the one that "
-            "changes the predictions least; without --text it is lowrank. mean, first and random are the GQA paper's.",
+            help="How several key/value heads are merged into one. auto tries settings of lowrank and procrustes and "
+            "keeps the one that changes the predictions least; without --text it is lowrank. mean, first and random "
+            "are the methods of the GQA paper.",
             show_default=True,
         ),
     ] = "auto"
@@ -107,23 +109,27 @@ class Options:
         bool | None,
         _method(
             "--regroup/--no-regroup",
-            help="Merge heads that are alike, instead of neighbours. Default: auto tries both.",
+            help="Choose which heads to merge, so that least is lost, instead of merging neighbours. Default: auto "
+            "tries both.",
         ),
     ] = None
     refit: Annotated[
         bool | None,
         _method(
             "--refit/--no-refit",
-            help="Fit the output projections to the source's outputs on the text. The result is nearer at once, but "
-            "with fewer heads harder to heal. Default: auto tries both.",
+            help="Fit the output projections to the source's outputs on the text. The result is closer to the source, "
+            "but with fewer heads a later training recovers less. Default: auto tries both.",
         ),
     ] = None
-    seed: Annotated[int, _method(help="For random, regrouping, and the order of the text.", show_default=True)] = 0
+    seed: Annotated[
+        int, _method(help="Seed of --method random, regrouping and the text's order.", show_default=True)
+    ] = 0
     text: Annotated[
         list[Path] | None,
         _text(
-            help="File or folder of .txt, .md, .rst, .py, .jsonl or .parquet; may be repeated. Three disjoint parts "
-            "calibrate, let auto choose, and measure. Without text the weights alone decide and nothing is measured."
+            help="File or folder of .txt, .md, .rst, .py, .json, .jsonl or .parquet; may be repeated. It is divided "
+            "into three disjoint parts: to calibrate on, to choose settings on, and to measure on. Without text, only "
+            "the weights are used, and nothing is measured."
         ),
     ] = None
     evaluation_text: Annotated[
@@ -136,7 +142,7 @@ class Options:
         int,
         _text(
             min=1,
-            help="Tokens to calibrate on. auto chooses by a quarter as many more, at most 16,384.",
+            help="Tokens to calibrate on. --method auto compares settings on a quarter as many more, at most 16,384.",
             show_default=True,
         ),
     ] = 131072
@@ -145,12 +151,15 @@ class Options:
         int | None, _text(min=2, help="Tokens of a block. Default: 2048, or max_position_embeddings if that is less.")
     ] = None
     batch_size: Annotated[
-        int, _text(min=1, max=1_000_000, help="Number of blocks computed at a time.", show_default=True)
+        int, _text(min=1, max=1_000_000, help="Blocks in a batch; fewer need less memory.", show_default=True)
     ] = 4
     dtype: Annotated[
-        Dtype, _running(help="Of the result, and for computing; auto is the checkpoint's own.", show_default=True)
+        Dtype,
+        _running(help="Dtype of the result and of the model's computation; auto: the checkpoint's.", show_default=True),
     ] = "auto"
-    device: Annotated[str | None, _running(help="cpu, cuda, cuda:1 ... Default: cuda where there is one.")] = None
+    device: Annotated[
+        str | None, _running(help="Device to compute on, such as cpu or cuda:1. Default: cuda if there is one.")
+    ] = None
 
     def __post_init__(self) -> None:
         self._check_sizes_and_method()

@@ -90,8 +90,8 @@ The model's code is in this repository, hence `trust_remote_code=True`; pin what
 
 {layers}
 
-A layer's loss is what its conversion minimises: the squared error that other keys and values bring into its output,
-estimated on its own. It compares ways to convert a layer; layers are compared by the error, which is measured.
+A layer's loss is what its conversion minimises: an estimate of the squared error in the layer's output. It compares
+ways to convert the same layer. To compare layers, use the error, which is measured.
 
 `{report}` holds all of this, the candidates that were tried, and the command.
 

@@ -17,7 +17,8 @@ from .merging import MERGES, Group, Merge, merging_error, with_norm
 from .moments import Moments
 
 RANDOM_STARTS = 6
-# Up to this number of possible groups the loss of each is computed; beyond it, a group costs what its pairs do.
+# With at most this number of possible groups, the loss of each is computed; with more, it is estimated as the sum of
+# the losses of a group's pairs.
 EXACT_SETS = 500
 
 

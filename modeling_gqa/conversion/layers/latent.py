@@ -34,7 +34,7 @@ class RotaryKey:
         plane: (C,) index of the rotary plane that each component is made of.
         encoder: (C, G) component c is the sum over the heads of encoder * z of that plane.
         decoder: (C, G) head g's plane is restored as decoder * component.
-        loss: what the other components lose with their rotation, in the metric of the layer's output.
+        loss: what the other components lose by not being rotated, in the metric of the layer's output.
     """
 
     plane: torch.Tensor
@@ -142,8 +142,8 @@ def best_sizes(heads: Heads, moments: Moments, total: int, weight: float, gain: 
         heads: the layer's weights.
         moments: of the layer.
         total: R + P, numbers cached per token.
-        weight: the keys' errors, those of lost rotation included, count weight^2 times the values', because a softmax
-            bounds what large ones do.
+        weight: squared errors of keys, those by lost rotation included, are multiplied by weight^2 before they are
+            added to those of values. It is below 1, because the softmax bounds the effect of large errors.
         gain: a name in `GAINS`.
     """
     most = min(2 * heads.planes * len(heads.k), total - 1)

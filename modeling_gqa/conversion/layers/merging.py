@@ -44,7 +44,7 @@ class Group:
     def of(cls, moments: Moments, heads: list[int]) -> "Group":
         """Return the group of these key/value heads of a layer."""
         mean, varies = moments.plane_mean[:, heads], 1 - moments.rotation.mean(0).abs().pow(2)
-        # Of the mean, rotation cancels all but a share.
+        # The keys' mean is rotated by the lag, which varies: only the share of it that varies can be lost.
         constant = varies[:, None, None] * mean[:, :, None] * mean[:, None, :].conj()
         return cls(
             planes=moments.plane_covariance[:, heads][:, :, heads] + constant,
@@ -217,7 +217,7 @@ def leading_subspace(covariance: torch.Tensor, root: torch.Tensor) -> tuple[torc
 def with_norm(method: Callable[[Group], Merge]) -> Callable[[Group], Merge]:
     """Return `method` for keys behind an RMSNorm on each head: it merges the values, and keys are turned and averaged.
 
-    Turning a plane by a phase is all that such a norm lets through.
+    Of the maps that merging uses, only turning a plane by a phase commutes with such a norm.
     """
 
     def merge(group: Group) -> Merge:

@@ -13,8 +13,8 @@ import torch
 from ...configuration_gqa import GQAConfig
 from .heads import Heads, plane_rows
 
-# A mean rotation weighs the lags at which attention was seen to look by this share, and by the rest all lags alike, so
-# that it also holds for texts whose attention looks elsewhere.
+# A mean rotation is a mean over lags. This share of its weight follows the attention that was seen on the text; the
+# rest is spread over all lags, for texts on which attention differs.
 LOOKED_SHARE = 0.9
 # Share of the mean eigenvalue that is added to a metric before its root is inverted.
 DAMPING = 1e-4

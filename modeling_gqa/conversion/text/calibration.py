@@ -1,7 +1,7 @@
 """Text through a model, one layer at a time, and the statistics of each layer's input that conversions need.
 
-Memory holds one batch: what lies between two layers is on disk, and statistics are running sums. Layer by layer as in
-GPTQ (2210.17323, section 3.3), which keeps the activations of all the text in memory.
+Memory holds one batch at a time: hidden states between two layers are on disk, and statistics are running sums. GPTQ
+(2210.17323, section 3.3) also goes layer by layer, but keeps the activations of all the text in memory.
 Shapes: B rows, T tokens, E hidden size, H query heads, S lags.
 """
 
@@ -29,7 +29,7 @@ MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 LAGS_SEEN = 512
 
 
-# -- for the length of a `with` block
+# -- context managers for models
 
 
 @contextmanager

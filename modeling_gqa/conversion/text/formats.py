@@ -119,7 +119,7 @@ class JSONValues:
         return f"{self.path}, line {self.line}"
 
     def more(self) -> bool:
-        """Read at least as much as is left, so that a long value is tried again only a few times; false at the end."""
+        """Read at least as much again as is left, so that long values need few attempts; return False at the end."""
         parts = [self.text[self.at :]]
         length = 0
         while length <= len(parts[0]) and (piece := next(self.pieces, "")):

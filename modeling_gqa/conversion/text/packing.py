@@ -24,7 +24,7 @@ from .reading import Files, find_files, read_documents
 
 SHUFFLE_WINDOW = 1000  # rows of one file that are shuffled at a time
 PACKED_AT_ONCE = 2**16  # tokens
-CHARACTERS_PER_TOKEN = 4  # roughly; it only sets how long a section is
+CHARACTERS_PER_TOKEN = 4  # roughly; it only sets the length of a section
 
 
 @dataclass
@@ -79,9 +79,10 @@ def read_batches(
 ) -> dict[str, list[Batch]]:
     """Read, tokenize and pack text into disjoint parts.
 
-    Documents are tokenized as the tokenizer does by default, but special tokens written in them are text. Each goes to
-    the part that has the smallest share of the tokens it wants, so a short text is shared out in proportion; one that
-    occurs again is left out. Long documents are cut into sections that count as documents, so that one file is enough.
+    Documents are tokenized as the tokenizer does by default, but special tokens that are written in them are read as
+    plain text. Each document goes to the part that has the smallest share of its wanted tokens, so a short text is
+    divided in proportion. Repeated documents are left out. Long documents are cut into sections that count as
+    documents, so that one file is enough.
 
     Args:
         paths: files or folders of them: JSONL, JSON and Parquet (a document a row), or plain text (a document a file).
@@ -133,10 +134,10 @@ def fill(parts: Sequence[Part], documents: Iterable[str], tokenizer: PreTrainedT
 
 
 class TextEncoder:
-    """Turns texts into token ids, special tokens written in them included: "</s>" in a text never ends a document.
+    """Turns texts into token ids; a special token written in a text, such as "</s>", is read as plain text.
 
-    Some tokenizers (Unigram, WordLevel) have their special tokens among their words and find them all the same; with
-    these a text that holds one raises `ConversionError`.
+    Some tokenizers (Unigram, WordLevel) read it as the special token nonetheless. With these, a text that holds one
+    raises `ConversionError`.
 
     Args:
         tokenizer: the tokenizer.

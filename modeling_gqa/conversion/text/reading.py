@@ -1,7 +1,7 @@
 """Text files and the documents in them.
 
-A file that is named is read. Of a folder, hidden and empty files are left out, and folders of programs, models and
-training runs. A document is a text file, or a row of a JSONL, JSON or Parquet file.
+A file that is given by name is always read. In a folder, hidden and empty files are left out, and so are folders of
+programs, models and training runs. A document is a text file, or a row of a JSONL, JSON or Parquet file.
 """
 
 import os
