@@ -75,6 +75,7 @@ def storage_bytes(state) -> int:
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("cache_name", CACHES)
 def test_token_by_token_equals_full_forward(model_name, cache_name, padding, backend):
+    """Tokens given one at a time with a cache get the logits of one forward over all of them."""
     model = make_exact_model(model_name)
     model.set_attn_implementation(backend)
     batch = make_batch(padding=padding)
@@ -87,6 +88,7 @@ def test_token_by_token_equals_full_forward(model_name, cache_name, padding, bac
 @pytest.mark.parametrize("cache_name", CACHES)
 @pytest.mark.parametrize("sizes", [(6, 4, 1), (2, 7, 2), (1, 10)], ids=str)
 def test_chunks_equal_full_forward(model_name, cache_name, padding, sizes):
+    """The same in chunks of several tokens, for which MLA may expand or absorb."""
     model, batch = make_exact_model(model_name), make_batch(padding=padding)
     cached = decode(model, batch, CACHES[cache_name](model), sizes)
     assert_equal_logits(cached, model(**batch, use_cache=False).logits, batch["attention_mask"])
@@ -95,6 +97,7 @@ def test_chunks_equal_full_forward(model_name, cache_name, padding, sizes):
 @compat
 @pytest.mark.parametrize("cache_name", CACHES)
 def test_positions_and_mask_follow_from_the_cache(model_name, cache_name):
+    """Without position ids and mask, a chunk goes on where the cache ends."""
     model, ids = make_exact_model(model_name), make_batch()["input_ids"]
     cache = CACHES[cache_name](model)
     cached = torch.cat([model(chunk, past_key_values=cache).logits for chunk in ids.split([5, 1, 3, 2], dim=1)], dim=1)
@@ -104,6 +107,7 @@ def test_positions_and_mask_follow_from_the_cache(model_name, cache_name):
 @compat
 @pytest.mark.parametrize("padding", ["none", "left"])
 def test_continues_after_crop(model_name, padding):
+    """After rejected tokens are cropped, the next ones get the logits of a forward that never saw the rejected."""
     model, batch, other = make_exact_model(model_name), make_batch(padding=padding), make_batch(seed=2)
     cache = DynamicCache(config=model.config)
     decode(model, batch, cache, [6])
@@ -131,6 +135,7 @@ def test_reset_static_cache_starts_anew(model_name):
 @compat
 @pytest.mark.parametrize("cache_name", CACHES)
 def test_cache_carried_over_turns(model_name, cache_name):
+    """A second `generate` with the first one's cache gives the tokens that it gives without a cache."""
     model, ids = make_model(model_name, eos_token_id=None), make_batch(batch=1)["input_ids"]
     cache = CACHES[cache_name](model)
     first = model.generate(ids[:, :5], past_key_values=cache, max_new_tokens=4)
@@ -165,6 +170,7 @@ BATCH_OPERATIONS = {
     ("cache_name", "operation"), [*(("dynamic", name) for name in BATCH_OPERATIONS), ("static", "reorder")]
 )
 def test_batch_operations(model_name, cache_name, operation):
+    """After rows of a cache are repeated, chosen or reordered, decoding goes on as a full forward over those rows."""
     model, batch = make_exact_model(model_name), make_batch(padding="left")
     operate, rows = BATCH_OPERATIONS[operation]
     cache = CACHES[cache_name](model)
@@ -181,6 +187,7 @@ def test_batch_operations(model_name, cache_name, operation):
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("model_name", LATENT_MODELS)
 def test_decoding_is_absorbed(model_name, backend, padding, cache_name):
+    """Counts calls of `kv_b_proj`: a prompt calls it once a layer, a single token never."""
     model, batch = make_model(model_name), make_batch(padding=padding)
     model.set_attn_implementation(backend)
     calls = count_calls(model.model.layers[0].self_attn.kv_b_proj)
@@ -195,6 +202,7 @@ def test_decoding_is_absorbed(model_name, backend, padding, cache_name):
 
 @compat
 def test_short_chunk_is_absorbed_and_long_chunk_expanded():
+    """After 9 tokens, 2 more are absorbed, and 14 more are expanded: each takes the way with fewer operations."""
     model, batch = make_model("mla"), make_batch(batch=1, length=25)
     calls = count_calls(model.model.layers[1].self_attn.kv_b_proj)
     cache = DynamicCache(config=model.config)
@@ -206,6 +214,7 @@ def test_short_chunk_is_absorbed_and_long_chunk_expanded():
 
 @compat
 def test_training_expands_at_every_step():
+    """Absorbing reads the weight of `kv_b_proj` past its hooks, so a model in training mode never does it."""
     model, batch = make_model("mla").train(), make_batch()
     calls = count_calls(model.model.layers[0].self_attn.kv_b_proj)
     decode(model, batch, DynamicCache(config=model.config), [8, 1, 1])

@@ -100,6 +100,7 @@ def test_fields_of_one_kind_are_none_for_the_others(kind):
     ids=str,
 )
 def test_biases_apart(kind, fields, expected):
+    """`query_bias`, `key_value_bias` and `output_bias` each override `attention_bias` for their projection."""
     attention = GQAForCausalLM(make_config(kind, **fields)).model.layers[1].self_attn
     names = ("q_proj", "kv_a_proj_with_mqa" if kind == "mla" else "v_proj", "o_proj")
     assert tuple(getattr(attention, name).bias is not None for name in names) == expected
@@ -147,6 +148,7 @@ def by_constructor(model, overrides, folder):
 @pytest.mark.parametrize("arrival", [by_constructor, by_attribute, by_keyword, by_rewriting], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", BY_LAYER)
 def test_layers_tell_the_truth_however_overrides_arrive(name, arrival, tmp_path):
+    """`per_layer_config` gives the same sizes by constructor, assignment and loading, and modules have these sizes."""
     model, overrides, expected = BY_LAYER[name]
     config = arrival(model, overrides, tmp_path / "saved")
     assert layers_of(config) == expected
@@ -163,6 +165,7 @@ def test_copies_are_equal(model_name):
 
 
 def test_equality_of_mixed_models():
+    """`==` works where layers differ, although transformers raises when such fields are read."""
     assert make_config("mixed") == make_config("mixed")
     assert make_config("mixed") != make_config("gqa")
     config = make_config("mixed")
@@ -172,6 +175,7 @@ def test_equality_of_mixed_models():
 
 @pytest.mark.parametrize("new", ATTENTION_CLASSES)
 def test_loading_as_another_kind_derives_it_anew(model_name, new, tmp_path):
+    """`from_pretrained(folder, attention_kind=...)` derives the sizes of the new kind and keeps none of the old."""
     make_config(model_name).save_pretrained(tmp_path)
     overrides = {"attention_kind": new, "head_dim": 14, **({"num_key_value_heads": 3} if new == "gqa" else {})}
     if "per_layer_config" in MODELS[model_name]:
@@ -196,6 +200,7 @@ def test_a_window_given_at_loading_reaches_every_layer(stored, window, tmp_path)
 
 @pytest.mark.parametrize("fields", [{"rope_theta": 5.0}, {"output_bias": True, "mlp_bias": True}], ids=str)
 def test_keywords_of_from_pretrained_take_effect(model_name, fields, tmp_path):
+    """A keyword of `from_pretrained` gives the configuration that the constructor makes with it."""
     make_config(model_name).save_pretrained(tmp_path)
     expected = make_config(model_name, **fields)
     expected.save_pretrained(tmp_path / "expected")  # which names the code's files in it

@@ -237,6 +237,7 @@ def test_a_rank_larger_than_what_it_compresses_warns(fields, message):
     ],
 )
 def test_the_models_constructor_checks_what_was_written_since(model, field, value, message):
+    """Writing a field skips the checks of combinations, so the model's constructor runs them again."""
     config = make_config(model)
     setattr(config, field, value)
     with pytest.raises(StrictDataclassError, match=message):
@@ -244,6 +245,7 @@ def test_the_models_constructor_checks_what_was_written_since(model, field, valu
 
 
 def test_heads_that_four_divides_are_not_said_to_be_otherwise():
+    """The message names the missing number, not a division that works."""
     config = make_config("gqa", num_attention_heads=4)
     config.num_key_value_heads = None
     with pytest.raises(StrictDataclassError, match=r"num_key_value_heads=None does not go with attention_kind='gqa'"):

@@ -72,12 +72,14 @@ def traces(config) -> tuple[dict, torch.Tensor, int | None]:
 
 
 def test_every_field_of_ours_is_written():
+    """A new field must be entered in `WRITES` or `INERT`, so that the next test covers it."""
     own = {field.name for field in fields(GQAConfig)} - {field.name for field in fields(PreTrainedConfig)}
     assert own == WRITES.keys() | INERT
 
 
 @pytest.mark.parametrize("field", WRITES)
 def test_a_written_field_reaches_the_model(field):
+    """Writing a field changes the modules, the logits or the masks of the model that is built from it."""
     model, values = WRITES[field]
     config = config_of(model)
     before = traces(config)
@@ -139,6 +141,7 @@ def test_a_write_that_cannot_work_is_refused_at_once(name):
 
 @pytest.mark.parametrize("model", ["gqa", "mixed"])
 def test_a_layers_configuration_is_read_and_its_copies_are_written(model):
+    """A write to one layer's configuration would be lost, so it raises; a copy is an ordinary configuration."""
     config = make_config(model)
     before = config.to_dict()
     for layer in (config.per_layer_config[1], *config.per_layer_config, *config.per_layer_config[0:2]):
@@ -159,6 +162,7 @@ def test_a_layers_configuration_is_read_and_its_copies_are_written(model):
 
 @pytest.mark.parametrize("name", KIND_SIZES["mla"])
 def test_a_latent_size_cannot_follow_from_a_head_size_that_is_gone(name, tmp_path):
+    """A finished MLA configuration stores no head size, so `None` for a latent size needs head_dim beside it."""
     make_config("mla").save_pretrained(tmp_path)
     message = f"{name}=None cannot be derived, .*: give {name}, or head_dim as well"
     with pytest.raises(ValueError, match=message) as error:
@@ -186,6 +190,7 @@ def test_a_latent_size_cannot_follow_from_a_head_size_that_is_gone(name, tmp_pat
     ids=str,
 )
 def test_none_derives_as_a_new_configuration_does(model, given, derived, tmp_path):
+    """`None` given to `from_pretrained` means "derive", as in the constructor."""
     make_config(model).save_pretrained(tmp_path)
     config = GQAConfig.from_pretrained(tmp_path, **given)
     assert {name: getattr(config, name) for name in derived} == derived

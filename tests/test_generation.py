@@ -89,6 +89,7 @@ def test_every_cache_gives_the_same_tokens(model_name, strategy):
 @compat
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_left_padded_rows_equal_each_row_alone(model_name, cache):
+    """Each row of a left-padded batch generates the tokens that it generates alone, without padding."""
     model, batch = make_endless_model(model_name), make_batch(padding="left")
     together = generate(model, batch, **CACHE_ARGUMENTS[cache])
     assert batch["attention_mask"].sum(-1).tolist() == [11, 9, 8]
@@ -137,6 +138,7 @@ def test_assisted_equals_greedy(model_name, assistant):
 # transformers 5.17 cannot draft several tokens with a sliding cache.
 @pytest.mark.parametrize("model_name", [name for name in MODELS if name != "mixed-window"])
 def test_assistant_that_is_right_is_accepted(model_name):
+    """An assistant with the model's own weights has every candidate accepted, so the model runs only twice."""
     model, batch = make_endless_model(model_name), make_batch(batch=1)
     helper = make_endless_model(model_name)
     helper.generation_config.num_assistant_tokens = 3
@@ -165,6 +167,7 @@ def count_forwards(model) -> list[int]:
     ids=["dynamic", "static"],
 )
 def test_prompt_is_read_once(model_name, cache, kind):
+    """Counts the tokens of each forward: the prompt at once, or in chunks of 4, and then one token at a time."""
     model, batch = make_endless_model(model_name), make_batch()
     calls = count_forwards(model)
     outputs = model.generate(batch["input_ids"], max_new_tokens=4, return_dict_in_generate=True, **cache)
@@ -204,6 +207,7 @@ def test_scores_and_attentions_of_generated_tokens(model_name):
 
 @compat
 def test_weights_of_a_static_cache_are_as_wide_as_stock_ones(model_name):
+    """Attention weights have a column for each place of a static cache, as Llama's have; unfilled places get 0."""
     model, batch = make_endless_model(model_name), make_batch(padding="left")
     stock = LlamaForCausalLM(LlamaConfig(**{**SIZES, "head_dim": 14, "eos_token_id": None}))
     arguments = {"max_new_tokens": 4, "return_dict_in_generate": True, "output_attentions": True}
@@ -232,6 +236,7 @@ def test_weights_of_a_static_cache_are_as_wide_as_stock_ones(model_name):
     ids=str,
 )
 def test_static_cache_decodes_in_one_graph_that_is_not_compiled_again(model_name, dtype):
+    """A second generation reuses the graphs of the first."""
     model, batch = make_endless_model(model_name).to(dtype), make_batch(padding="left")
     expected = generate(model, batch)
     torch._dynamo.reset()
@@ -350,6 +355,7 @@ WRAPPERS = [wrap_in_lora, quantize_with_torchao, quantize_with_quanto, offload_t
 @pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
 @pytest.mark.parametrize("model_name", ["mla", "mla-q-lora", "mixed"])
 def test_projection_that_is_not_plain_is_expanded(model_name, wrap, tmp_path):
+    """A `kv_b_proj` with LoRA, quantized or offloaded is called at every token, because its weight is not all of it."""
     plain, batch = make_endless_model(model_name), make_batch(padding="left")
     model = wrap(make_endless_model(model_name), tmp_path)
     projections = [module for name, module in model.named_modules() if name.endswith("self_attn.kv_b_proj")]

@@ -35,6 +35,7 @@ def gradients(model) -> dict:
 
 @pytest.mark.parametrize("auto_class", HEADS)
 def test_two_steps_move_every_parameter(auto_class, model_name):
+    """Every parameter gets a gradient that is not zero, and two steps of an optimizer change it."""
     model = build(auto_class, model_name, attention_bias=True, mlp_bias=True).train()
     batch = make_batch(padding="right")
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -148,6 +149,7 @@ def test_set_attn_implementation_reaches_every_layer(model_name, monkeypatch):
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_finished_masks(model_name, backend):
+    """A mask (B, 1, T, S), boolean or additive, gives the logits of the padding mask that it was made from."""
     model, batch = make_model(model_name), make_batch(padding="left")
     if model_name == "mixed-window":
         model.config.sliding_window = 100  # a finished mask replaces the window's
@@ -160,6 +162,7 @@ def test_finished_masks(model_name, backend):
 
 
 def test_holes_in_the_padding_mask_are_not_documents(model_name):
+    """Positions that stand still at padding do not begin a document: logits are those with a cache, which has none."""
     model, ids = make_model(model_name), make_batch(batch=1)["input_ids"]
     mask = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1]])
     positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
@@ -176,6 +179,7 @@ def test_holes_in_the_padding_mask_are_not_documents(model_name):
     all_pairs(MODELS, ["no mask", "mask of ones", "right padding"], ["eager", "sdpa"], [True, False], [True, False]),
 )
 def test_packed_documents_do_not_see_each_other(model_name, mask, backend, training, use_cache):
+    """Logits of a packed document are those of the document alone, and no gradient reaches the others."""
     model, ids = make_model(model_name).train(training), make_batch(batch=2)["input_ids"]
     model.set_attn_implementation(backend)
     # Documents begin at another place in each row.
@@ -221,6 +225,7 @@ def test_attentions_and_hidden_states(model_name):
 
 
 def test_gradient_checkpointing_and_accumulation_change_nothing(model_name):
+    """Loss and gradients agree to 1e-5 with a plain step; the count of calls shows that each variant was active."""
     batch, results = make_batch(batch=4), []
     parts = [{name: tensor[rows] for name, tensor in batch.items()} for rows in (slice(0, 1), slice(1, 4))]
     for variant in ("plain", "checkpointed", "accumulated"):
@@ -262,6 +267,7 @@ def test_logits_to_keep_and_inputs_embeds(model_name):
 
 @pytest.mark.parametrize("auto_class", HEADS)
 def test_plans_name_existing_modules(auto_class, model_name):
+    """A rule for tensor, pipeline or FSDP parallelism that names no module would be ignored in silence."""
     model = build(auto_class, model_name)
     names = {".".join("*" if part.isdigit() else part for part in name.split(".")) for name, _ in model.named_modules()}
     for plan in (model._tp_plan, model._pp_plan, model._fsdp_plan):

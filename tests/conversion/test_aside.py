@@ -83,6 +83,7 @@ def test_a_failing_rename_puts_the_old_target_back(tmp_path):
 
 @pytest.mark.parametrize(("kind", "force"), [("folder", False), ("file", True)])
 def test_a_target_that_appears_meanwhile_is_kept(kind, force, tmp_path):
+    """The target is checked again at the end: what someone else wrote there meanwhile is not replaced."""
     target = tmp_path / "target"
     kept = target / "precious" if kind == "folder" else target
 
@@ -126,6 +127,7 @@ def test_a_target_in_what_is_read_is_refused(target, tmp_path):
 
 
 def test_what_our_commands_and_the_hub_keep_in_a_checkpoint_is_replaced(tmp_path):
+    """`--force` may delete every file that this package, transformers or the Hub puts into a checkpoint."""
     folder = checkpoint(tmp_path / "target")
     (folder / "additional_chat_templates").mkdir()
     for name in (
@@ -181,6 +183,7 @@ def test_links_are_kept_but_for_those_to_files(tmp_path):
     "config", [None, "", "[]", "{}", '{"model_type": 3}', "[" * 100_000], ids=lambda text: str(text)[:20]
 )
 def test_a_folder_with_a_config_is_no_checkpoint_yet(config, tmp_path):
+    """Without a config.json that names a model_type, `--force` deletes nothing."""
     folder = checkpoint(tmp_path / "target")
     (folder / "config.json").write_text(config or "")
     if config is None:
@@ -189,6 +192,7 @@ def test_a_folder_with_a_config_is_no_checkpoint_yet(config, tmp_path):
 
 
 def test_weights_make_a_checkpoint(tmp_path):
+    """Without weights, `--force` deletes nothing."""
     folder = checkpoint(tmp_path / "target")
     (folder / "model.safetensors").unlink()
     assert why_kept(folder).startswith("is no checkpoint")
@@ -241,6 +245,7 @@ def writer(tmp_path):
 
 
 def test_one_process_at_a_time_and_what_a_dead_one_leaves_is_swept(writer, tmp_path):
+    """A second writer is refused while the first lives; once that is killed, its half-written folder is removed."""
     process, folder = writer
     target = checkpoint(tmp_path / "target")
     before = names(tmp_path)
@@ -260,6 +265,7 @@ def test_one_process_at_a_time_and_what_a_dead_one_leaves_is_swept(writer, tmp_p
 
 
 def test_two_writers_in_one_process(tmp_path):
+    """The lock also holds within a process, for one target, and not for another."""
     with written_aside(tmp_path / "target"):
         with (
             pytest.raises(ConversionError, match=f"process {os.getpid()} is writing"),
@@ -289,6 +295,7 @@ def test_what_was_moved_away_when_the_kill_came_is_put_back(tmp_path):
 
 
 def test_what_was_replaced_when_the_kill_came_is_swept(tmp_path):
+    """Killed after the new checkpoint took its place: the next writer removes the old one and keeps the new."""
     left_by_kill(tmp_path, "old")
     checkpoint(tmp_path / "target", content="new")
     with pytest.raises(ConversionError, match="target exists already"), written_aside(tmp_path / "target"):
@@ -297,6 +304,7 @@ def test_what_was_replaced_when_the_kill_came_is_swept(tmp_path):
 
 
 def test_what_was_moved_away_is_kept_where_something_else_took_its_place(tmp_path):
+    """If the target is neither the old nor the new checkpoint, nothing is deleted and the user decides."""
     left_by_kill(tmp_path, "old", "new")
     checkpoint(tmp_path / "target", content="someone's")
     before = names(tmp_path)
@@ -310,6 +318,7 @@ def test_what_was_moved_away_is_kept_where_something_else_took_its_place(tmp_pat
 
 @pytest.mark.parametrize("name", [".target.new-thesis", ".target.new-12ab.txt", ".target2.new-12", ".xtarget.old-12"])
 def test_only_names_of_ours_are_swept(name, tmp_path):
+    """Files, and folders whose names only resemble those of a writer, are not removed."""
     (tmp_path / name).mkdir()
     (tmp_path / ".target.new-12").write_text("a file is none of ours")
     with written_aside(tmp_path / "target"):
@@ -354,6 +363,7 @@ def test_stopped_between_any_two_renames(step, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["rmtree", "unlink"])
 def test_stopped_while_cleaning_up(name, tmp_path, monkeypatch):
+    """Ctrl-C during the cleaning up does not cut it short."""
     owner, function = (shutil, "rmtree") if name == "rmtree" else (Path, "unlink")
     clean, count = getattr(owner, function), [0]
 

@@ -47,6 +47,7 @@ def test_a_name_is_found_in_the_offline_cache(tmp_path, monkeypatch):
 
 
 def test_what_is_fetched_from_the_hub(monkeypatch):
+    """Only safetensors, JSON, tokenizer and licence files are downloaded, and no folder but that of chat templates."""
     wanted = ["config.json", "model-1.safetensors", "LICENSE.txt", "additional_chat_templates/tool.v2.jinja"]
     others = ["pytorch_model.bin", "onnx/config.json", "original/tokenizer.model", "model_fp16/model.safetensors"]
 
@@ -141,6 +142,7 @@ def test_what_may_not_be_read_is_said(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_sums_that_overflow_are_finite_all_the_same(dtype):
+    """`check_finite` sums a tensor first; a sum that overflows is not taken for a damaged tensor."""
     largest = torch.full((3, 4), torch.finfo(dtype).max, dtype=dtype)
     check_finite("w", largest)
     check_finite("w", torch.zeros(0, dtype=dtype))
@@ -163,6 +165,7 @@ def write_shards(folder, weight_map: dict[str, str]):
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_tensors_are_described_and_read(sharded, tmp_path):
+    """Shape, dtype and bytes are known from the header; `load` reads the tensor, of one file or of shards."""
     if sharded:
         write_shards(tmp_path, {"a": "model-1.safetensors", "b": "model-2.safetensors"})
     else:
@@ -177,6 +180,7 @@ def test_tensors_are_described_and_read(sharded, tmp_path):
 
 
 def test_an_index_that_does_not_tell_the_truth_is_refused(tmp_path):
+    """An index that names a tensor in a shard which does not hold it, or that is no JSON, is named."""
     write_shards(tmp_path, {"a": "model-1.safetensors", "b": "model-1.safetensors"})
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(index.read_text().replace('"b"', '"c"'))

@@ -46,6 +46,7 @@ def read(path: Path, column: str = "text") -> list[str]:
 @pytest.mark.parametrize("packing", PACKERS)
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_of_every_kind(name, packing, tmp_path):
+    """Each format and packing of the same three texts gives these texts."""
     path = tmp_path / f"{name}{packing}"
     path.write_bytes(PACKERS[packing](KINDS[name].encode()))
     assert read(path) == TEXTS
@@ -85,6 +86,7 @@ def test_rows_of_parquet(tmp_path):
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_json_is_read_in_chunks_of_any_size(chunk, tmp_path, monkeypatch):
+    """Values that are cut anywhere by the end of a chunk are read whole."""
     monkeypatch.setattr(formats, "CHUNK", chunk)
     values = [{"text": "a" * 100, "n": -1.5e300, "b": [True, False, None, "\\"]}, "\U0001f642", {"text": "\n"}]
     for name, content in (("a.json", json.dumps(values)), ("b.json", "\n".join(map(json.dumps, values)))):
@@ -93,6 +95,7 @@ def test_json_is_read_in_chunks_of_any_size(chunk, tmp_path, monkeypatch):
 
 
 def test_a_long_array_is_not_held_in_memory(tmp_path):
+    """Reading a JSON array of 9 MB takes less than 7 MB."""
     path = tmp_path / "long.json"
     path.write_text(json.dumps([{"text": "x" * 1000}] * 9000))
     tracemalloc.start()
