@@ -109,7 +109,7 @@ def test_help_names_commands_and_options():
     fields = {option.replace("_", "-") for option in job.Job.__dataclass_fields__} - {"source", "target", "seconds"}
     assert {f"--{name}" for name in fields} <= listed
     said = " ".join(plain("--help").split())
-    assert "130 or 143" in said and "Refused: a TARGET that exists" in said
+    assert "130 or 143" in said and "A TARGET that exists is refused" in said
     for name in ("convert", "import", "export"):
         assert "Replace the checkpoint at TARGET once" in re.sub(r"[│\s]+", " ", plain(name, "--help"))
     assert "a multiple of the key/value heads" in " ".join(plain("convert", "--help").split())

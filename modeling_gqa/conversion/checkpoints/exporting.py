@@ -6,30 +6,22 @@ names them: a softmax scale folded into the query weights, and a latent without 
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
-from ...attention import GroupedAttention
-from ...attention_latent import LatentAttention, yarn_scale
 from ...common.errors import ConversionError, did_you_mean, one_line
 from ...common.progress import Progress
 from ...configuration_gqa import GQAConfig
-from ..targets import layer_fields
 from .aside import refuse_overlap, written_aside
 from .checkpoint import meta_model, open_checkpoint, own_tensors
 from .families import SHARED
 from .files import MAX_SHARD_SIZE, LazyTensor, write_checkpoint
+from .obstacles import GROUPED_FAMILIES, LATENT_FAMILIES, obstacles, scale_ratio
 from .padding import padded_latent, zero_where_missing
-
-GROUPED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-LATENT_FAMILIES = ("deepseek_v3",)
-# Rotary types with which the frequencies of a smaller head are some of those of a larger one. With the others they
-# depend on the head's size by more than the exponent of each plane ("dynamic" changes the base with the length).
-STRIDE_TYPES = ("default", "linear", "llama3")
 
 
 def export_config(config: GQAConfig, family: str | None = None) -> PreTrainedConfig:
@@ -62,7 +54,7 @@ def export_config(config: GQAConfig, family: str | None = None) -> PreTrainedCon
         choice = (family,)
     reasons: dict[str, list[str]] = {}
     for name in choice:
-        reason = next(_obstacles(config, name), None)
+        reason = next(obstacles(config, name), None)
         if reason is None:
             return _stock_config(config, name)
         reasons.setdefault(reason, []).append(name)
@@ -81,7 +73,7 @@ def inexactness(config: GQAConfig) -> str | None:
             "The latents get a padding channel that makes DeepSeek's norm harmless: in float32 the logits agree to "
             "1e-4 of the largest."
         )
-    if not math.log2(_scale_ratio(config)).is_integer():
+    if not math.log2(scale_ratio(config)).is_integer():
         return "The softmax scale is folded into the query weights, which rounds them once more."
     return None
 
@@ -144,113 +136,6 @@ def export_checkpoint(
     return stock
 
 
-# -- what each class can express
-
-
-def _obstacles(config: GQAConfig, family: str) -> Iterator[str]:
-    """Yield the reasons why a family cannot express the model, one sentence each."""
-    if config.is_heterogeneous:
-        layers = layer_fields(config)
-        differing = [name for name in layers[0] if any(layer[name] != layers[0][name] for layer in layers)]
-        yield f"its layers differ in {', '.join(differing)} (per_layer_config), and these classes have equal layers"
-        return  # what differs by layer cannot be read below
-    latent = family in LATENT_FAMILIES
-    if config.attention_kind not in (LatentAttention if latent else GroupedAttention).kinds:
-        yield f"attention_kind={config.attention_kind!r} is not this class's"
-        return
-    if not _standard_frequencies(config):
-        yield (
-            f"rope_frequency_indices of rope_frequency_dim={config.rope_frequency_dim} are not the frequencies of a "
-            f"head of {_rotary_size(config)} dimensions"
-        )
-    rope = config.rope_parameters
-    if rope["rope_type"] != "proportional" and rope.get("partial_rotary_factor", 1.0) != 1.0:
-        yield f"partial_rotary_factor={rope['partial_rotary_factor']}: the class rotates whole heads"
-    half = config.dtype in (torch.float16, torch.bfloat16)
-    if half and not math.log2(_scale_ratio(config)).is_integer():
-        yield (
-            f"softmax_scale={config.softmax_scale} would be folded into query weights, for which {config.dtype} is too "
-            "coarse: save the model in float32 first"
-        )
-    yield from _latent_obstacles(config) if latent else _grouped_obstacles(config, family)
-
-
-def _grouped_obstacles(config: GQAConfig, family: str) -> Iterator[str]:
-    if config.qk_norm != (family == "qwen3"):
-        yield f"qk_norm={config.qk_norm}"
-    biases = config.projection_biases
-    fits = {
-        "llama": len(set(biases)) == 1,
-        "mistral": not any(biases),
-        "qwen2": biases == (True, True, False),
-        "qwen3": len(set(biases)) == 1,
-    }
-    if not fits[family]:
-        yield _bias_reason(biases)
-    if config.mlp_bias and family != "llama":
-        yield "mlp_bias=True"
-    sliding = set(config.layer_types) != {"full_attention"}
-    if sliding and (family == "llama" or (family == "mistral" and len(set(config.layer_types)) > 1)):
-        yield f"layer_types={sorted(set(config.layer_types))}"
-    if family == "llama" and config.hidden_size % config.num_attention_heads:
-        yield (
-            f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads={config.num_attention_heads}"
-        )
-
-
-def _latent_obstacles(config: GQAConfig) -> Iterator[str]:
-    query_bias, key_value_bias, output_bias = config.projection_biases
-    if config.q_lora_rank is None and query_bias:
-        yield "q_proj has a bias (query_bias=True)"
-    given = {key_value_bias, output_bias} | ({query_bias} if config.q_lora_rank is not None else set())
-    if config.latent_norm and len(given) > 1:  # with a padding channel all have one
-        yield _bias_reason(config.projection_biases)
-    if config.mlp_bias:
-        yield "mlp_bias=True"
-    if set(config.layer_types) != {"full_attention"}:
-        yield f"layer_types={sorted(set(config.layer_types))}"
-    if not config.latent_norm and config.dtype == torch.float16:
-        yield "the padding channel of a latent without a norm overflows float16: save the model in float32 first"
-
-
-def _bias_reason(biases: tuple[bool, bool, bool]) -> str:
-    return "the biases are in other places than the class's: query {}, key and value {}, output {}".format(*biases)
-
-
-def _rotary_size(config: GQAConfig) -> int:
-    return config.qk_rope_head_dim if config.attention_kind == "mla" else config.head_dim
-
-
-def _standard_frequencies(config: GQAConfig) -> bool:
-    """Return whether the rotary planes have the frequencies that a head of their size has by default."""
-    indices, size = config.rope_frequency_indices, config.rope_frequency_dim
-    if indices is None or size is None:
-        return True
-    rotary = _rotary_size(config)
-    if 2 * len(indices) != rotary or size % rotary:
-        return False
-    stride = size // rotary
-    if stride > 1 and config.rope_parameters["rope_type"] not in STRIDE_TYPES:
-        return False
-    return list(indices) == list(range(0, size // 2, stride))
-
-
-def _scale_ratio(config: GQAConfig) -> float:
-    """Return the model's softmax scale divided by that of transformers' own model of the same sizes."""
-    if config.softmax_scale is None:
-        return 1.0
-    if config.attention_kind == "mla":
-        stock = config.qk_head_dim**-0.5 * yarn_scale(config.rope_parameters)
-    else:
-        stock = config.head_dim**-0.5
-    ratio = config.softmax_scale / stock
-    power = 2.0 ** round(math.log2(ratio))
-    return power if math.isclose(ratio, power, rel_tol=1e-9) else ratio
-
-
-# -- what is written
-
-
 def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
     fields = {name: copy.deepcopy(getattr(config, name)) for name in SHARED}
     if family in LATENT_FAMILIES:
@@ -307,7 +192,7 @@ def _window_fields(config: GQAConfig) -> dict[str, Any]:
 def _stock_tensors(config: GQAConfig, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return the tensors that transformers' own model stores; those that differ are computed when they are loaded."""
     tensors = dict(tensors)
-    ratio = _scale_ratio(config)
+    ratio = scale_ratio(config)
     query = "q_norm" if config.qk_norm else "q_proj" if config.q_lora_rank is None else "q_b_proj"
     for index in range(config.num_hidden_layers):
         layer = f"model.layers.{index}"
