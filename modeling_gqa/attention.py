@@ -37,7 +37,9 @@ from .layers import GQARMSNorm, frequency_indices, rotate, select_frequencies
 
 
 class Attention(nn.Module):
-    """Base class of the attention kinds; a subclass sets `kinds` and `scaling` and implements what raises here.
+    """Base class of the attention kinds.
+
+    A subclass sets `kinds` and `scaling`, and implements the methods that raise `NotImplementedError` here.
 
     Args:
         config: the model's configuration; the layer's own sizes are those of `config.per_layer_config[layer_idx]`.
@@ -72,12 +74,12 @@ class Attention(nn.Module):
 
     @property
     def backend(self) -> str:
-        """Name of the attention implementation that the configuration has now; a lone layer's has none: eager."""
+        """Name of the attention implementation in the configuration now; "eager" where there is none."""
         return self.config._attn_implementation or "eager"
 
     @property
     def sliding_window(self) -> int | None:
-        """The layer's window as the configuration has it now: the masks that a model builds follow it, too."""
+        """The layer's window in tokens as the configuration has it now, as in a model's masks; `None` without one."""
         sliding = self.config.layer_types[self.layer_idx] == "sliding_attention"
         return self.config.sliding_window if sliding else None
 
@@ -109,7 +111,7 @@ class Attention(nn.Module):
     @staticmethod
     def split_heads(x: torch.Tensor, size: int, norm: nn.Module | None = None) -> torch.Tensor:
         """Split (B, T, heads x size) into (B, heads, T, size); `norm` is applied to each head."""
-        # The number of heads is left open, because tensor parallelism leaves a rank some of them.
+        # -1 for the number of heads, because under tensor parallelism a rank has only some of them.
         x = x.view(*x.shape[:-1], -1, size)  # (B, T, heads, size)
         return (x if norm is None else norm(x)).transpose(1, 2)
 

@@ -37,7 +37,7 @@ STOCK_ONLY = frozenset(("cache", "position_bias", "softcap", "output_attentions"
 MASK_FUNCTIONS = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
 MASK_BUILDERS: dict[str, Callable] = {"eager": eager_mask, "sdpa": sdpa_mask, "flex_attention": flex_attention_mask}
 
-# Whether the CPU multiplies bfloat16 tiles; torch before 2.13 does not tell.
+# Whether the CPU has AMX, which multiplies bfloat16 tiles; torch before 2.13 does not tell, and False is assumed.
 CPU_HAS_AMX = bool(dict(getattr(torch.cpu, "get_capabilities", dict)()).get("amx_bf16"))
 
 
@@ -88,13 +88,13 @@ def sdpa_attention_forward(
     scaling: float | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' `sdpa`, but keys and values are not repeated where a fused kernel can do without.
+    """transformers' `sdpa`, but keys and values are not repeated where a fused kernel takes them as they are.
 
     Arguments and output as in `eager_attention_forward`, without weights. Several tokens without a mask are causal, and
     the stock function's: torch takes these as they are.
     """
     device = query.device.type
-    # Without a mask, CUDA's kernels take grouped heads themselves; with one and many tokens no kernel there does.
+    # Without a mask, CUDA's kernels take grouped heads themselves; with a mask and many tokens, none of them does.
     fused = device == "cpu" or (device == "cuda" and attention_mask is not None and _few(query))
     masked = attention_mask is not None or query.shape[2] == 1
     special = not STOCK_ONLY.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in STOCK_ONLY)
@@ -167,7 +167,7 @@ ALL_ATTENTION_FUNCTIONS = GQAAttentionInterface()
 
 
 class AttentionModule(Protocol):
-    """What `attended_part` asks of a layer."""
+    """The attributes of a layer that `attended_part` reads."""
 
     config: GQAConfig
     layer_idx: int
@@ -183,7 +183,7 @@ def attended_part(
     is_causal: bool = True,
     sliding_window: int | None = None,
 ) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """The mask of a layer, and the keys and values that it is to attend to.
+    """Return the mask of a layer, and the keys and values that it attends to.
 
     A model builds its layers' masks; these pass through. A layer that is used without a model gets its own mask. Places
     that a static cache has not filled yet are cut off, except while tracing, and except where eager attention returns
@@ -243,7 +243,7 @@ def _filled_part(
     finished = isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 4
     if not layer.is_compileable or layer.is_sliding or not (finished or attention_mask is None) or is_tracing(key):
         return attention_mask, key, value
-    # Eager returns weights, as wide as the cache: there, only a narrower mask cuts.
+    # Eager returns weights as wide as the cache, so there only a mask that is narrower than the cache cuts it.
     whole = not finished or attention_mask.shape[-1] == key.shape[2]
     if whole and _backend(module) == "eager":
         return attention_mask, key, value

@@ -34,7 +34,7 @@ class KeyValueBuffer:
         key_room[:, :, : self.filled] = keys
         value_room[:, :, : self.filled] = values
         self.keys, self.values = key_room, value_room
-        # Written through `data`, because graphs that hold earlier views see no change: these places are new.
+        # Written through `data`, so that autograd counts no change: earlier views do not show the new places.
         self.writable = key_room.data, value_room.data
 
     def takes(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
@@ -98,7 +98,7 @@ class GrowingLayer(DynamicLayer):
         if buffer is None:
             return super().update(key_states, value_states, *args, **kwargs)
         keys, values = buffer.append(key_states, value_states)
-        # Past `__setattr__`: these are views of the buffer.
+        # Not through `__setattr__`, which would drop the buffer: these are its views.
         self.__dict__.update(keys=keys, values=values)
         super().__setattr__("buffer", buffer)
         return keys, values

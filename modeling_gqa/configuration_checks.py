@@ -111,7 +111,7 @@ def check_range(name: str, value: Any, limits: tuple[float, float]):
 
 
 def check_rope_values(rope: dict):
-    """Check each rotary parameter that is there."""
+    """Check each rotary parameter that is given."""
     for key, value in rope.items():
         name = f"rope_parameters[{key!r}]"
         if isinstance(value, dict):
@@ -172,7 +172,7 @@ def check_token_ids(config: "GQAConfig"):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`", did you mean ...?"` for a name one edit (insert, delete, replace, swap neighbours) from a known one."""
+    """Return `", did you mean ...?"` for a name one edit (insert, delete, replace, swap) away from a known one."""
     for other in sorted(known):
         start = 0
         while start < min(len(name), len(other)) and name[start] == other[start]:
@@ -189,7 +189,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A wrong value on one line of a message."""
+    """Return a wrong value as text for one line of a message."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no number of more than 4300 digits

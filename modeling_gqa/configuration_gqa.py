@@ -324,7 +324,7 @@ class GQAConfig(PreTrainedConfig):
 
 
 class GQALayerConfig(GQAConfig):
-    """One layer's configuration, as `GQAConfig.per_layer_config` gives it: it can be read, and copies be written."""
+    """One layer's configuration, as `GQAConfig.per_layer_config` gives it: read-only, while its copies are not."""
 
     __eq__ = PreTrainedConfig.__eq__
 

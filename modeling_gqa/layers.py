@@ -120,7 +120,7 @@ def select_frequencies(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
-    """Rotate the first P dimensions of each head; what lies beyond passes through.
+    """Rotate the first P dimensions of each head and leave the others as they are.
 
     Args:
         x: queries or keys (B, heads, T, D) with D >= P.

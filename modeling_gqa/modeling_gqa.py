@@ -1,4 +1,4 @@
-"""A decoder whose layers attend by MHA, MQA, GQA or MLA, and its heads.
+"""A decoder whose layers attend by MHA, MQA, GQA or MLA: the base model, the language model and three more heads.
 
 Shapes: B batch, T tokens given, S cached and new tokens, P rotary size of a layer's heads.
 """

@@ -1,4 +1,4 @@
-"""Paths and files: what lies in what, and what is on the disk."""
+"""Paths and files: whether one lies in another, writing text, and forcing writes to the disk."""
 
 import os
 from pathlib import Path
