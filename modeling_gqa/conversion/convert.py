@@ -105,8 +105,7 @@ def convert_model(
     setting = first_setting(bool(calibration), method, regroup, refit, share_cache, seed)
     changed = changed_layers(model.config, target_config)
     with ExitStack() as files:
-        text = calibration if lossy else None
-        statistics = gather_statistics(model, changed, text, searching, files, show_progress)
+        statistics = gather_statistics(model, changed, calibration if lossy else None, searching, files, show_progress)
         source_states = files.enter_context(scratch(model.device)) if searching else {}
         search = Search(model, target_config, statistics, calibration, selection, source_states, show_progress)
         if searching:
