@@ -204,9 +204,8 @@ def shown(value: Any) -> str:
 def check_layer_sizes(layer: "GQAConfig"):
     """Check that the kind is known, that every size it needs is there, and that no matrix is too large."""
     if layer.attention_kind not in ATTENTION_KINDS:
-        raise ValueError(
-            f"attention_kind={shown(layer.attention_kind)} is unknown: choose 'mha', 'mqa', 'gqa' or 'mla'"
-        )
+        kinds = " or ".join((", ".join(map(repr, ATTENTION_KINDS[:-1])), repr(ATTENTION_KINDS[-1])))
+        raise ValueError(f"attention_kind={shown(layer.attention_kind)} is unknown: choose {kinds}")
     heads = layer.num_attention_heads
     needed = (*MLA_FIELDS[1:], "head_dim") if layer.attention_kind == "mla" else ("head_dim",)
     missing = next((name for name in needed if getattr(layer, name) is None), None)

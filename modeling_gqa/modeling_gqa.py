@@ -350,8 +350,11 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
 
     def _get_static_cache_init_shape(self):
         # transformers 5.17 asks the model's configuration for sizes that differ by layer in a mixed model; without a
-        # shape the cache takes its own from the first keys and values.
-        return None if self.config.is_heterogeneous else super()._get_static_cache_init_shape()
+        # shape the cache takes its own from the first keys and values. So it must where a kind caches other sizes.
+        layer = self.config.per_layer_config[0]
+        sizes = ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer)
+        usual = sizes == (layer.num_key_value_heads * layer.head_dim,) * 2
+        return super()._get_static_cache_init_shape() if usual and not self.config.is_heterogeneous else None
 
 
 # transformers' generic heads build their base model through AutoModel, which asks for trust in remote code.

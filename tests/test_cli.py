@@ -137,6 +137,23 @@ def test_options_are_declared_once_and_read_in_both_spellings(checkpoints, tmp_p
     assert call("convert", checkpoints / "mha", tmp_path / "no", "--attention_kind", "gqa", "--nonsense").exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["frob"], "No such command 'frob'"),
+        (["convert", "a", "b", "--attention-kind", "gaq"], "'gaq' is not one of 'mha', 'mqa', 'gqa', 'mla'"),
+        (["convert", "a", "b", "--attention-kind", "gqa", "--num-key-valu-heads", "2"], "--num-key-value-heads"),
+        (["inspect"], "Missing argument 'SOURCE'"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["modeling-gqa", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        command.main()
+    error = capsys.readouterr().err
+    assert stopped.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and said in error
+
+
 def test_version():
     assert run("--version") == f"modeling-gqa {modeling_gqa.__version__}"
 

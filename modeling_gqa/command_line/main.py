@@ -6,7 +6,7 @@ modeling-gqa convert SOURCE TARGET --attention-kind mla --cache-size 128 --text 
 import signal
 import sys
 import warnings
-from typing import Annotated
+from typing import Annotated, Any
 
 try:
     import rich  # noqa: F401
@@ -19,9 +19,12 @@ except ImportError as missing:
 from transformers.utils import logging
 
 from .. import __version__
-from .console import err
+from .console import err, printable
 from .conversion import add_conversion_commands
 from .training import add_training_commands
+
+# Wrong usage, of which a bad value is one kind; typer does not export the class.
+UsageError: Any = typer.BadParameter.__base__
 
 
 def kebab_case(name: str) -> str:
@@ -81,4 +84,15 @@ def main() -> None:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    app()
+    try:
+        sys.exit(app(standalone_mode=False))
+    except UsageError as error:
+        if not sys.argv[1:]:
+            error.show()  # the help
+        else:
+            said = error.format_message().replace("Value error, ", "")
+            typer.echo(f"error: {printable(' '.join(said.split()))}", err=True)
+        sys.exit(2)
+    except typer.Abort:
+        typer.echo("error: stopped by Ctrl-C", err=True)
+        sys.exit(130)

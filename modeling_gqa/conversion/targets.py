@@ -238,9 +238,10 @@ def latent_sizes(
     given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
     largest = max(layer.hidden_size, 2 * key_heads * head_dim)
     if given and rank > largest:
+        at_most = largest + (rope if cache_size is not None else 0)
         raise ConversionError(
             f"{' and '.join(given)}: a latent of {rank} is larger than layer {index}'s input, and than all its "
-            f"keys and values: choose at most {largest}"
+            f"keys and values: choose at most {at_most}"
         )
     if rope % 2 or rope > most:
         raise ConversionError(

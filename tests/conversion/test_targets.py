@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from small_models import make_config, make_model
 from transformers import LlamaConfig
 
-from modeling_gqa import ATTENTION_CLASSES, configuration_checks
+from modeling_gqa import ATTENTION_CLASSES, GQAConfig, configuration_checks
 from modeling_gqa.accounting import cache_bytes_per_token
 from modeling_gqa.attention import GroupedAttention
 from modeling_gqa.conversion import ConversionError, allocate, convert_model, export_config, target_config
@@ -359,3 +359,12 @@ def test_a_model_of_an_unknown_kind_is_not_exported_as_another(monkeypatch):
     monkeypatch.setattr(configuration_checks, "ATTENTION_KINDS", tuple(ATTENTION_CLASSES))
     with pytest.raises(ConversionError, match="llama and mistral and qwen2 and qwen3: attention_kind='tied' is not"):
         export_config(make_config("mha", attention_kind="tied", num_key_value_heads=6))
+
+
+def test_the_largest_cache_size_is_the_one_that_the_error_names():
+    """One more number than that is refused, and the error says what the most is."""
+    config = GQAConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, attention_kind="mqa")
+    with pytest.raises(ConversionError, match=r"choose at most 80$"):
+        target_config(config, "mla", cache_size=81)
+    layer = target_config(config, "mla", cache_size=80).per_layer_config[0]
+    assert layer.kv_lora_rank + layer.qk_rope_head_dim == 80

@@ -140,7 +140,8 @@ def summary(report: Report) -> list[tuple[str, str, str]]:
 
     def row(text: str, name: str, form: str) -> tuple[str, str, str]:
         before, after = report.get(f"{name}_before"), report.get(f"{name}_after", report.get(name))
-        return text, *("" if value is None else format(value, form) for value in (before, after))  # type: ignore
+        # The KL of an exact conversion may be rounded to less than zero.
+        return text, *("" if value is None else format(max(value, 0), form) for value in (before, after))  # type: ignore
 
     rows = [
         row(f"cache, bytes per token of the whole model ({report['dtype']})", "cache_bytes_per_token", ","),
