@@ -2,16 +2,8 @@
 
 Shapes: B batch, T query tokens, S cached and new tokens, H query heads, G key/value heads, D head_dim.
 
-To add a kind:
-
-1. Write `attention_NAME.py` with a subclass of `Attention`.
-2. Enter it in `ATTENTION_CLASSES`, in `modeling_gqa.py`.
-3. Enter the kind in `ATTENTION_KINDS`, in `configuration_checks.py`, and write a check there.
-4. Give `GQAConfig` the kind's fields, and derive those that are left out.
-5. Add a preset to `configuration/models`.
-6. Run the tests: they iterate `ATTENTION_CLASSES` and the presets. They ask for the kind's formula (`FORMULAS` in
-   `tests/test_attention.py`), for a model to compare with (`TWINS` in `tests/test_parity.py`), and for its key/value
-   heads and its split over ranks (tables in `tests/test_configuration.py` and `tests/test_modeling.py`).
+`docs/adding-a-kind.md` says how to add a kind. The tests iterate `ATTENTION_CLASSES`, in `modeling_gqa.py`, and the
+presets.
 
 Engines read a layer, some of it in the text of `forward`. vLLM (0.32, `models/transformers/fusers/attention.py` there)
 refuses a model unless each layer has one module whose class's `forward`

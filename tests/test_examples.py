@@ -1,13 +1,11 @@
-"""Every public class and function shows how it is used, in a block of its docstring that runs as it stands."""
+"""Every public class and function shows how it is used, in a block of its docstring."""
 
 import importlib
 import inspect
 import re
 import textwrap
-from pathlib import Path
 
 import pytest
-import torch
 
 PACKAGES = ("modeling_gqa", "modeling_gqa.accounting", "modeling_gqa.conversion")
 BLOCK = re.compile(r"^( *)```python([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
@@ -31,19 +29,13 @@ def blocks(docstring: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("package", "name"), public_objects())
-def test_example_runs(package, name, monkeypatch):
-    """Each block runs from the root of the repository; one that cannot is marked `no-run`, and a comment says why."""
-    monkeypatch.chdir(Path(__file__).parents[1])
-    torch.manual_seed(0)
+def test_what_is_public_has_an_example(package, name):
+    """`test_docs.py` runs the blocks; one that cannot run is marked `no-run`, and a comment in it says why."""
     docstring = getattr(importlib.import_module(package), name).__doc__ or ""
-    section = docstring.partition("Example:\n")[2]
-    examples = blocks(section)
+    examples = blocks(docstring.partition("Example:\n")[2])
     assert examples, f"{package}.{name} has no Example: with a ```python block"
     for note, code in examples:
-        if note == "no-run":
-            assert "#" in code, f"{package}.{name}: a comment says why its example is not run"
-        else:
-            exec(compile(code, f"<example of {package}.{name}>", "exec"), {"__name__": "__main__"})
+        assert note != "no-run" or "#" in code, f"{package}.{name}: a comment says why its example is not run"
 
 
 def test_what_is_public_exists():
