@@ -155,6 +155,11 @@ def test_ctrl_c_during_the_imports_is_one_line(tmp_path, module):
     assert process.stderr.splitlines()[-1] == "error: interrupted" and "Traceback" not in process.stderr
 
 
+def test_only_the_quickstart_deletes_an_earlier_run_unasked():
+    recipes = (CONFIGURATION / "recipes").glob("*.yaml")
+    assert [path.stem for path in recipes if yaml.safe_load(path.read_text()).get("overwrite")] == ["quickstart"]
+
+
 def test_results_are_documented(finished):
     results = json.loads((finished[0] / "results.json").read_text())
     assert results["format_version"] == FORMAT_VERSION and results.keys() <= Results.__annotations__.keys()
