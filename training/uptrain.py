@@ -29,7 +29,7 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
         # Needs a converted model and its source, and trains for minutes.
         from modeling_gqa.training.uptrain import uptrain
 
-        uptrain(["uptrain-tiny", "--student", "runs/converted", "--max-steps", "100", "--pretraining-fraction", "0"])
+        uptrain(["uptrain-tiny", "--student", "runs/converted", "--max-steps", "100"])
         ```
     """
     # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.

@@ -119,7 +119,7 @@ def use(stranger: Stranger, wheel: Path) -> None:
     tokens = ("--calibration-tokens", "2048", "--evaluation-tokens", "1024", "--sequence-length", "64")
     gqa = ("--attention-kind", "gqa", "--num-key-value-heads", "2")
     run(command, "convert", "runs/tiny-mha/final", "converted", *gqa, "--text", "text", *tokens, says="Saved converted")
-    pair = ("--student", "converted", "--teacher", "runs/tiny-mha/final", "--pretraining-fraction", "0")
+    pair = ("--student", "converted", "--teacher", "runs/tiny-mha/final")
     run(command, "uptrain", "uptrain-tiny", *pair, *FEW_STEPS, says="KL to the teacher")
     run(python, "-c", LOAD, says="[[")
 

@@ -241,6 +241,26 @@ def test_budget(write, tmp_path):
     assert recipe.max_steps == 5
 
 
+@pytest.mark.parametrize(
+    ("recipe", "option", "steps"),
+    [
+        ({"max_steps": None, "pretraining_fraction": 0.1}, "--max-steps=5", 5),
+        ({"max_steps": 5}, "--pretraining-fraction=0.1", 8),
+        ({"max_steps": 5}, "--pretraining-fraction=0", 5),
+        ({"max_steps": 5, "pretraining_fraction": 0.1}, "--max-steps=7", 7),
+        ({"max_steps": 5, "pretraining_fraction": 0.1}, "--max-steps=-1", 8),
+        ({"max_steps": 5, "pretraining_fraction": 0.1}, "--pretraining-fraction=0", 5),
+    ],
+)
+def test_the_command_lines_budget_replaces_the_recipes(write, recipe, option, steps):
+    assert load_recipe([write(**recipe), option], UptrainRecipe)[0].max_steps == steps
+
+
+def test_two_budgets_on_the_command_line_are_refused(write):
+    with pytest.raises(RecipeError, match=r"both given.*: add --pretraining-fraction 0 or --max-steps -1$"):
+        load_recipe([write(max_steps=None), "--max-steps=5", "--pretraining-fraction=0.1"], UptrainRecipe)
+
+
 def test_every_recipe_in_the_repository_has_its_steps_here():
     assert set(STEPS) == set(recipe_names("uptrain"))
 

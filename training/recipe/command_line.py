@@ -84,9 +84,13 @@ def load_recipe(
 
 
 def read_values(argv: list[str], parser: RecipeParser) -> dict[str, Any]:
-    """Return the value of every field: its option's in `argv`, else the YAML file's, else its default."""
+    """Return the value of every field: its option's in `argv`, else the YAML file's, else its default.
+
+    An option of `argv` that sets the budget also replaces the YAML file's other way of setting it.
+    """
     script, known = parser.recipe_class.script, recipe_names(parser.recipe_class.script)
-    name = parser.parse_known_args(argv)[0].recipe
+    told = parser.parse_known_args(argv)[0]  # the command line alone
+    name = told.recipe
     if name is None:
         raise RecipeError(f"no recipe given: {parser.prog} NAME, where NAME is {', '.join(known)}")
     path = find_recipe(name, script, parser.prog)
@@ -97,6 +101,9 @@ def read_values(argv: list[str], parser: RecipeParser) -> dict[str, Any]:
         shown = [name for name in parser.options if "_" not in name]
         raise RecipeError(f"unknown option {option}{did_you_mean(option.replace('_', '-'), shown)}")
     values = {name: getattr(value, "value", value) for name, value in vars(namespace).items() if name != "recipe"}
+    budgets = {way for way in parser.recipe_class.budgets if (values[way] or 0) > 0}
+    if chosen := {way for way in budgets if (getattr(told, way) or 0) > 0}:
+        values |= {way: parser.defaults[way] for way in budgets - chosen}
     output = values["output_dir"] or str(Path("runs") / path.stem)
     values["output_dir"] = os.path.expanduser(output.replace("{preset}", public_name(values["preset"])))
     return values

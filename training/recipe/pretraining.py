@@ -4,7 +4,7 @@ import math
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import DynamoBackend
@@ -24,6 +24,7 @@ class Recipe(TrainingArguments):
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_overrides"]
     script, unused = "pretrain", UNUSED
+    budgets: ClassVar[tuple[str, ...]] = ()  # fields that each set the length of training
 
     preset: str = field(
         default="", metadata={"help": "Model: the name of a packaged preset, or a folder with a config.json."}

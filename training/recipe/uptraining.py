@@ -28,6 +28,7 @@ class UptrainRecipe(Recipe):
 
     script = "uptrain"
     unused = UNUSED | dict.fromkeys(("preset", "model_overrides"), "the student is the model")
+    budgets = ("max_steps", "pretraining_fraction")
 
     student: str = field(default="", metadata={"help": "The converted model: a folder or Hub name."})
     teacher: str | None = field(
@@ -98,7 +99,10 @@ class UptrainRecipe(Recipe):
         if not 0 < self.pretraining_fraction <= 1:
             raise ValueError(f"pretraining_fraction is {self.pretraining_fraction}; it must lie in [0, 1]")
         if self.max_steps > 0:
-            raise ValueError("max_steps and pretraining_fraction are both given; name one budget: set the other to 0")
+            raise ValueError(
+                "max_steps and pretraining_fraction are both given, and a run has one budget: add "
+                "--pretraining-fraction 0 or --max-steps -1"
+            )
         self.max_steps = 1  # until the batch size is known
         return self.pretraining_fraction * (self.pretraining_tokens or self.tokens_of_teacher())
 
