@@ -392,7 +392,7 @@ def test_two_processes_equal_one_and_a_stranger_loads_the_result(write, here, tm
 
 
 REFUSALS = [
-    ({"student": None}, "no student given"),
+    ({"student": None}, "no student given: name the converted model, --student FOLDER"),
     ({"student": "/nowhere/model"}, "cannot load the student /nowhere/model"),
     ({"teacher": "/nowhere/model"}, "cannot load the teacher /nowhere/model"),
     ({"teacher": None}, "layerwise_fraction is 0.5 and there is no teacher"),

@@ -61,7 +61,7 @@ class UptrainRecipe(Recipe):
 
     def __post_init__(self) -> None:
         if not self.student:
-            raise ValueError("no student given: name the converted model, a folder or Hub name")
+            raise ValueError("no student given: name the converted model, --student FOLDER or a Hub name")
         if self.teacher in ("", "none"):
             self.teacher = None
         if self.teacher is None:
