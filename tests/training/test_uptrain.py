@@ -406,7 +406,17 @@ REFUSALS = [
     ({"pretraining_fraction": 0.1}, "max_steps and pretraining_fraction are both given"),
     ({"pretraining_fraction": -0.1, "max_steps": None}, "pretraining_fraction is -0.1; it must lie in [0, 1]"),
     ({"pretraining_fraction": 1.1, "max_steps": None}, "pretraining_fraction is 1.1; it must lie in [0, 1]"),
-    ({"pretraining_fraction": 1e-3, "max_steps": None}, "leaves 20 tokens, and a step takes 256"),
+    (
+        {"pretraining_fraction": 1e-3, "max_steps": None},
+        "leaves 20 tokens, and a step takes 256: give a larger fraction, or --max-steps N --pretraining-fraction 0",
+    ),
+    # Models come before budgets.
+    ({"pretraining_fraction": 1e-3, "max_steps": None, "student": "/nowhere/s"}, "cannot load the student /nowhere/s"),
+    ({"pretraining_fraction": 1e-3, "max_steps": None, "teacher": "/nowhere/t"}, "cannot load the teacher /nowhere/t"),
+    (
+        {"pretraining_fraction": 1e-3, "max_steps": None, "pretraining_tokens": 500, "student": "/nowhere/s"},
+        "cannot load the student /nowhere/s",
+    ),
     (
         {"pretraining_fraction": 0.1, "max_steps": None, "teacher": None, "layerwise_fraction": 0},
         "pretraining_fraction needs pretraining_tokens: there is no teacher",

@@ -83,7 +83,11 @@ class UptrainRecipe(Recipe):
             tokens = self.train_batch_size * self.gradient_accumulation_steps * self.world_size * self.sequence_length
             self.max_steps = round(budget / tokens)
             if self.max_steps < 1:
-                raise ValueError(f"pretraining_fraction leaves {budget:,.0f} tokens, and a step takes {tokens:,}")
+                self.check_models()
+                raise ValueError(
+                    f"pretraining_fraction leaves {budget:,.0f} tokens, and a step takes {tokens:,}: give a larger "
+                    "fraction, or --max-steps N --pretraining-fraction 0"
+                )
 
     def inputs(self) -> list[tuple[str, str]]:
         """Return student and teacher beside what pretraining reads."""
@@ -111,11 +115,20 @@ class UptrainRecipe(Recipe):
         missing = "pretraining_fraction needs pretraining_tokens: "
         if self.teacher is None:
             raise ValueError(f"{missing}there is no teacher whose results.json could tell")
+        self.check_models()
         results = local_folder(self.teacher) / RESULTS
         tokens = (read_object(results) or {}).get("tokens_seen")
         if not isinstance(tokens, int) or tokens <= 0:
             raise ValueError(f"{missing}no tokens_seen in {results}")
         return tokens
+
+    def check_models(self) -> None:
+        """Raise `ValueError` where student or teacher cannot be opened: it comes before what is wrong with a budget."""
+        for role, name in self.models().items():
+            try:
+                open_checkpoint(name, companions=False)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"cannot load the {role} {name}: {error}") from error
 
     # -- What depends on the kind of recipe.
 
