@@ -122,7 +122,7 @@ def test_saved_recipe_loads_again_and_compares(write, tmp_path):
         [write(model_overrides={"hidden_size": 64}, warmup_steps=0.1, data_files=["x y"]), "--resume"]
     )
     compare_recipes({**free, "save_steps": 3.0, "report_to": "wandb"}, config)
-    with pytest.raises(RecipeError, match=r"another recipe: learning_rate \(0.003 then, 0.1 now\)"):
+    with pytest.raises(RecipeError, match=r"another recipe: learning_rate \(0.003 then, 0.1 now\); resume with the"):
         compare_recipes({**values, "learning_rate": 0.1}, config)
     config.hidden_act = "gelu"
     with pytest.raises(RecipeError, match=r"model hidden_act \('silu' then, 'gelu' now\)"):

@@ -44,4 +44,7 @@ def compare_recipes(values: dict[str, Any], config: PreTrainedConfig) -> None:
     ]
     changed = [f"{key} ({then!r} then, {now!r} now)" for key, then, now in pairs if then != now]
     if changed:
-        raise RecipeError(f"the run in {folder} has another recipe: {', '.join(changed)}")
+        raise RecipeError(
+            f"the run in {folder} has another recipe: {', '.join(changed)}; resume with the earlier values, or leave "
+            "--resume out and give a new --output-dir"
+        )
