@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from typing import TypedDict
 
 RESULTS, FORMAT_VERSION = "results.json", 1
+# What a resumption that has nothing left to train keeps as it was.
+TIMING = ("training_seconds", "sealing_seconds", "tokens_per_second", "mfu")
 
 
 class Results(TypedDict, total=False):
@@ -20,7 +22,8 @@ class Results(TypedDict, total=False):
         steps: number of optimizer steps.
         tokens_seen: number of tokens trained on, of all processes and all resumptions.
         tokens_per_step: number of tokens in one optimizer step.
-        training_seconds: seconds of this process's training; a resumed run counts from its resumption.
+        training_seconds: seconds of this process's training; a resumed run counts from its resumption. A
+            resumption that trains nothing keeps the earlier value, and those of the other timings.
         tokens_per_second: training speed of all processes together, without evaluation, saving and the first step.
         mfu: model FLOPs utilisation, a fraction of what a large matrix product reaches on the same devices.
         initial_validation_loss: uptraining: the student's loss before training, in nats per token.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset
@@ -20,10 +20,11 @@ from .beginning import Beginning, check_overlap, check_upload, fingerprint
 from .console import is_main, say
 from .errors import Interrupted, RecipeError, failed_to_write
 from .folder.checkpoint import what_is_kept
+from .folder.listing import read_object
 from .folder.run_folder import RunFolder
 from .publish import card, repository
 from .recipe.pretraining import Recipe
-from .results import FORMAT_VERSION, RESULTS, Results, printed_lines
+from .results import FORMAT_VERSION, RESULTS, TIMING, Results, printed_lines
 from .text.bigram import bigram_loss
 from .text.blocks import PackedBlocks, load_blocks
 from .text.source import Source, open_source
@@ -150,11 +151,20 @@ def train(trainer: PretrainTrainer, run: Run) -> None:
         say(f"Stopped by SIGTERM and saved at step {trainer.state.global_step}; --resume continues.")
         sys.exit(128 + 15)
     results = gather_results(trainer, time.perf_counter() - begin)
+    if run.checkpoint is not None and run.checkpoint.name == f"checkpoint-{results['steps']}":
+        results |= earlier_timing(Path(recipe.output_dir), results["steps"])
     weights = trainer.accelerator.get_state_dict(trainer.model)  # under FSDP every process takes part
     if run.folder is not None:
         finish(trainer, run, run.folder, results, weights)
     if recipe.world_size > 1:
         torch.distributed.barrier()
+
+
+def earlier_timing(folder: Path, steps: int) -> Results:
+    """Return how long the training took that the run in `folder` had finished; nothing where that is not known."""
+    earlier = read_object(folder / RESULTS) or {}
+    known = earlier if earlier.get("steps") == steps else {}
+    return cast(Results, {name: known[name] for name in TIMING if isinstance(known.get(name), int | float)})
 
 
 def gather_results(trainer: PretrainTrainer, seconds: float) -> Results:

@@ -93,7 +93,9 @@ def test_sigterm_saves_and_resume_gives_the_same_bits(script, finished, tmp_path
     assert_same_weights(tmp_path, finished[0])
     # Once more, as if the script had been stopped between training and saving the result.
     shutil.rmtree(tmp_path / "final")
+    results = json.loads((tmp_path / "results.json").read_text())
     assert script.run(tmp_path, "--resume").returncode == 0
+    assert json.loads((tmp_path / "results.json").read_text()) == results and results["training_seconds"] > 0
     assert_same_weights(tmp_path, finished[0])
 
 
