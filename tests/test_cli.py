@@ -720,7 +720,8 @@ main()"""
         text=True,
     )
     *_, last = process.stderr.strip().splitlines()
-    assert last == f"{said.format(text=text)} is not installed: pip install 'modeling_gqa[conversion]'"
+    how = "pip install '.[conversion]' in a checkout, or 'modeling_gqa[conversion]' from where you got the package"
+    assert last == f"{said.format(text=text)} is not installed: {how}"
     assert process.returncode == 1 and not (tmp_path / "out").exists() and "Traceback" not in process.stderr
 
 

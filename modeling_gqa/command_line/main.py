@@ -8,12 +8,14 @@ import sys
 import warnings
 from typing import Annotated, Any
 
+from ..common.errors import install_extra
+
 try:
     import rich  # noqa: F401
     import typer
 except ImportError as missing:
     raise SystemExit(
-        f"error: modeling-gqa needs {missing.name}, which is not installed: pip install 'modeling_gqa[conversion]'"
+        f"error: modeling-gqa needs {missing.name}, which is not installed: {install_extra('conversion')}"
     ) from None
 
 from transformers.utils import logging

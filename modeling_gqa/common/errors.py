@@ -24,6 +24,11 @@ class ConversionError(ValueError):
     """
 
 
+def install_extra(extra: str) -> str:
+    """Return the words that say how the packages of an extra are installed, from a checkout and without one."""
+    return f"pip install '.[{extra}]' in a checkout, or 'modeling_gqa[{extra}]' from where you got the package"
+
+
 def one_line(error: BaseException) -> str:
     """Return the message of an exception, or of its cause, without line breaks and cut after `LONGEST_LINE`."""
     said = " ".join(str(error.__cause__ or error).split()) or type(error).__name__

@@ -140,7 +140,8 @@ def run_with(hook: str, tmp_path: Path) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(("module", "package"), [("accelerate", "accelerate"), ("yaml", "PyYAML")])
 def test_a_missing_package_is_one_line(tmp_path, module, package):
     process = run_with(f"import sys; sys.modules[{module!r}] = None", tmp_path)
-    said = f"error: training needs {package}, which is not installed: pip install 'modeling_gqa[training]'"
+    how = "pip install '.[training]' in a checkout, or 'modeling_gqa[training]' from where you got the package"
+    said = f"error: training needs {package}, which is not installed: {how}"
     assert process.returncode == 1 and process.stderr.splitlines()[-1] == said, process.stderr
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ...common.errors import ConversionError
+from ...common.errors import ConversionError, install_extra
 
 CHUNK = 2**20  # bytes read at a time
 PARQUET_ROWS = 256  # read at a time
@@ -40,7 +40,7 @@ def one_line_errors(where: Callable[[], str]) -> Iterator[None]:
     except ImportError as error:
         package = (error.name or str(error)).partition(".")[0]
         raise ConversionError(
-            f"{where()} needs {package}, which is not installed: pip install 'modeling_gqa[conversion]'"
+            f"{where()} needs {package}, which is not installed: {install_extra('conversion')}"
         ) from error
     except Exception as error:  # each format's reader has its own classes
         said = error.strerror if isinstance(error, OSError) else None
