@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PYTEST = python -m pytest -n 2 $(PYTEST_ARGS)
 
-.PHONY: help quickstart test faults compat lint docs checks package bench clean
+.PHONY: help quickstart test faults compat lint docs checks package real bench clean
 
 help:
 	@echo "make quickstart   pretrain a small model on real text, save it, load it back and generate (about 5 minutes)"
@@ -13,6 +13,7 @@ help:
 	@echo "make docs         build the documentation in site/, strictly and offline"
 	@echo "make checks       lint, docs, test and compat"
 	@echo "make package      build wheel and sdist, check them, and use the wheel in a new environment (about 4 minutes)"
+	@echo "make real         build the real model and text that benchmarks and the tests marked real use (about a minute)"
 	@echo "make bench        measure speed and memory side by side with transformers' models (about 10 minutes)"
 
 quickstart: .venv/quickstart
@@ -39,6 +40,9 @@ checks: lint docs test compat
 
 package: .venv/package
 	.venv/bin/python tests/package/check_package.py
+
+real: .venv/test
+	.venv/bin/python -m benchmarks.real
 
 bench: .venv/bench
 	.venv/bin/python -m benchmarks.attention

