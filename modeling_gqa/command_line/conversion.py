@@ -11,7 +11,7 @@ from ..conversion.checkpoints.importing import import_checkpoint
 from ..conversion.command.inspection import inspect_checkpoint
 from ..conversion.command.job import Job
 from ..conversion.command.options import Source, Target, with_options
-from ..conversion.command.report import Report, describe_cost, layer_rows, runs, summary
+from ..conversion.command.report import Report, describe_cost, layer_rows, runs, summary, warning
 from .console import out, printable, progress_bars, saved, user_errors
 
 FORCE = (
@@ -68,6 +68,8 @@ def convert(
             report = job.run(force, show_progress)
         show(report)
         out.print(describe_cost(report))
+        if said := warning(report):
+            out.print(f"[yellow]Warning:[/yellow] {said}.", soft_wrap=True)
         saved(target, "report in conversion.json, card in README.md")
 
 

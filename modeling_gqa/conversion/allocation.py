@@ -15,7 +15,7 @@ from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from .layers.grouping import regrouped
 from .layers.heads import read_heads
-from .layers.latent import KEY_WEIGHTS, best_sizes
+from .layers.latent import divided, latent_loss
 from .layers.merging import Group
 from .layers.moments import Statistics, compute_moments
 from .targets import (
@@ -28,10 +28,14 @@ from .targets import (
     layer_fields,
     layer_head_dim,
 )
-from .text.calibration import Batch, collect
+from .text.calibration import Batch
+from .text.streams import collect
 
 # Cache sizes that are tried for an MLA layer, as shares of its present one.
 SHARES = (1 / 32, 1 / 16, 3 / 32, 1 / 8, 5 / 32, 3 / 16, 1 / 4, 5 / 16, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
+
+# Weight of the keys' errors against the values' in a layer's loss.
+KEY_WEIGHT = 0.2
 
 
 class SizeChoice(NamedTuple):
@@ -160,7 +164,8 @@ def layer_choices(model: GQAForCausalLM, index: int, kind: str, statistics: Stat
     moments = compute_moments(heads, statistics, centered=kind == "mla" or heads.biases[2])
     for numbers, fields in reversed(sizes.items()):
         if kind == "mla":
-            rank, size, loss = best_sizes(heads, moments, numbers, KEY_WEIGHTS[0])
+            rank, size = divided(numbers, heads.planes, len(heads.k), heads.k.shape[1])
+            loss = latent_loss(heads, moments, rank, size, KEY_WEIGHT)
             fields = latent_fields(model.config, index, rank, size, None)
         else:
             partition = regrouped(moments, fields["num_key_value_heads"])

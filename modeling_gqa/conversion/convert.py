@@ -6,7 +6,7 @@ converted, done = convert_model(model, target_config(model.config, "mla", cache_
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,23 +15,25 @@ from ..common.progress import ShowProgress, no_progress
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 from ..modeling_gqa import GQAForCausalLM
-from .layers.latent import KEY_WEIGHTS
-from .layers.moments import Statistics, blank_statistics
-from .search import Search, Setting
+from .kept import Kept
+from .layers.latent import ROTARY_FACTORS
+from .search import Search
+from .sequential import Setting
 from .targets import (
     BOOKKEEPING_FIELDS,
     Fields,
-    changed_layers,
     check_ours,
     layer_fields,
     layer_frequencies,
     lossy_layers,
 )
-from .text.calibration import Batch, collect, scratch
+from .text.calibration import Batch, scratch
 
 # "auto" compares settings on at most this number of tokens, on which two settings differ by more than two texts.
 SELECTION_TOKENS = 16384
-METHODS = ("auto", "lowrank", "procrustes", "mean", "first", "random")
+METHODS = ("lowrank", "auto", "procrustes", "mean", "first", "random")
+# Methods whose output projections are fitted on text where nothing else is said; the others are the GQA paper's.
+FITTED_METHODS = ("lowrank", "auto", "procrustes")
 
 
 def convert_model(
@@ -40,14 +42,19 @@ def convert_model(
     calibration: Sequence[Batch] | None = None,
     *,
     selection: Sequence[Batch] | None = None,
-    method: str = "auto",
+    method: str = "lowrank",
     regroup: bool | None = None,
     refit: bool | None = None,
+    refine: int = 0,
     share_cache: bool = False,
+    share_weights: bool = False,
     seed: int = 0,
+    folder: Path | None = None,
     show_progress: ShowProgress = no_progress,
 ) -> tuple[GQAForCausalLM, dict[str, Any]]:
     """Give a trained model another attention.
+
+    With text, layers are converted in order. Each is calibrated on the input that the converted layers before it give.
 
     Three conversions are exact: to a multiple of the key/value heads, from MQA to MLA, and from MLA without a latent
     norm to MHA. Every other conversion is lossy.
@@ -60,14 +67,19 @@ def convert_model(
             "position_ids" where they are needed; `None`: the weights alone decide.
         selection: batches by which "auto" chooses; `None` for the last quarter of `calibration`, at most
             `SELECTION_TOKENS` tokens.
-        method: how heads are merged, one of `METHODS`. "auto" tries settings of "lowrank" and "procrustes", and of
-            MLA's gain and weight, and keeps the one with the least KL(source || converted) on `selection`.
-        regroup: whether heads may be merged with others than their neighbours; `None`: "auto" tries both.
-        refit: whether the output projections of converted layers are fitted to the source's outputs on `calibration` by
-            least squares; `None`: "auto" tries both, other methods do not fit.
-        share_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew, so that it
-            loses least; needs `calibration`.
+        method: how heads are merged, one of `METHODS`. "lowrank" keeps the leading subspace of the heads of a group.
+            "auto" tries settings of "lowrank" and "procrustes", and of MLA's sizes and weights, and keeps the one with
+            the least KL(source || converted) on `selection`; it takes several times as long.
+        regroup: whether heads may be merged with others than their neighbours; `None`: "auto" tries both, "lowrank" and
+            "procrustes" do.
+        refit: whether each converted layer's output projection is fitted to `calibration` by least squares, so that the
+            residual stream comes back to the source's; `None`: "auto", "lowrank" and "procrustes" do.
+        refine: number of gradient steps on each converted layer's attention before that fit; needs `calibration`.
+        share_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew.
+        share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
         seed: of "random", and of regrouping.
+        folder: an existing folder where each new layer is written when it is finished. The same call with a folder that
+            an interrupted one has left goes on from its layers.
         show_progress: returns, for a description, what wraps an iterable to show progress.
 
     Returns:
@@ -98,19 +110,16 @@ def convert_model(
         calibration, selection = hold_out(calibration)
     after = [target_config.per_layer_config[index] for index in lossy]
     to_mla = {layer.attention_kind == "mla" for layer in after}
-    check_method(method, to_mla, refit, bool(calibration))
+    check_method(method, to_mla, refit, refine, bool(calibration))
     if all(layer.num_key_value_heads == 1 for layer in after):
         regroup = regroup or False  # one group holds all heads, however they are ordered
     searching = bool(method == "auto" and lossy and selection)
-    setting = first_setting(bool(calibration), method, regroup, refit, share_cache, seed)
-    changed = changed_layers(model.config, target_config)
-    with ExitStack() as files:
-        statistics = gather_statistics(model, changed, calibration if lossy else None, searching, files, show_progress)
-        source_states = files.enter_context(scratch(model.device)) if searching else {}
-        search = Search(model, target_config, statistics, calibration, selection, source_states, show_progress)
+    setting = first_setting(bool(calibration), method, regroup, refit, refine, share_cache, seed)
+    with scratch(model.device) as source_states:
+        search = Search(model, target_config, calibration, selection, source_states, Kept(folder), show_progress)
         if searching:
-            setting = search.run(setting, to_mla, regroup, refit)
-        converted, fields, losses = search.converted(setting, share=False)
+            setting = search.run(setting, to_mla, regroup)
+        converted, fields, losses = search.converted(setting, share=share_weights)
     done = {
         "exact": not lossy,
         "method": setting.method if lossy else "exact",
@@ -160,60 +169,39 @@ def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
             raise ConversionError(f"layer {index}: the target rotates with other frequencies than the source")
 
 
-def check_method(method: str, to_mla: set[bool], refit: bool | None, calibrated: bool) -> None:
+def check_method(method: str, to_mla: set[bool], refit: bool | None, refine: int, calibrated: bool) -> None:
     """Raise `ConversionError` for a method that does not suit the layers that change with loss.
 
     Args:
-        method, refit: as for `convert_model`.
+        method, refit, refine: as for `convert_model`.
         to_mla: whether these layers become MLA; both values for a mixed model, none where all is exact.
         calibrated: whether there is text to calibrate on.
     """
-    if refit and to_mla and not calibrated:
-        raise ConversionError("refit needs calibration text")
+    for name in [name for name, value in (("refit", refit), ("refine", refine)) if value and to_mla and not calibrated]:
+        raise ConversionError(f"{name} needs calibration text")
+    if refine < 0:
+        raise ConversionError(f"refine={refine} must not be negative")
     if to_mla == {True} and method not in ("auto", "lowrank"):
         raise ConversionError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
 
 
-def gather_statistics(
-    model: GQAForCausalLM,
-    layers: Sequence[int],
-    text: Sequence[Batch] | None,
-    root: bool,
-    files: ExitStack,
-    show_progress: ShowProgress,
-) -> Mapping[int, Statistics]:
-    """Return the statistics of these layers' inputs: seen on the text, or blank ones without text.
-
-    Args:
-        model: the source.
-        layers: their indices.
-        text: batches of model inputs, if any.
-        root: as for `collect`.
-        files: closes the temporary file that holds the statistics seen on the text.
-        show_progress: as for `convert_model`.
-    """
-    if not text:
-        return blank_statistics(model.config, layers, model.device)
-    seen = files.enter_context(scratch(model.device))
-    seen.update(collect(model, text, layers, root=root, progress=show_progress("calibrating layers")))
-    return seen
-
-
 def first_setting(
-    calibrated: bool, method: str, regroup: bool | None, refit: bool | None, share_cache: bool, seed: int
+    calibrated: bool, method: str, regroup: bool | None, refit: bool | None, refine: int, share_cache: bool, seed: int
 ) -> Setting:
     """Return the setting that a search begins with, and that is used without one.
 
     Args:
         calibrated: whether there is text to calibrate on.
-        method, regroup, refit, share_cache, seed: as for `convert_model`.
+        method, regroup, refit, refine, share_cache, seed: as for `convert_model`.
     """
+    fitted = method in FITTED_METHODS if refit is None else refit
     return Setting(
         method="lowrank" if method == "auto" else method,
         metric="full" if calibrated else "identity",
-        regroup=regroup is True or (regroup is None and method == "auto"),
-        key_weight=KEY_WEIGHTS[0] if share_cache and calibrated else None,
-        refit=bool(refit and calibrated),
+        regroup=method in FITTED_METHODS if regroup is None else regroup,
+        rotary_factor=ROTARY_FACTORS[0] if share_cache else None,
+        refit=fitted and calibrated,
+        refine=refine,
         seed=seed,
     )
 

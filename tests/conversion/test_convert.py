@@ -28,9 +28,12 @@ from modeling_gqa.conversion import (
     target_config,
 )
 from modeling_gqa.conversion.convert import hold_out
-from modeling_gqa.conversion.layers.refit import RIDGE, refit_outputs
-from modeling_gqa.conversion.search import Search, Setting
-from modeling_gqa.conversion.text.calibration import collect
+from modeling_gqa.conversion.kept import Kept
+from modeling_gqa.conversion.layers.refit import RIDGE
+from modeling_gqa.conversion.search import Search
+from modeling_gqa.conversion.sequential import Setting, convert_layer
+from modeling_gqa.conversion.targets import layer_fields
+from modeling_gqa.conversion.text.streams import FIRST_SHARE, collect
 
 MLA: dict[str, Any] = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
 
@@ -67,7 +70,7 @@ def test_candidates_do_not_write_to_the_source(monkeypatch):
     """A candidate shares the source's other tensors, does not change them, and equals the final conversion."""
     model = random_model("gqa", output_bias=True).double()
     before = state_copy(model)
-    search = Search(model, target(model, "mqa"), dict(collect(model, CALIBRATION)), CALIBRATION, CALIBRATION, {})
+    search = Search(model, target(model, "mqa"), CALIBRATION, CALIBRATION, {}, Kept())
     shared, _, _ = search.converted(Setting(refit=True), share=True)
     assert same_state(before, model.state_dict())
     assert shared.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
@@ -110,9 +113,9 @@ def test_the_report_of_an_automatic_search():
     assert report["candidates"] == [] and report["setting"] is None and report["layers"][0]["loss"] is None
 
     model = random_model("mha")
-    for kind, number in (("mqa", 8), ("gqa", 15)):  # 3 metrics, weighted or not, grouped or not; procrustes; refitted
+    for kind, number in (("mqa", 3), ("gqa", 5)):  # weighted or not, grouped or not; procrustes
         sizes = {"num_key_value_heads": 2} if kind == "gqa" else {}  # MQA has one group, however it is made
-        other, report = convert_model(model, target(model, kind, layers=[0], **sizes), CALIBRATION)
+        other, report = convert_model(model, target(model, kind, layers=[0], **sizes), CALIBRATION, method="auto")
         names = [candidate["name"] for candidate in report["candidates"]]
         assert len(names) == len(set(names)) == number
     kls = [candidate["kl"] for candidate in report["candidates"]]
@@ -129,36 +132,33 @@ def test_the_report_of_an_automatic_search():
     json.dumps(report, allow_nan=False)
 
 
-def test_the_search_for_mla_tries_gain_weight_metric_and_refit():
-    """The search to MLA tries all gains and weights, then the metric, then the refit."""
+def test_the_search_for_mla_tries_weights():
+    """The search to MLA tries all weights of the keys; the sizes that were given stay."""
     model = random_model("gqa")
-    _, report = convert_model(model, target(model, "mla", **MLA), CALIBRATION[:3], selection=CALIBRATION[3:])
+    _, report = convert_model(
+        model, target(model, "mla", **MLA), CALIBRATION[:3], selection=CALIBRATION[3:], method="auto"
+    )
     tried = [dict(part.split("=") for part in candidate["name"].split()) for candidate in report["candidates"]]
-    assert {(t["gain"], t["alpha"]) for t in tried[:6]} == {
-        (gain, alpha) for gain in ("one", "mean", "head") for alpha in ("0.3", "0.1")
-    }
-    assert tried[6]["metric"] == "root" and tried[7]["refit"] == "True" and len(tried) == 8
+    assert [t["alpha"] for t in tried] == ["1.0", "0.3"] and report["setting"]["refit"]
     assert report["layers"][1]["to"] == "mla, 20 + 8"
 
 
-def test_the_search_for_mla_tries_splits_where_it_may():
-    """With a shared cache each weight of sharing is tried first, and no setting twice."""
+def test_the_search_for_mla_tries_shares_where_it_may():
+    """With a shared cache each factor of the rotary key's size is tried first, and no setting twice."""
     model = random_model("gqa")
-    _, report = convert_model(model, target(model, "mla", cache_size=28), CALIBRATION, share_cache=True)
+    _, report = convert_model(model, target(model, "mla", cache_size=28), CALIBRATION, share_cache=True, method="auto")
     tried = [dict(part.split("=") for part in candidate["name"].split()) for candidate in report["candidates"]]
-    assert [t["split"] for t in tried[:4]] == ["None", "0.2", "0.3", "0.1"] and len(
-        {t["split"] for t in tried[4:]}
-    ) == 1
-    assert len(tried) == len({tuple(t.items()) for t in tried}) == 4 + 5 + 1 + 1  # none of them twice
+    assert [t["rotary_factor"] for t in tried[:3]] == ["1.0", "0.75", "1.4"]
+    assert len(tried) == len({tuple(t.items()) for t in tried}) == 3 + 1  # none of them twice
 
 
 def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():
     """For a target of GQA and MLA both searches run, and the result has the least KL of all candidates."""
     model = random_model("mha")
     both = target(random_model("gqa"), "mla", **MLA, layers=[0])
-    other, report = convert_model(model, both, CALIBRATION)
+    other, report = convert_model(model, both, CALIBRATION, method="auto")
     kls = [candidate["kl"] for candidate in report["candidates"]]
-    assert len(kls) == 14 + 5 + 1  # the best of the first is not tried again, in another gain, or with its own metric
+    assert len(kls) == 5 + 1  # the best of the first is not tried again
     assert compare_predictions(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
     assert [layer.attention_kind for layer in other.config.per_layer_config] == ["mla", "gqa", "gqa"]
 
@@ -167,8 +167,8 @@ def test_regroup_and_refit_can_be_set():
     """What is set is not searched."""
     model = random_model("mha")
     for regroup, refit in ((False, False), (True, True)):
-        _, report = convert_model(model, target(model, "mqa"), CALIBRATION, regroup=regroup, refit=refit)
-        assert len(report["candidates"]) == 7
+        _, report = convert_model(model, target(model, "mqa"), CALIBRATION, method="auto", regroup=regroup, refit=refit)
+        assert len(report["candidates"]) == 3
         for candidate in report["candidates"]:
             assert f"regroup={regroup} " in candidate["name"] and f"refit={refit}" in candidate["name"]
     _, report = convert_model(model, target(model, "mqa"), CALIBRATION, method="mean")
@@ -215,7 +215,7 @@ REFUSED = {
     "method": (
         make_config("mqa"),
         {"method": "median"},
-        r"method='median' is unknown \(did you mean mean\?\): choose one of auto, lowrank, procrustes, mean, first, ra",
+        r"method='median' is unknown \(did you mean mean\?\): choose one of lowrank, auto, procrustes, mean, first, ra",
     ),
     "refit": (make_config("mqa"), {"refit": True}, "refit needs calibration text"),
     "hidden-size": (make_config("mqa", hidden_size=60), {}, "the target's hidden_size=60 differs from the source's 66"),
@@ -264,62 +264,78 @@ def test_a_latent_norm_is_refused():
 # -- output projections fitted to the source's outputs
 
 
-def projected(model, index: int, x: torch.Tensor) -> torch.Tensor:
-    """What the output projection of a layer reads (tokens, M) for layer inputs `x` (B, T, E)."""
-    seen = []
-    hook = model.model.layers[index].self_attn.o_proj.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    layer_output(model, index, x)
-    hook.remove()
-    return seen[0].flatten(0, 1)
+def seen_by(model, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What layer `index` gets, what its MLP's norm gets, and what its output projection gets: (tokens, ...)."""
+    layer, seen = model.model.layers[index], []
+    modules = (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.o_proj)
+    hooks = [module.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1))) for module in modules]
+    with torch.no_grad():
+        for batch in CALIBRATION:
+            model(**batch)
+    for hook in hooks:
+        hook.remove()
+    before, heads, after = (torch.cat(seen[i::3]) for i in range(3))
+    return before, after, heads
 
 
 @pytest.mark.parametrize("fields", [{}, {"attention_bias": True}], ids=["plain", "biases"])
 @pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mla", MLA)], ids=["mqa", "mla"])
-def test_refitting_is_ridge_regression(kind, sizes, fields):
-    """The fitted projection is NumPy's ridge regression of what the conversion misses; other layers stay."""
+def test_layers_are_fitted_on_what_the_converted_ones_before_give(kind, sizes, fields):
+    """Layer 2 is calibrated on the stream that layer 0 as converted gives, and NumPy's ridge regression fits its output
+    projection to the source's stream, each token relative to its power, the first of a row more; other layers stay."""
     model = random_model("gqa", **fields).double()
-    other, _ = convert_model(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", refit=False)
-    before = state_copy(other)
-    refit_outputs(model, other, [0, 2], CALIBRATION)
-    inputs = [x.view(24, 24, -1) for x in layer_inputs(model, CALIBRATION)]  # 4 batches of 6 rows of 24 tokens
-    for index in (0, 2):
-        wanted = layer_output(model, index, inputs[index]).flatten(0, 1)
-        name = f"model.layers.{index}.self_attn.o_proj."
-        x, bias = projected(other, index, inputs[index]), before.get(name + "bias")
-        missed = wanted - x @ before[name + "weight"].T - (0 if bias is None else bias)
-        found = other.state_dict()[name + "weight"] - before[name + "weight"]
-        ridge = RIDGE * x.square().sum(0).mean().item()
-        if bias is not None:
-            x = torch.nn.functional.pad(x, (0, 1), value=1.0)
-            found = torch.cat((found, (other.state_dict()[name + "bias"] - bias)[:, None]), dim=1)
-        rows = np.concatenate((x.numpy(), ridge**0.5 * np.eye(x.shape[1])))
-        values = np.concatenate((missed.numpy(), np.zeros((x.shape[1], 66))))
-        expected = np.linalg.lstsq(rows, values, rcond=None)[0].T
-        assert distance(found, torch.from_numpy(expected)) < 1e-4
-        assert (missed - x @ found.T).square().mean() < missed.square().mean()
-    assert all(torch.equal(before[name], x) for name, x in other.state_dict().items() if "layers.1." in name)
+    both, _ = convert_model(model, target(model, kind, layers=[0, 2], **sizes), CALIBRATION, regroup=False)
+    first, _ = convert_model(model, target(model, kind, layers=[0], **sizes), CALIBRATION, regroup=False)
+    state, source = both.state_dict(), model.state_dict()
+    assert same_state({n: x for n, x in state.items() if ".1." in n}, {n: x for n, x in source.items() if ".1." in n})
+    for name, x in first.state_dict().items():
+        assert ".layers.0." not in name or torch.equal(x, state[name])
+    ((_, statistics),) = collect(first, CALIBRATION, [2])
+    fields = layer_fields(target(model, kind, **sizes))[2]
+    unfitted = convert_layer(model, 2, fields, statistics, Setting(regroup=False), True)
+    name = "model.layers.2.self_attn."
+    for key, x in unfitted.state.items():
+        assert key.startswith("o_proj") or distance(state[name + key], x) < 1e-6
+    hidden, _, x = seen_by(both, 2)
+    _, after, _ = seen_by(model, 2)
+    missed = after - hidden - x @ unfitted.state["o_proj.weight"].T
+    found = state[name + "o_proj.weight"] - unfitted.state["o_proj.weight"]
+    weight = torch.where(torch.arange(len(x)) % 24 == 0, max(FIRST_SHARE * 24, 1), 1.0) / after.square().mean(-1)
+    ridge = RIDGE * (weight[:, None] * x.square()).sum(0).mean().item()
+    if (bias := unfitted.state.get("o_proj.bias")) is not None:
+        missed = missed - bias
+        x = torch.nn.functional.pad(x, (0, 1), value=1.0)
+        found = torch.cat((found, (state[name + "o_proj.bias"] - bias)[:, None]), dim=1)
+    root = weight.sqrt()[:, None].numpy()
+    rows = np.concatenate((root * x.numpy(), ridge**0.5 * np.eye(x.shape[1])))
+    values = np.concatenate((root * missed.numpy(), np.zeros((x.shape[1], missed.shape[1]))))
+    expected = np.linalg.lstsq(rows, values, rcond=None)[0].T
+    assert distance(found, torch.from_numpy(expected)) < 1e-4
+    assert (missed - x @ found.T).square().mean() < missed.square().mean()
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_refitting_never_adds_to_the_error_on_its_text(seed):
-    """Fitting lowers each layer's error on its text, whatever the padding, and leaves the training mode."""
+def test_refitting_and_refining_come_nearer_on_their_text(seed):
+    """Each lowers the first layer's error on its text, whatever the padding, and both the model's KL; the mode is kept."""
     model = random_model("mha", seed, attention_dropout=0.3, **BIASES)
     text = [make_batch(4, 15, padding="left", seed=seed), make_batch(3, 9, seed=seed + 1)]
     model.train(seed == 0)  # dropout must play no part
-    plain, _ = convert_model(model, target(model, "mqa"), text, method="procrustes")
-    fitted, _ = convert_model(model, target(model, "mqa"), text, method="procrustes", refit=True)
-    assert fitted.training == model.training == (seed == 0)
-    for each in (model, plain, fitted):
+    ways: list[dict[str, Any]] = [{"refit": False}, {}, {"refine": 30}]
+    found = [convert_model(model, target(model, "mqa"), text, method="procrustes", **way)[0] for way in ways]
+    assert all(other.training == model.training == (seed == 0) for other in found)
+    for each in (model, *found):
         each.eval()
-    errors = torch.zeros(2, 3)
+    errors = torch.zeros(3)
     for batch in text:
         rows = [ids[mask.bool()][None] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
         for row in rows:
-            for index, x in enumerate(layer_inputs(model, [{"input_ids": row}])):
-                expected = layer_output(model, index, x[None].float())
-                for i, other in enumerate((plain, fitted)):
-                    errors[i, index] += (layer_output(other, index, x[None].float()) - expected).square().sum()
-    assert (errors[1] < 0.95 * errors[0]).all()
+            x = layer_inputs(model, [{"input_ids": row}])[0][None].float()
+            expected = layer_output(model, 0, x)
+            for i, other in enumerate(found):
+                errors[i] += (layer_output(other, 0, x) - expected).square().sum()
+    assert errors[1] < 0.95 * errors[0] and errors[2] < 0.95 * errors[1]
+    kls = [compare_predictions(model, other, text)["kl"] for other in found]
+    assert max(kls[1:]) < kls[0]
 
 
 def test_text_to_choose_by_is_bounded(monkeypatch):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..checkpoints.aside import check_target, refuse_overlap, written_aside
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.files import LazyTensor, write_checkpoint
 from ..convert import SELECTION_TOKENS, convert_model, describe
+from ..kept import kept_in
 from ..targets import chosen_layers, layer_fields, lossy_layers, target_config
 from ..text.calibration import Batch
 from ..text.measuring import compare_predictions, layer_errors
@@ -108,7 +110,7 @@ class Job(Options):
             with self.timed("loading"):
                 model = checkpoint.load(checkpoint.dtype, self.device).eval()
             with self.timed("converting"):
-                converted, done = self.convert(model, target, checkpoint.dtype, batches, show_progress)
+                converted, done = self.convert(model, target, checkpoint, batches, show_progress)
             report = self.describe(checkpoint, converted.config)
             report.update(done)
             if batches:
@@ -191,29 +193,60 @@ class Job(Options):
         self,
         model: GQAForCausalLM,
         target: GQAConfig | None,
-        dtype: torch.dtype,
+        checkpoint: Checkpoint,
         batches: Batches,
         show_progress: ShowProgress,
     ) -> tuple[GQAForCausalLM, Any]:
-        """Return what `convert_model` returns; without a target, for the one that the budget allows."""
-        calibration = batches.get("calibration")
+        """Return what `convert_model` returns; without a target, for the one that the budget allows.
+
+        Meanwhile `.TARGET.layers` beside the target holds the layers that are finished. After an interruption the same
+        command goes on from them.
+        """
+        calibration, path = batches.get("calibration"), self.target.resolve()
         if target is None:
             progress = show_progress("choosing sizes")
             target = allocate(
-                model, self.attention_kind, self.budget, calibration, layers=self.layers, dtype=dtype, progress=progress
+                model,
+                self.attention_kind,
+                self.budget,
+                calibration,
+                layers=self.layers,
+                dtype=checkpoint.dtype,
+                progress=progress,
             )
-        return convert_model(
-            model,
-            target,
-            calibration,
-            selection=batches.get("selection"),
-            method=self.method,
-            regroup=self.regroup,
-            refit=self.refit,
-            share_cache=self.shares_cache,
-            seed=self.seed,
-            show_progress=show_progress,
-        )
+        with kept_in(path.with_name(f".{path.name}.layers"), self.identity(checkpoint, target, batches)) as folder:
+            return convert_model(
+                model,
+                target,
+                calibration,
+                selection=batches.get("selection"),
+                method=self.method,
+                regroup=self.regroup,
+                refit=self.refit,
+                refine=self.refine,
+                share_cache=self.shares_cache,
+                share_weights=True,
+                seed=self.seed,
+                folder=folder,
+                show_progress=show_progress,
+            )
+
+    def identity(self, checkpoint: Checkpoint, target: GQAConfig, batches: Batches) -> list[Any]:
+        """Return what decides the new layers: two conversions with equal ones may take each other's layers."""
+        weights = [
+            path for path in sorted(checkpoint.folder.iterdir()) if path.suffix in (".safetensors", ".bin", ".gguf")
+        ]
+        tokens = sha256()
+        for batch in (batch for part in ("calibration", "selection") for batch in batches.get(part, ())):
+            for name in sorted(batch):
+                tokens.update(batch[name].numpy().tobytes())
+        return [
+            __version__,
+            self.as_json(),
+            target.to_json_string(),
+            [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights],
+            tokens.hexdigest(),
+        ]
 
     def measure(
         self,

@@ -19,7 +19,7 @@ from ..checkpoints.aside import refuse_overlap
 from ..text.reading import find_files
 
 Kind = Literal["mha", "mqa", "gqa", "mla"]
-Method = Literal["auto", "lowrank", "procrustes", "mean", "first", "random"]
+Method = Literal["lowrank", "auto", "procrustes", "mean", "first", "random"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of a checkpoint, or name of a model on the Hub.")]
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write: a complete Hub repository.")]
@@ -99,28 +99,38 @@ class Options:
     method: Annotated[
         Method,
         _method(
-            help="How several key/value heads are merged into one. auto tries settings of lowrank and procrustes and "
-            "keeps the one that changes the predictions least; without --text it is lowrank. mean, first and random "
-            "are the methods of the GQA paper.",
+            help="How several key/value heads are merged into one, or into MLA's latent. lowrank keeps what matters "
+            "most for the layer's output. auto tries settings of lowrank and procrustes and keeps the one that changes "
+            "the predictions least; it needs --text and several times as long. mean, first and random are the methods "
+            "of the GQA paper.",
             show_default=True,
         ),
-    ] = "auto"
+    ] = "lowrank"
     regroup: Annotated[
         bool | None,
         _method(
             "--regroup/--no-regroup",
-            help="Choose which heads to merge, so that least is lost, instead of merging neighbours. Default: auto "
-            "tries both.",
+            help="Choose which heads to merge, so that least is lost, instead of merging neighbours. Default: "
+            "--regroup with lowrank and procrustes; auto tries both.",
         ),
     ] = None
     refit: Annotated[
         bool | None,
         _method(
             "--refit/--no-refit",
-            help="Fit the output projections to the source's outputs on the text. The result is closer to the source, "
-            "but with fewer heads a later training recovers less. Default: auto tries both.",
+            help="Fit each layer's output projection on the text, to bring the states back to the source's before the "
+            "next layer is converted. Default: --refit with lowrank, auto and procrustes where there is --text.",
         ),
     ] = None
+    refine: Annotated[
+        int,
+        _method(
+            min=0,
+            help="Gradient steps, of one batch each, on each layer's new attention before that fit. The result is "
+            "closer to the source, and the conversion takes longer; 24 is a good start.",
+            show_default=True,
+        ),
+    ] = 0
     seed: Annotated[
         int, _method(help="Seed of --method random, regrouping and the text's order.", show_default=True)
     ] = 0
@@ -145,7 +155,7 @@ class Options:
             help="Tokens to calibrate on. --method auto compares settings on a quarter as many more, at most 16,384.",
             show_default=True,
         ),
-    ] = 131072
+    ] = 32768
     evaluation_tokens: Annotated[int, _text(min=1, help="Tokens to measure on.", show_default=True)] = 65536
     sequence_length: Annotated[
         int | None, _text(min=2, help="Tokens of a block. Default: 2048, or max_position_embeddings if that is less.")
@@ -184,8 +194,9 @@ class Options:
             raise ConversionError(f"--budget has nothing to choose for {self.attention_kind}: give gqa or mla")
         if self.budget is not None and not self.text:
             raise ConversionError("--budget needs --text: without it no layer's loss is known")
-        if self.refit and not self.text:
-            raise ConversionError("--refit needs --text: the outputs are fitted on it")
+        for name in ("refit", "refine"):
+            if getattr(self, name) and not self.text:
+                raise ConversionError(f"{spelled(name)} needs --text: the layers are fitted on it")
         for name in ("budget", "cache_bytes"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ConversionError(f"{spelled(name)}={getattr(self, name)} must be positive")

@@ -12,6 +12,9 @@ from ...configuration_gqa import GQAConfig
 
 Item = TypeVar("Item")
 REPORT_NAME = "conversion.json"
+# A conversion that changes the predictions by more, in nats per token, ends in a warning; a KL of 0.1 raises the
+# perplexity by about a tenth.
+MUCH_KL = 0.1
 # Raised when an entry changes its meaning; new entries do not raise it. A file without it is of version 1.
 FORMAT_VERSION = 1
 
@@ -182,6 +185,24 @@ def describe_cost(report: Report) -> str:
     return (
         f"Converted {method}, calibrated on {text['calibration_tokens']:,} tokens. {measured} that neither calibration "
         "nor the choice of settings saw."
+    )
+
+
+def warning(report: Report) -> str | None:
+    """Return what a user should know and can do where the predictions changed by more than `MUCH_KL`; else `None`."""
+    if report["kl"] is None or report["kl"] <= MUCH_KL:
+        return None
+    command, ways = report["command"], ["a larger cache", "fewer layers (--layers)"]
+    if command["budget"] is None and command["attention_kind"] in ("gqa", "mla"):
+        ways.append("sizes by layer (--budget)")
+    if not command["refine"]:
+        ways.append("gradient steps on each layer (--refine 24)")
+    if command["refit"] is False:
+        ways.append("fitted output projections (without --no-refit)")
+    return (
+        f"the predictions changed much: KL {report['kl']:.3g} nats per token, more than {MUCH_KL}, and perplexity "
+        f"{report['perplexity_before']:.4g} became {report['perplexity_after']:.4g}. Nearer to the source come "
+        f"{', '.join(ways)}; or heal the result by training: modeling-gqa uptrain"
     )
 
 

@@ -26,8 +26,8 @@ class Statistics:
     """Statistics of one layer's input, in float64.
 
     Args:
-        second: (E, E) mean of x x^T over the tokens.
-        mean: (E,) mean of x.
+        second: (E, E) mean of x x^T over the tokens, the first of a document counting more.
+        mean: (E,) mean of x likewise.
         lags: (H, S) each head's attention by distance in tokens; a row sums to 1.
         residual: mean squared norm of the residual stream after the attention's output is added.
         length: tokens of the longest row.

@@ -1,14 +1,11 @@
-"""Text through a model, one layer at a time, and the statistics of each layer's input that conversions need.
+"""Statistics of a layer's input that conversions need, as running sums, and values kept in files meanwhile.
 
-Memory holds one batch at a time: hidden states between two layers are on disk, and statistics are running sums. GPTQ
-(2210.17323, section 3.3) also goes layer by layer, but keeps the activations of all the text in memory.
 Shapes: B rows, T tokens, E hidden size, H query heads, S lags.
 """
 
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from io import BytesIO
 from tempfile import TemporaryFile, gettempdir
 from typing import IO, Any
@@ -17,9 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...common.errors import ConversionError
-from ...common.progress import Progress
-from ...modeling_gqa import GQAForCausalLM
-from ..layers.moments import Statistics, square_root, windows
+from ..layers.moments import Statistics, square_root
 
 # Model inputs by name; "input_ids" (B, T) is always there.
 Batch = dict[str, torch.Tensor]
@@ -55,7 +50,7 @@ def hooks(*handles: Any) -> Iterator[None]:
             handle.remove()
 
 
-# -- layer by layer
+# -- temporary files
 
 
 class Scratch(MutableMapping[int, Any]):
@@ -116,46 +111,6 @@ def scratch(device: torch.device) -> Iterator[Scratch]:
             file.close()
 
 
-class LayerwiseText:
-    """Batches of text on their way through the layers of a model in evaluation mode.
-
-    Args:
-        model: whose layers the text goes through.
-        batches: model inputs.
-        states: holds each batch's hidden states (B, T, E) between two layers.
-
-    Attributes:
-        kept: (B, T), which tokens of the batch in a layer are not padding; hooks on the layers read it.
-    """
-
-    def __init__(self, model: GQAForCausalLM, batches: Sequence[Batch], states: Scratch) -> None:
-        self.model, self.batches, self.states = model, batches, states
-        self.layer = 0
-        self.kept: torch.Tensor
-
-    @torch.no_grad()
-    def advance(self, last: int) -> None:
-        """Send all batches through the layers up to and including `last`."""
-        for number, batch in enumerate(self.batches):
-            inputs = {name: x.to(self.model.device) for name, x in batch.items() if name in MODEL_INPUTS}
-            ids = inputs.pop("input_ids")
-            hidden = self.states[number] if self.layer else self.model.model.embed_tokens(ids)  # (B, T, E)
-            mask = inputs.get("attention_mask")
-            self.kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-            arguments = self.model.model.layer_arguments(hidden, **inputs)
-            for index in range(self.layer, last + 1):
-                hidden = self.model.model.layers[index](hidden, **arguments[index])
-            self.states[number] = hidden
-        self.layer = last + 1
-
-
-@contextmanager
-def layerwise(model: GQAForCausalLM, batches: Sequence[Batch]) -> Iterator[LayerwiseText]:
-    """Open a `LayerwiseText` for `model`, which is in evaluation mode meanwhile."""
-    with evaluating(model), scratch(model.device) as states:
-        yield LayerwiseText(model, batches, states)
-
-
 # -- statistics
 
 
@@ -167,16 +122,28 @@ class Sums:
         self.second = torch.zeros(hidden, hidden, dtype=torch.float64, device=device)
         self.total = torch.zeros(hidden, dtype=torch.float64, device=device)
         self.lags = torch.zeros(heads, 0, dtype=torch.float64, device=device)
-        self.residual, self.tokens, self.length = 0.0, 0, 0
+        self.residual, self.weight, self.tokens, self.length = 0.0, 0.0, 0, 0
 
-    def add(self, x: torch.Tensor, kept: torch.Tensor) -> None:
-        """Add inputs `x` (B, T, E) where `kept` (B, T)."""
-        rows = x[kept].float()
+    def see(
+        self, attention: Any, x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor, arguments: dict[str, Any]
+    ) -> None:
+        """Add the inputs `x` (B, T, E) of `attention` where `kept` (B, T).
+
+        Each counts its `weight` (B, T); `arguments` are those of the attention's forward.
+        """
+        rows, root = x[kept].float(), weight[kept].float().sqrt()[:, None]
         # Products in float32, sums in float64.
-        self.second += (rows.mT @ rows).double()
-        self.total += rows.sum(0, dtype=torch.float64)
+        self.second += ((root * rows).mT @ (root * rows)).double()
+        self.total += (root.square() * rows).sum(0, dtype=torch.float64)
+        self.weight += weight[kept].sum(dtype=torch.float64).item()
         self.tokens += len(rows)
         self.length = max(self.length, x.shape[1])
+        self.length = max(self.length, x.shape[1])
+        row = kept.sum(-1).argmax()  # the row with the least padding
+        start = kept[row].int().argmax()
+        seen = slice(start, min(start + LAGS_SEEN, x.shape[1]))
+        weights = attention_weights(attention, x, row, seen, arguments)  # (1, H, t, t)
+        self.add_lags(weights[0] * kept[row, seen][:, None])
 
     def add_lags(self, weights: torch.Tensor) -> None:
         """Add attention weights (H, T, T), summed along their diagonals."""
@@ -196,79 +163,27 @@ class Sums:
                 "the model's activations are not finite on the calibration text: its weights are damaged, or its dtype "
                 "is too narrow; choose float32 or bfloat16"
             )
-        lags, tokens = self.lags / self.lags.sum(-1, keepdim=True), self.tokens
+        lags, weight = self.lags / self.lags.sum(-1, keepdim=True), self.weight
         seen = Statistics(
-            self.second / tokens, self.total / tokens, lags, self.residual / tokens, self.length, self.window
+            self.second / weight, self.total / weight, lags, self.residual / self.tokens, self.length, self.window
         )
         return replace(seen, root=square_root(seen.covariance)) if root else seen
 
 
-@torch.no_grad()
-def collect(
-    model: GQAForCausalLM,
-    batches: Sequence[Batch],
-    layers: Iterable[int] | None = None,
-    *,
-    root: bool = False,
-    progress: Progress = iter,
-) -> Iterator[tuple[int, Statistics]]:
-    """Send `batches` through `model` a layer at a time and yield each layer's index and statistics.
-
-    Args:
-        model: the model to convert.
-        batches: model inputs: "input_ids" (B, T), and "attention_mask" or "position_ids" where they are needed.
-        layers: indices of the layers whose statistics are wanted; `None` for all.
-        root: whether the statistics get the square root of the covariance, for the metric "root".
-        progress: wraps the iteration over the layers.
-
-    Raises:
-        ConversionError: there is no text, or activations are not finite.
-    """
-    if layers is None:
-        layers = range(model.config.num_hidden_layers)
-    seen_by_layer = windows(model.config)
-    with layerwise(model, batches) as text:
-        for index in progress(sorted(layers)):
-            layer = model.model.layers[index]
-            attention, norm = layer.self_attn, layer.post_attention_layernorm
-            sums = Sums(
-                attention.config.num_attention_heads, model.config.hidden_size, seen_by_layer[index], model.device
-            )
-            with hooks(
-                attention.register_forward_pre_hook(partial(_see_input, sums, text), with_kwargs=True),
-                norm.register_forward_pre_hook(partial(_see_residual, sums, text)),
-            ):
-                text.advance(index)
-            yield index, sums.statistics(root)
-
-
-def _see_residual(sums: Sums, text: LayerwiseText, norm: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
-    sums.residual += arguments[0][text.kept].double().pow(2).sum().item()
-
-
-def _see_input(
-    sums: Sums,
-    text: LayerwiseText,
-    attention: Any,
-    arguments: tuple[torch.Tensor, ...],
-    keywords: dict[str, Any],
-) -> None:
-    x, kept = arguments[0], text.kept
-    sums.add(x, kept)
-    row = kept.sum(-1).argmax()  # the row with the least padding
-    start = kept[row].int().argmax()
-    seen = slice(start, min(start + LAGS_SEEN, x.shape[1]))
-    cosine_sine = tuple(part[row if len(part) > 1 else 0, seen][None] for part in keywords["position_embeddings"])
-    mask = keywords["attention_mask"]
+def attention_weights(
+    attention: Any, x: torch.Tensor, row: torch.Tensor, seen: slice, arguments: dict[str, Any]
+) -> torch.Tensor:
+    """Return the attention weights (1, H, t, t) over the t tokens `seen` of one row of `x` (B, T, E)."""
+    cosine_sine = tuple(part[row if len(part) > 1 else 0, seen][None] for part in arguments["position_embeddings"])
+    mask = arguments["attention_mask"]
     if isinstance(mask, torch.Tensor) and mask.ndim == 4:
         mask = mask[row if len(mask) > 1 else 0, :, seen, seen][None]
     else:  # causal: flash attention's masks, and those of flex attention, say no more of a row without padding
         mask = None
-    # Only the eager function returns weights; `forward` itself is called, so that this hook is not called again.
+    # Only the eager function returns weights.
     backend, attention.config._attn_implementation = attention.config._attn_implementation, "eager"
     try:
-        _, weights = attention.forward(x[row, seen][None], position_embeddings=cosine_sine, attention_mask=mask)
+        _, weights = attention(x[row, seen][None], position_embeddings=cosine_sine, attention_mask=mask)
     finally:
         attention.config._attn_implementation = backend
-    real = kept[row, seen]
-    sums.add_lags(weights[0] * real[:, None])
+    return weights

@@ -1,0 +1,52 @@
+"""Gradient steps on one layer's new attention, towards the output that brings the residual stream back to the source's.
+
+Shapes: B rows, T tokens, E hidden size.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+import torch
+
+# Learning rate of Adam at the first step; it falls to 0 on a line.
+LEARNING_RATE = 1e-3
+
+# One batch: the layer's input (B, T, E), the keyword arguments of its forward, the wanted output (B, T, E), and what
+# each token's squared error counts (B, T).
+Example = tuple[torch.Tensor, dict, torch.Tensor, torch.Tensor]
+
+
+def refine(attention: torch.nn.Module, examples: Callable[[], Iterable[Example]], steps: int) -> None:
+    """Train the parameters of `attention` but its output projection, in place, with a batch a step.
+
+    The projection is left out because least squares find its best values afterwards.
+
+    Args:
+        attention: the module, in the dtype of the model. It computes in this dtype, and its parameters are kept in
+            float32 meanwhile.
+        examples: returns the batches in order; it is called again when they are used up.
+        steps: number of steps of Adam (1412.6980).
+    """
+    dtype = attention.o_proj.weight.dtype
+    attention.float()
+    trained = [x for name, x in attention.named_parameters() if not name.startswith("o_proj")]
+    optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1 / max(steps, 1), total_iters=steps)
+    for x in trained:
+        x.requires_grad_(True)
+    for x, arguments, target, weight in islice(cycle(examples), steps):
+        with torch.enable_grad():
+            with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
+                output, _ = attention(x, **arguments)
+            error = (output.float() - target.float()).square().sum(-1)  # (B, T)
+            loss = (weight * error).sum() / (weight * target.float().square().sum(-1)).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    attention.requires_grad_(False).to(dtype)
+
+
+def cycle(examples: Callable[[], Iterable[Example]]) -> Iterator[Example]:
+    while True:
+        yield from examples()

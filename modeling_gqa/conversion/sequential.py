@@ -1,0 +1,334 @@
+"""A model's layers converted one after another, each for the input that the converted layers before it give.
+
+With text, each layer's statistics are of the conversion's own stream, and its output projection is fitted to bring that
+stream back to the source's: the target is the source's stream after the attention, less the conversion's before it.
+"""
+
+import copy
+import math
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from transformers.initialization import no_init_weights
+
+from ..common.errors import ConversionError
+from ..common.progress import Progress
+from ..configuration_gqa import GQAConfig
+from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
+from .layers.grouping import contiguous, merge_heads, regrouped
+from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
+from .layers.latent import ALPHAS, divided, to_latent
+from .layers.moments import Statistics, blank_statistics, compute_moments
+from .layers.refine import Example, refine
+from .layers.refit import Regression
+from .targets import Fields, changed_layers, configuration, is_exact, latent_fields, layer_fields
+from .text.calibration import Batch, evaluating
+from .text.streams import Passage, Streams, streams
+
+State = dict[str, torch.Tensor]
+
+
+class NewLayer(NamedTuple):
+    """A layer's new attention.
+
+    Args:
+        state: its parameters.
+        fields: its configuration fields.
+        loss: the squared error that its conversion minimises, estimated; 0 where exact, `None` where unknown.
+    """
+
+    state: State
+    fields: Fields
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to convert.
+
+    Args:
+        method: how heads are merged: a key of `layers.merging.MERGES`.
+        metric: of the layers' input; see `Statistics.metric`.
+        weighted: whether the errors of keys are weighted by the queries that read them when heads are merged.
+        regroup: whether heads may be merged with others than their neighbours.
+        gain: factor of the queries in planes that MLA no longer rotates; see `layers.latent.query_gain`.
+        alpha: weight of the keys' errors against the values' in MLA's latent.
+        rotary_factor: MLA's cache is divided anew between R and P, with P this number of times what `rotary_size`
+            says; `None` keeps the target's R and P.
+        refit: whether the output projections are fitted on text, to bring the residual stream back to the source's.
+        refine: number of gradient steps on each layer's new attention before the fit.
+        seed: of regrouping and of the method "random".
+    """
+
+    method: str = "lowrank"
+    metric: str = "full"
+    weighted: bool = True
+    regroup: bool = True
+    gain: str = "mean"
+    alpha: float = ALPHAS[0]
+    rotary_factor: float | None = None
+    refit: bool = False
+    refine: int = 0
+    seed: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as `conversion.json` names them."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.as_json().items() if name != "seed")
+
+
+@torch.no_grad()
+def convert_layers(
+    model: GQAForCausalLM,
+    target: GQAConfig,
+    text: Sequence[Batch] | None,
+    setting: Setting,
+    done: MutableMapping[int, NewLayer],
+    progress: Progress = iter,
+) -> list[Fields]:
+    """Convert the layers that change, in order.
+
+    Args:
+        model: the source.
+        target: the configuration to convert it to.
+        text: to calibrate on; `None`: the weights alone decide.
+        setting: how to convert.
+        done: the new layers by index; those that are in it already are taken as they are, the others are added.
+        progress: wraps the iteration over the layers.
+
+    Returns:
+        The fields of all layers.
+    """
+    fields, before = layer_fields(target), layer_fields(model.config)
+    changed = changed_layers(model.config, target)
+    lossy = [index for index in changed if not is_exact(model.config, target, index)]
+    blank = blank_statistics(model.config, changed, model.device)
+    with streams(model, text if text and lossy else ()) as streaming:
+        for index in progress(range(len(fields)) if streaming.batches else changed):
+            follows = streaming.batches and index <= lossy[-1]
+            if index not in changed:
+                fields[index] = {**before[index], **rotation(fields[index])}
+            elif index not in lossy or not streaming.batches:
+                if index not in done:
+                    done[index] = convert_layer(model, index, fields[index], blank[index], setting, index in lossy)
+            else:
+                done[index] = convert_on_text(model, index, fields[index], streaming, setting, done.get(index))
+                follows = False
+            if follows:
+                streaming.pass_on(index)
+    return [{**fields[index], **done[index].fields} if index in done else fields[index] for index in range(len(fields))]
+
+
+def convert_on_text(
+    model: GQAForCausalLM, index: int, fields: Fields, text: Streams, setting: Setting, known: NewLayer | None
+) -> NewLayer:
+    """Convert layer `index` for the states that `text` is in, and send these through the result.
+
+    `known` is the result where it was found before.
+    """
+    statistics = text.see(index, root=setting.metric == "root")
+    new = known or convert_layer(model, index, fields, statistics, setting, True)
+    attention = new_attention(model, index, new)
+    if setting.refine and known is None:
+        refine(attention, partial(examples, text, index), setting.refine)
+    if setting.refit and known is None:
+        fit(text, index, attention)
+    else:
+        text.send(index, attention)
+    if known is None:
+        new = new._replace(state=dict(attention.state_dict()))
+    text.finish(index, attention)
+    return new
+
+
+@torch.no_grad()
+def refit_outputs(
+    source: GQAForCausalLM, converted: GQAForCausalLM, batches: Sequence[Batch], progress: Progress = iter
+) -> None:
+    """Fit the output projections of a converted model, in place, as `convert_model` fits them.
+
+    Whoever has another way to convert layers can add the fit to it.
+
+    Args:
+        source: the model that was converted.
+        converted: its conversion, in which only attention has changed.
+        batches: model inputs.
+        progress: wraps the iteration over the layers.
+    """
+    changed = changed_layers(source.config, converted.config)
+    with streams(source, batches) as text, evaluating(converted):
+        for index in progress(range(len(source.model.layers))):
+            if index in changed:
+                text.see(index)
+                fit(text, index, converted.model.layers[index].self_attn)
+                text.finish(index, converted.model.layers[index].self_attn)
+            else:
+                text.pass_on(index)
+
+
+def fit(text: Streams, index: int, attention: torch.nn.Module) -> None:
+    """Fit the output projection of `attention`, the new one of layer `index`, to bring the stream back.
+
+    Residual r and inputs are those of the converted stream: r = (source after attention) - (converted before it) - out.
+    """
+    regression = Regression(attention.o_proj)
+    for passage, heads in text.attend(index, attention):
+        hidden, after = passage.states
+        residual = after - hidden - attention.o_proj(heads)
+        regression.add(heads[passage.kept], residual[passage.kept], token_weights(passage)[passage.kept])
+    regression.solve()
+
+
+def examples(text: Streams, index: int) -> Iterator[Example]:
+    """Yield what `refine` trains layer `index` on."""
+    norm = text.model.model.layers[index].input_layernorm
+    for passage in text.passages():
+        hidden, after = passage.states
+        yield norm(hidden), passage.arguments[index], after - hidden, token_weights(passage)
+
+
+def token_weights(passage: Passage) -> torch.Tensor:
+    """Return what each token's squared error counts, (B, T), relative to its stream's power.
+
+    Layers read the stream through an RMSNorm, so that relative errors matter.
+    """
+    power = passage.states[1].float().square().mean(-1)  # (B, T)
+    return passage.weight / power.clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def convert_layer(
+    model: GQAForCausalLM, index: int, fields: Fields, statistics: Statistics, setting: Setting, lossy: bool
+) -> NewLayer:
+    """Convert layer `index` to what `fields` say.
+
+    Args:
+        model: the source.
+        index: of the layer.
+        fields: the target's, of this layer.
+        statistics: of the layer's input.
+        setting: how to convert.
+        lossy: whether the layer cannot keep its function.
+    """
+    before = layer_fields(model.config)[index]
+    with living_layer(index) as computed:
+        heads = read_heads(model, index)
+        if fields["attention_kind"] == "mla":
+            moments = compute_moments(heads, statistics, setting.metric)
+            rank, size = fields["kv_lora_rank"], fields["qk_rope_head_dim"]
+            if setting.rotary_factor and lossy:
+                rank, size = divided(rank + size, heads.planes, len(heads.k), heads.k.shape[1], setting.rotary_factor)
+                fields = fields | latent_fields(model.config, index, rank, size, None)
+            state, found, loss = to_latent(heads, moments, rank, size, setting.gain, setting.alpha)
+        else:
+            std, seed = model.config.initializer_range, setting.seed * model.config.num_hidden_layers + index
+            heads, loss = fewer_heads(heads, fields, statistics, setting, std, seed)
+            state, found = write_grouped(heads)
+            if before["attention_kind"] != "mla":  # its heads are rotated as before, partly perhaps
+                found |= rotation(fields)
+        refuse_other_sizes(index, fields, found)
+        computed |= state
+    state = {name: tensor.to(model.dtype, copy=True).contiguous() for name, tensor in state.items()}
+    return NewLayer(state, {**fields, **found}, loss)
+
+
+def new_attention(model: GQAForCausalLM, index: int, new: NewLayer) -> torch.nn.Module:
+    """Return the attention module that stands in layer `index` of a model with this new layer."""
+    fields = layer_fields(model.config)
+    fields[index] = new.fields
+    config = configuration(model.config, fields)
+    config._attn_implementation = model.config._attn_implementation
+    with no_init_weights():
+        attention = ATTENTION_CLASSES[new.fields["attention_kind"]](config, index)
+    attention.load_state_dict(new.state, assign=True)
+    return attention.requires_grad_(False).eval().to(model.device)
+
+
+@contextmanager
+def living_layer(index: int) -> Iterator[State]:
+    """Raise `ConversionError` for a layer whose projections are zero, as pruned and grown models have them.
+
+    Such a layer has no direction in which its keys, values or outputs vary, so there is none to keep. Yields a dict, to
+    be filled with the layer's new parameters.
+    """
+    state: State = {}
+    dead = f"layer {index} has projections of zeros, or too near: leave it out (--layers), or choose --method mean"
+    try:
+        yield state
+    except torch.linalg.LinAlgError as error:
+        raise ConversionError(dead) from error
+    if not all(tensor.isfinite().all() for tensor in state.values()):
+        raise ConversionError(dead)
+
+
+def fewer_heads(
+    heads: Heads, fields: Fields, statistics: Statistics, setting: Setting, std: float, seed: int
+) -> tuple[Heads, float | None]:
+    """Convert heads to the number of key/value heads in `fields`.
+
+    Args:
+        heads: the layer's weights.
+        fields: the target's, of this layer.
+        statistics: of the layer's input.
+        setting: how heads are merged.
+        std: standard deviation of the method "random".
+        seed: seed of the method "random".
+
+    Returns:
+        The heads, and the loss (0 where exact, `None` where unknown).
+    """
+    number = fields["num_key_value_heads"]
+    if number % len(heads.k) == 0:
+        return repeat_heads(heads, number), 0.0
+    # Where neither number divides the other, heads are repeated up to a common multiple first, which is exact.
+    heads = repeat_heads(heads, math.lcm(len(heads.k), number))
+    output_bias = heads.biases[2] or bool(fields["output_bias"])
+    moments = compute_moments(heads, statistics, setting.metric, setting.weighted, centered=output_bias)
+    partition = regrouped(moments, number, setting.seed) if setting.regroup else contiguous(len(heads.k), number)
+    return merge_heads(heads, moments, partition, setting.method, output_bias, std, seed)
+
+
+def rotation(fields: Fields) -> Fields:
+    """Return the fields that say with which frequencies a layer rotates."""
+    return {name: fields[name] for name in ("rope_frequency_indices", "rope_frequency_dim")}
+
+
+def refuse_other_sizes(index: int, wanted: Fields, found: Fields) -> None:
+    """Raise `ConversionError` where a head has another size than the target says."""
+    for name in ("qk_nope_head_dim", "v_head_dim", "head_dim"):
+        if name in found and wanted[name] != found[name]:
+            raise ConversionError(
+                f"layer {index}: {name}={wanted[name]} of the target cannot be had: this source's heads make it "
+                f"{found[name]}; build the target with `target_config`"
+            )
+
+
+def assemble(model: GQAForCausalLM, config: GQAConfig, states: dict[int, State], share: bool = False) -> GQAForCausalLM:
+    """Build a model from the new attention parameters of some layers and the source's tensors for all the rest.
+
+    Args:
+        model: the source.
+        config: of the model to build.
+        states: the attention parameters by index of the layer.
+        share: whether the rest are the source's own tensors, instead of copies.
+    """
+    replaced = tuple(f"model.layers.{index}.self_attn." for index in states)
+    state = {
+        name: tensor if share else tensor.clone()
+        for name, tensor in model.state_dict().items()
+        if not name.startswith(replaced)
+    }
+    for index, attention in states.items():
+        state |= {f"model.layers.{index}.self_attn.{name}": tensor for name, tensor in attention.items()}
+    config._attn_implementation = model.config._attn_implementation
+    with no_init_weights():
+        converted: Any = GQAForCausalLM(config)
+    converted.load_state_dict(state, assign=True)
+    converted.tie_weights()
+    converted.generation_config = copy.deepcopy(model.generation_config)
+    return converted.to(model.device).train(model.training)
