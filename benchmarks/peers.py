@@ -174,10 +174,15 @@ def _complex_rows(basis: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def unreduced(heads: Heads, partial: PartialRope) -> LowRank:
-    """Return the latent that holds all unrotated key components and all values."""
-    rows = torch.cat((partial.unrotated @ _keys(heads), _values(heads)))  # (K + G D, E + 1)
-    keys, values = torch.eye(len(rows)).to(rows).split((len(partial.unrotated), len(rows) - len(partial.unrotated)))
-    return LowRank(rows, keys, values, torch.zeros_like(rows[len(keys) :, 0]))
+    """Return a latent that holds all unrotated key components and all values, or the input where that is smaller."""
+    rows, hidden = torch.cat((partial.unrotated @ _keys(heads), _values(heads))), heads.k.shape[2]  # (K + G D, E + 1)
+    kept = len(partial.unrotated)
+    if len(rows) <= hidden:
+        restore = torch.eye(len(rows)).to(rows)
+        return LowRank(rows, restore[:kept], restore[kept:], torch.zeros_like(rows[kept:, 0]))
+    # What is constant in an unrotated key drops out of the softmax.
+    down = torch.eye(hidden, hidden + 1).to(rows)
+    return LowRank(down, rows[:kept, :-1], rows[kept:, :-1], rows[kept:, -1])
 
 
 def balanced_latent(heads: Heads, partial: PartialRope, seen: Statistics, rank: int) -> LowRank:
