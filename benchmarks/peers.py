@@ -78,9 +78,9 @@ def transmla(
         index: rorope(plain_heads(model, index), seen, rope_size, freqfold) for index, seen in collect(model, batches)
     }
     sources = ((plain_heads(model, index), part) for index, part in parts.items())
-    derotated = _assembled(model, ((heads, part, unreduced(heads, part)) for heads, part in sources))
+    derotated = assembled(model, ((heads, part, unreduced(heads, part)) for heads, part in sources))
     seen_there = ((plain_heads(model, index), parts[index], seen) for index, seen in collect(derotated, batches))
-    return _assembled(
+    return assembled(
         model, ((heads, part, balanced_latent(heads, part, seen, rank)) for heads, part, seen in seen_there)
     )
 
@@ -100,7 +100,7 @@ def mha2mla(
     """
     sources = ((plain_heads(model, index), norms) for index, norms in enumerate(plane_norms(model, batches)))
     parts = ((heads, largest_planes(heads, norms, rope_size)) for heads, norms in sources)
-    return _assembled(model, ((heads, part, weight_latent(heads, part, rank, svd)) for heads, part in parts))
+    return assembled(model, ((heads, part, weight_latent(heads, part, rank, svd)) for heads, part in parts))
 
 
 def plain_heads(model: GQAForCausalLM, index: int) -> Heads:
@@ -113,7 +113,7 @@ def plain_heads(model: GQAForCausalLM, index: int) -> Heads:
     return heads
 
 
-def _assembled(model: GQAForCausalLM, layers: Iterable[tuple[Heads, PartialRope, LowRank]]) -> GQAForCausalLM:
+def assembled(model: GQAForCausalLM, layers: Iterable[tuple[Heads, PartialRope, LowRank]]) -> GQAForCausalLM:
     """Return `model` with each layer written from its weights, its partial rotation and its latent."""
     states: dict[int, State] = {}
     found: list[Fields] = []
@@ -147,24 +147,19 @@ def rorope(heads: Heads, seen: Statistics, size: int, freqfold: int) -> PartialR
             f"qk_rope_head_dim={size} does not give {folds} folds of {freqfold} frequencies an equal number of "
             "components each that divides them, or is a multiple of them"
         )
-    rows = augmented(heads.k, heads.k_bias)  # (G, D, E + 1)
-    parts = [rows[:, :n], rows[:, n : 2 * n]]  # real and imaginary, (G, n, E + 1)
-    parts = [
-        part.unflatten(1, (folds, freqfold)).transpose(0, 1).flatten(1, 2) for part in parts
-    ]  # (n / F, G F, E + 1)
-    second = augmented_second(seen)
-    vectors = torch.linalg.eigh(sum(part @ second @ part.mT for part in parts))[1].flip(2)  # (n / F, G F, G F)
-    # Rows of components, (n / F, G F, G n), over the planes of all heads.
+    planes = augmented(heads.k, heads.k_bias)[:, : 2 * n].unflatten(1, (2, folds, freqfold))  # (G, 2, n / F, F, E + 1)
+    parts = planes.permute(1, 2, 0, 3, 4).flatten(2, 3)  # (2, n / F, G F, E + 1), the real and the imaginary
+    vectors = torch.linalg.eigh((parts @ augmented_second(seen) @ parts.mT).sum(0))[1].flip(2)  # (n / F, G F, G F)
     basis = vectors.new_zeros(folds, groups * freqfold, groups, folds, freqfold)
     for fold in range(folds):
         basis[fold, :, :, fold] = vectors[fold].mT.unflatten(1, (groups, freqfold))
-    basis = basis.flatten(3)  # (n / F, G F, G, n)
+    basis = basis.flatten(3)  # (n / F, G F, G, n), components over the planes of all heads
     component = torch.arange(kept)
     turning = component * freqfold // kept if kept <= freqfold else component % freqfold
     plane = (torch.arange(folds)[:, None] * freqfold + turning).flatten()
-    dropped, never = _complex_rows(basis[:, kept:].flatten(0, 1), head_dim), torch.eye(head_dim)[2 * n :].to(basis)
-    never = torch.block_diag(*[never] * groups)  # dimensions that no plane has
-    return PartialRope(_complex_rows(basis[:, :kept].flatten(0, 1), head_dim), plane, torch.cat((dropped, never)))
+    rotated, dropped = (_complex_rows(part.flatten(0, 1), head_dim) for part in basis.tensor_split((kept,), dim=1))
+    never = torch.block_diag(*[torch.eye(head_dim)[2 * n :].to(basis)] * groups)  # dimensions that no plane has
+    return PartialRope(rotated, plane, torch.cat((dropped, never)))
 
 
 def _complex_rows(basis: torch.Tensor, head_dim: int) -> torch.Tensor:

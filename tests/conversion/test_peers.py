@@ -21,8 +21,9 @@ from attention_oracle import (
 )
 from small_models import make_model
 
-from benchmarks.peers import mha2mla, plane_norms, transmla
+from benchmarks.peers import assembled, mha2mla, plain_heads, plane_norms, rorope, transmla, unreduced
 from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.conversion.text.calibration import collect
 
 
 def causal(x: torch.Tensor, layer: Grouped, scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -95,6 +96,7 @@ def transmla_formula(layer: Grouped, seen, derotated, x, rank: int, kept: int, f
         ({}, 1, 16, 29),
         ({}, 4, 8, 23),
         (BIASES, 4, 4, 31),
+        ({"num_key_value_heads": 6}, 4, 4, 31),
         ({**BIASES, "num_key_value_heads": 3}, 2, 32, 7),
         ({"rope_parameters": {**PARTIAL, "partial_rotary_factor": 0.5}}, 2, 4, 29),
     ],
@@ -103,7 +105,7 @@ def transmla_formula(layer: Grouped, seen, derotated, x, rank: int, kept: int, f
 def test_transmla_equals_its_formula(fields, fold, size, rank):
     model = in_dtype(random_model("gqa", head_dim=16, **fields), torch.float64)
     layer = grouped(model, 1)
-    derotated = transmla(model, CALIBRATION, 32 * len(layer.k) - size, size, fold)
+    derotated = transmla(model, CALIBRATION, min(32 * len(layer.k) - size, 66), size, fold)
     texts = layer_inputs(model, CALIBRATION)[1], layer_inputs(derotated, CALIBRATION)[1]
     converted = transmla(model, CALIBRATION, rank, size, fold)
     assert converted.config.kv_lora_rank == rank and converted.config.qk_rope_head_dim == size
@@ -167,6 +169,20 @@ def test_all_planes_rotated_in_a_latent_that_holds_the_rest_change_nothing(conve
     options = {"freqfold": 1} if convert is transmla else {}
     converted = convert(model, CALIBRATION, 2 * 2 * 14, size, **options)
     assert distance(logits(converted), logits(model)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["gqa", "mha"])
+def test_rotating_all_planes_changes_nothing_before_the_latent_is_reduced(name):
+    """With six key/value heads the latent is the input, since it is smaller than all values."""
+    model = random_model(name, **BIASES)
+    size = 2 * 7 * len(grouped(model, 0).k)
+    layers = []
+    for index, seen in collect(model, CALIBRATION):
+        heads = plain_heads(model, index)
+        partial = rorope(heads, seen, size, 1)
+        layers.append((heads, partial, unreduced(heads, partial)))
+    assert len(layers[0][2].rows) == (28 if name == "gqa" else 66)
+    assert distance(logits(assembled(model, layers)), logits(model)) < 1e-4
 
 
 def test_what_cannot_be_converted_is_refused():
