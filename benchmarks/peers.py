@@ -5,6 +5,10 @@ latent of low rank. TransMLA finds the components by PCA of the keys over heads 
 section 4.2, with FreqFold, appendix C) and the latent by PCA of balanced keys and values (section 4.3). MHA2MLA keeps
 each head's planes of largest 2-norm (section 3.1), and its latent is the truncated SVD of the weights (section 3.2).
 
+Checked on SmolLM2-135M-Instruct against their authors' code, in KL of the same text: TransMLA at R + P = 64 + 32 1.3690
+here and 1.3697 there (32k calibration tokens), at 128 + 64 0.872 and 0.869; MHA2MLA at 168 + 24 4.996 and 4.998, at
+72 + 24 6.743 and 6.755 (2k tokens).
+
 Shapes: E hidden size, H query heads, G key/value heads, D head size, n rotary planes (dimensions i and i + n of a
 head), R latent size, P rotary size, F frequencies of a fold, K = G D - P unrotated key components.
 """
