@@ -57,9 +57,14 @@ def print_table(title: str, rows: list[dict], columns: dict[str, str]) -> None:
 def save(output: str, name: str, command: str, machine: dict, **results) -> None:
     """Write `OUTPUT/NAME.json`: the command, the machine as measured, and lists of rows."""
     path = Path(output) / f"{name}.json"
+    write(path, command, machine, **results)
+    print(f"wrote {path}", flush=True)
+
+
+def write(path: Path, command: str, machine: dict, **results) -> None:
+    """Write what `save` does to `path`, and say nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"command": command, "machine": machine, **results}, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path}", flush=True)
 
 
 def plot_decode(rows: list[dict], by_heads: list[dict], path: Path) -> None:

@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
+from tokenizers import Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks import attention, conversion, decode, measure, models, prefill, report, training
+from benchmarks import attention, conversion, decode, measure, models, prefill, real_conversion, report, training
 from modeling_gqa import GQAConfig, GQAForCausalLM
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -29,7 +33,7 @@ MACHINE = {"read_gb_s": 10.0, "matmul_gflop_s": {"float32": 100.0, "bfloat16": 1
 def quick_machine(monkeypatch):
     """The machine's rates take seconds to measure."""
     described = MACHINE | {"machine": "any", "torch": torch.__version__, "load_before": 0.0}
-    for module in (attention, decode, prefill, training):
+    for module in (attention, decode, prefill, real_conversion, training):
         monkeypatch.setattr(module, "describe_machine", lambda device, dtypes: described)
 
 
@@ -156,6 +160,49 @@ def test_conversion(tmp_path):
     assert converted.keys() == {"gqa-4", "gqa-2", "mqa", "mla-1/4", "mla-1/8"}
     assert len(bench.rows) == 3 * 7 + 2 * 5 + 4
     assert all(row["kl"] >= 0 and row["perplexity"] > 1 and row["bytes"] > 0 for row in bench.rows)
+
+
+@pytest.fixture
+def small_llama(tmp_path) -> Path:
+    """A folder with a Llama, a token for each of a hundred numbers, and in `text` the files that are measured on."""
+    words = Tokenizer(tokenizers.models.WordLevel({str(i): i for i in range(101)}, unk_token="0"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    sizes: dict[str, Any] = {k: SMALL[k] for k in ("vocab_size", "intermediate_size", "num_hidden_layers")}
+    sizes |= {"hidden_size": 56, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes |= {"max_position_embeddings": 64, "initializer_range": 0.2}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "Llama-3.2-1B")
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "Llama-3.2-1B")
+    generator = np.random.default_rng(0)
+    (tmp_path / "text").mkdir()
+    for name in ("calibration", "test", "test-other", "test-code"):
+        rows = [" ".join(map(str, row)) for row in generator.integers(101, size=(24, 40))]
+        content = "".join(json.dumps({"text": row}) + "\n" for row in rows)
+        (tmp_path / "text" / f"{name}.jsonl").write_text(content, encoding="utf-8")
+    return tmp_path
+
+
+def test_real_conversion(small_llama, capsys):
+    """Each method at each target on a small random model; parts are put together, and others' rows refused."""
+    path, sizes = small_llama / "found.json", ["--tokens", "512", "--evaluation-tokens", "128", "--length", "32"]
+    common = [str(small_llama / "Llama-3.2-1B"), "--text", str(small_llama / "text"), "--json", str(path), *sizes]
+    first = real_conversion.main([*common, "--targets", "mla-1/2", "mqa"])
+    assert [(row["target"], row["method"]) for row in first] == [
+        *(("mla-1/2", name) for name in real_conversion.METHODS if name != "mean"),
+        *(("mqa", name) for name in ("default", "weights only", "mean")),
+    ]
+    targets = ["--targets", "mla-1/8", "mla-24+8", "mla-1/2"]
+    rows = real_conversion.main([*common, *targets, "--methods", "mha2mla", "transmla"])
+    assert rows == read(path)["rows"] and len(rows) == len(first) + 4
+    source = 2 * 2 * 16 * 2 * 4  # bytes of keys and values of two heads in two layers
+    shares = {"mla-1/2": 2, "mla-1/8": 8, "mla-24+8": 2, "mqa": 2}
+    for row in rows:
+        assert row["bytes"] == source / shares[row["target"]] or row["method"] == "sizes by layer"
+        assert row["kl"] > 0 and row["kl_code"] > 0 and row["perplexity_other"] > 1 and row["seconds"] > 0
+    kl = {(row["target"], row["method"]): row["kl"] for row in rows}
+    assert kl["mla-1/2", "transmla"] == kl["mla-24+8", "transmla"]  # the same sizes
+    assert "9.75 to 16.14" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="name another file"):
+        real_conversion.main([*common, "--length", "16"])
 
 
 def test_the_conversions_shown_keep_what_is_promised():

@@ -1,0 +1,310 @@
+"""What conversions of a real model lose: ours, and TransMLA and MHA2MLA on the same text with as many tokens.
+
+    python -m benchmarks.real_conversion
+    python -m benchmarks.real_conversion meta-llama/Llama-3.2-1B --name llama-3.2-1b --targets mla-512+64
+    python -m benchmarks.real_conversion --targets mla-1/4 --methods transmla mha2mla
+
+Without a model it is SmolLM2-135M-Instruct, which `benchmarks.real` builds where it is missing, as it does the text. A
+run may do a part: rows that FILE holds already stay, and a row done again replaces the old one. KL(source || converted)
+and perplexity are of text that neither calibration nor the choice of constants has seen: other pages of the books that
+calibration reads, another book, and source code.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from modeling_gqa import GQAConfig, GQAForCausalLM
+from modeling_gqa.accounting import cache_bytes_per_token
+from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.conversion import allocate, compare_predictions, convert_model, load_source, target_config
+from modeling_gqa.conversion.layers.refit import refit_outputs
+from modeling_gqa.conversion.text.calibration import Batch, evaluating
+from modeling_gqa.conversion.text.measuring import predicted_states
+from modeling_gqa.conversion.text.packing import read_batches
+
+from .measure import describe_machine
+from .peers import mha2mla, transmla
+from .real import real_model, real_text
+from .report import RESULTS, kebab_shown, print_machine, print_table, write
+
+TARGETS = ("mla-1/2", "mla-1/4", "mla-1/8", "mqa")
+# Files of the text that is measured on; the columns of the first have no suffix.
+EVALUATIONS = {"": "test", "_other": "test-other", "_code": "test-code"}
+# Options of `convert_model` by row; a row that makes no sense of a target is left out there.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {"method": "auto"},
+    "weights only": {"method": "lowrank"},
+    "sizes by layer": {"method": "auto"},
+}
+COLUMNS = {
+    "target": "", "method": "", "bytes": ",", "kl": ".3f", "perplexity": ".2f", "kl_other": ".3f",
+    "perplexity_other": ".2f", "kl_code": ".3f", "perplexity_code": ".2f", "top1": ".1%", "seconds": ".0f",
+}  # fmt: skip
+# What others have published of models whose name holds the key, before any training, on WikiText-2.
+ANCHORS = {
+    "llama-3.2-1b": "TransMLA (2502.07864, its repository's table): 512 + 64 of 1024, 9.75 to 16.14",
+    "qwen2.5-7b": "TransMLA (2502.07864, its repository's table): 448 + 128 of 1024, 6.85 to 7.98",
+    "llama-3.1-8b": "CARE (2603.17946): rank 256, 64.8; MHA2MLA there 5236, plain SVD 2561",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A cache to convert to: "mqa", "mla-1/4" for a quarter of the source's, or "mla-64+32" for R + P.
+
+    Args:
+        name: as it is given.
+        share: divisor of the source's numbers per token and layer, for MLA.
+        sizes: R and P, for MLA.
+    """
+
+    name: str
+    share: int | None = None
+    sizes: tuple[int, int] | None = None
+
+    @classmethod
+    def parse(cls, name: str) -> "Target":
+        if match := re.fullmatch(r"mla-1/(\d+)", name):
+            return cls(name, share=int(match[1]))
+        if match := re.fullmatch(r"mla-(\d+)\+(\d+)", name):
+            return cls(name, sizes=(int(match[1]), int(match[2])))
+        if name != "mqa":
+            raise argparse.ArgumentTypeError(f"{name!r} is none of mqa, mla-1/SHARE and mla-R+P")
+        return cls(name)
+
+
+class Bench:
+    """The source, its text, and what has been measured.
+
+    Args:
+        folder: of the source, or its name on the Hub.
+        text: folder of the text, with the files that `benchmarks.real` names.
+        tokens: to calibrate on.
+        evaluation_tokens: to measure on, of each file.
+        length: tokens of a block.
+        batch_size: blocks of a batch.
+    """
+
+    def __init__(
+        self, folder: str, text: Path, tokens: int, evaluation_tokens: int, length: int = 1024, batch_size: int = 4
+    ) -> None:
+        self.source, tokenizer = load_source(folder).eval(), AutoTokenizer.from_pretrained(folder)
+        packed: dict[str, Any] = {"tokenizer": tokenizer, "sequence_length": length, "batch_size": batch_size}
+
+        def read(name: str, part: str, wanted: int) -> list[Batch]:
+            return read_batches([text / f"{name}.jsonl"], tokens={part: wanted}, **packed)[part]
+
+        self.calibration = read("calibration", "calibration", tokens)
+        self.evaluations = {key: read(name, "evaluation", evaluation_tokens) for key, name in EVALUATIONS.items()}
+
+    @cached_property
+    def states(self) -> dict[str, dict[int, torch.Tensor]]:
+        """The source's last hidden states by text and number of the batch."""
+        with evaluating(self.source):
+            return {
+                key: {number: predicted_states(self.source, batch) for number, batch in enumerate(batches)}
+                for key, batches in self.evaluations.items()
+            }
+
+    def measure(self, converted: GQAForCausalLM) -> dict:
+        """Return the columns that are measured, and the source's perplexities."""
+        row: dict[str, Any] = {}
+        for key, batches in self.evaluations.items():
+            found = compare_predictions(self.source, converted, batches, source_states=self.states[key])
+            row |= {f"kl{key}": found["kl"], f"perplexity{key}": found["perplexity_after"]}
+            row |= {f"source_perplexity{key}": found["perplexity_before"]}
+            if not key:
+                row |= {"top1": found["top1_agreement"], "tokens": found["tokens"]}
+        return {"bytes": cache_bytes_per_token(converted.config, converted.dtype), **row}
+
+    # -- sizes
+
+    def cache_size(self, target: Target) -> int:
+        """The numbers that a token takes in a layer of the target."""
+        layer = self.source.config.per_layer_config[0]
+        if target.sizes:
+            return sum(target.sizes)
+        return 2 * layer.head_dim * layer.num_key_value_heads // (target.share or layer.num_key_value_heads)
+
+    def transmla_sizes(self, target: Target) -> tuple[int, int, int]:
+        """R, P and FreqFold for TransMLA: P is D by a power of two, as its code has it, and a third of the cache."""
+        head_dim, size = self.source.config.per_layer_config[0].head_dim, self.cache_size(target)
+        rope = head_dim
+        while 3 * rope > size and rope > 2:
+            rope //= 2
+        rank, rope = target.sizes or (size - rope, rope)
+        return rank, rope, max(4, head_dim // rope)
+
+    def mha2mla_sizes(self, target: Target) -> tuple[int, int]:
+        """R and P for MHA2MLA: an eighth of each head's dimensions stays rotated, as in its paper."""
+        layer, size = self.source.config.per_layer_config[0], self.cache_size(target)
+        rope = max(layer.head_dim // 16, 1) * 2 * layer.num_key_value_heads
+        return size - rope, rope
+
+
+# -- a method each: the converted model, or `None` where the target is not for it
+
+
+def ours(bench: Bench, target: Target, row: str, calibrated: bool = True) -> GQAForCausalLM:
+    config, options = bench.source.config, OPTIONS[row]
+    if target.name == "mqa":
+        wanted = target_config(config, "mqa")
+    elif target.sizes:
+        wanted = target_config(config, "mla", kv_lora_rank=target.sizes[0], qk_rope_head_dim=target.sizes[1])
+    else:
+        wanted = target_config(config, "mla", cache_size=bench.cache_size(target))
+        options = {"share_cache": calibrated, **options}
+    return convert_model(bench.source, wanted, bench.calibration if calibrated else None, **options)[0]
+
+
+def sizes_by_layer(bench: Bench, target: Target) -> GQAForCausalLM | None:
+    """The same sum of all layers' caches as with equal sizes; MQA is the least, so there is nothing to share out."""
+    if target.name == "mqa":
+        return None
+    config: GQAConfig = bench.source.config
+    whole = bench.cache_size(target) * config.num_hidden_layers * bench.source.dtype.itemsize
+    wanted = allocate(bench.source, "mla", whole, bench.calibration)
+    options = {"share_cache": True, **OPTIONS["sizes by layer"]}
+    return convert_model(bench.source, wanted, bench.calibration, **options)[0]
+
+
+def mean_heads(bench: Bench, target: Target) -> GQAForCausalLM | None:
+    """The mean of the heads (2305.13245), which is how MQA is usually made."""
+    if target.name != "mqa":
+        return None
+    return convert_model(bench.source, target_config(bench.source.config, "mqa"), method="mean")[0]
+
+
+def by_transmla(bench: Bench, target: Target, refit: bool = False) -> GQAForCausalLM | None:
+    if target.name == "mqa":
+        return None
+    converted = transmla(bench.source, bench.calibration, *bench.transmla_sizes(target))
+    if refit:
+        refit_converted(bench.source, converted, bench.calibration)
+    return converted
+
+
+def by_mha2mla(bench: Bench, target: Target) -> GQAForCausalLM | None:
+    if target.name == "mqa":
+        return None
+    return mha2mla(bench.source, bench.calibration, *bench.mha2mla_sizes(target))
+
+
+def refit_converted(source: GQAForCausalLM, converted: GQAForCausalLM, calibration: list[Batch]) -> None:
+    """Fit the output projections of any conversion of `source`, in place, as ours are fitted."""
+    refit_outputs(source, converted, range(len(converted.model.layers)), calibration)
+
+
+METHODS: dict[str, Callable[[Bench, Target], GQAForCausalLM | None]] = {
+    "default": partial(ours, row="default"),
+    "weights only": partial(ours, row="weights only", calibrated=False),
+    "sizes by layer": sizes_by_layer,
+    "mean": mean_heads,
+    "transmla": by_transmla,
+    "transmla, our refit": partial(by_transmla, refit=True),
+    "mha2mla": by_mha2mla,
+}
+
+
+# -- the run
+
+
+def stored_rows(path: Path, settings: dict) -> list[dict]:
+    """Return the rows of earlier runs in `path`; another model's, or those of other tokens, are refused."""
+    if not path.is_file():
+        return []
+    stored = json.loads(path.read_text(encoding="utf-8"))
+    if stored["settings"] != settings:
+        sys.exit(f"{path} holds rows of {stored['settings']}, not of {settings}: name another file")
+    return stored["rows"]
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="a folder, or a name on the Hub; SmolLM2-135M-Instruct by default")
+    parser.add_argument("--name", default="real_conversion", help="of the file of results in benchmarks/results")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the file of results, in place of --name")
+    parser.add_argument("--text", type=Path, help="folder of the text; that of `make real` by default")
+    parser.add_argument("--tokens", type=int, default=32768, help="to calibrate on")
+    parser.add_argument("--evaluation-tokens", "--evaluation_tokens", type=int, default=16384, help="of each text")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a block")
+    parser.add_argument("--batch-size", "--batch_size", type=int, default=4, help="blocks of a batch")
+    parser.add_argument("--targets", type=Target.parse, nargs="+", default=[Target.parse(name) for name in TARGETS])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    return kebab_shown(parser).parse_args(arguments)
+
+
+def measured_row(bench: Bench, target: Target, method: str) -> dict | None:
+    """Convert, measure, print and return a row; `None` where there is nothing to convert."""
+    begin = time.perf_counter()
+    try:
+        converted = METHODS[method](bench, target)
+    except ConversionError as error:
+        print(f"{target.name:10} {method:20} {error}", flush=True)
+        return None
+    if converted is None:
+        return None
+    seconds = time.perf_counter() - begin
+    row = {"target": target.name, "method": method, **bench.measure(converted), "seconds": seconds}
+    shown = (f"{key} {format(row[key], form)}" for key, form in COLUMNS.items() if form)
+    print(f"{target.name:10} {method:20} {'  '.join(shown)}", flush=True)
+    return row
+
+
+def replaced(rows: list[dict], row: dict) -> list[dict]:
+    """Return `rows` with `row` in place of the old one, in the order of `TARGETS` and `METHODS`."""
+    order = {name: number for number, name in enumerate((*TARGETS, *METHODS))}
+
+    def key(row: dict) -> tuple:
+        return order.get(row["target"], len(order)), row["target"], order.get(row["method"], len(order))
+
+    return sorted([*(old for old in rows if key(old) != key(row)), row], key=key)
+
+
+def show(name: str, rows: list[dict]) -> None:
+    """Print the table, and what others have published of the model."""
+    if rows:
+        before = ", ".join(f"{rows[-1][f'source_perplexity{key}']:.2f} on {text}" for key, text in EVALUATIONS.items())
+        print(f"source: perplexity {before}")
+        print_table(f"Conversions of {name}, before any training", rows, COLUMNS)
+    for key, published in ANCHORS.items():
+        if key in name.lower():
+            print(f"published, perplexity on WikiText-2: {published}")
+
+
+def main(arguments: list[str] | None = None) -> list[dict]:
+    """Measure, print and write what the command line asks for; returns all rows of the file."""
+    options = parse(arguments)
+    path = options.json or RESULTS / f"{options.name}.json"
+    folder, text = options.model or str(real_model()), options.text or real_text()
+    name = Path(folder).name
+    settings = {"model": name, "tokens": options.tokens, "evaluation_tokens": options.evaluation_tokens}
+    settings["length"] = options.length
+    rows = stored_rows(path, settings)
+    machine = describe_machine("cpu", [torch.bfloat16])
+    print_machine(machine)
+    bench = Bench(folder, text, options.tokens, options.evaluation_tokens, options.length, options.batch_size)
+    command = " ".join(["python -m benchmarks.real_conversion", *(sys.argv[1:] if arguments is None else arguments)])
+    for target in options.targets:
+        for method in options.methods:
+            if row := measured_row(bench, target, method):
+                rows = replaced(rows, row)
+                write(path, command, machine, settings=settings, rows=rows)
+    show(name, rows)
+    print(f"rows are in {path}")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
