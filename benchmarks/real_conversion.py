@@ -28,7 +28,7 @@ from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.accounting import cache_bytes_per_token
 from modeling_gqa.common.errors import ConversionError
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, load_source, target_config
-from modeling_gqa.conversion.layers.refit import refit_outputs
+from modeling_gqa.conversion.sequential import refit_outputs
 from modeling_gqa.conversion.text.calibration import Batch, evaluating
 from modeling_gqa.conversion.text.measuring import predicted_states
 from modeling_gqa.conversion.text.packing import read_batches
@@ -191,7 +191,7 @@ def by_transmla(bench: Bench, target: Target, refit: bool = False) -> GQAForCaus
         return None
     converted = transmla(bench.source, bench.calibration, *bench.transmla_sizes(target))
     if refit:
-        refit_converted(bench.source, converted, bench.calibration)
+        refit_outputs(bench.source, converted, bench.calibration)
     return converted
 
 
@@ -199,11 +199,6 @@ def by_mha2mla(bench: Bench, target: Target) -> GQAForCausalLM | None:
     if target.name == "mqa":
         return None
     return mha2mla(bench.source, bench.calibration, *bench.mha2mla_sizes(target))
-
-
-def refit_converted(source: GQAForCausalLM, converted: GQAForCausalLM, calibration: list[Batch]) -> None:
-    """Fit the output projections of any conversion of `source`, in place, as ours are fitted."""
-    refit_outputs(source, converted, range(len(converted.model.layers)), calibration)
 
 
 METHODS: dict[str, Callable[[Bench, Target], GQAForCausalLM | None]] = {

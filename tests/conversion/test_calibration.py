@@ -5,7 +5,7 @@ from tempfile import gettempdir
 
 import pytest
 import torch
-from attention_oracle import CALIBRATION, collected, covariance, distance, grouped, layer_inputs, random_model
+from attention_oracle import CALIBRATION, collected, distance, grouped, layer_inputs, random_model
 from small_models import make_batch
 
 from modeling_gqa.conversion import ConversionError, convert_model, target_config

@@ -19,9 +19,9 @@ from ...modeling_gqa import GQAForCausalLM
 from ..layers.moments import Statistics, windows
 from .calibration import MODEL_INPUTS, Batch, Scratch, Sums, evaluating, hooks, scratch
 
-# The first token of a document counts as this share of the document's tokens, and as one at least. Most heads give it much of
-# their attention, and in many models its states grow a thousandfold in one layer (massive activations, 2402.17762),
-# which small errors before that layer prevent.
+# The first token of a document counts as this share of the document's tokens, and as one at least. Most heads give it
+# much of their attention, and in many models its states grow a thousandfold in one layer (massive activations,
+# 2402.17762), which small errors before that layer prevent.
 FIRST_SHARE = 0.1
 
 
