@@ -14,6 +14,7 @@ import pytest
 import torch
 import typer
 from huggingface_hub import constants
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from small_models import SIZES, make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 
 import modeling_gqa
 from modeling_gqa import GQAConfig
+from modeling_gqa.command_line import console
 from modeling_gqa.command_line import conversion as commands
 from modeling_gqa.command_line import main as command
 from modeling_gqa.conversion.checkpoints.checkpoint import Checkpoint
@@ -555,10 +557,22 @@ def test_wrong_input_is_one_line_and_leaves_all_as_it_was(
     before = contents(tmp_path)
     options = [str(option).replace("CORPUS", str(corpus)) for option in options]
     result = call("convert", source, target, *options, "--force")
-    errors = [line for line in result.stderr.splitlines() if line and "━" not in line]  # progress bars
+    errors = result.stderr.splitlines()
     assert result.exit_code == 1, result.output
     assert len(errors) == 1 and errors[0].startswith("error: ") and message in errors[0], result.stderr
     assert result.stdout == "" and contents(tmp_path) == before
+
+
+def test_a_field_that_nobody_knows_can_be_ignored(checkpoints, tmp_path):
+    source = tmp_path / "llama"
+    run("export", checkpoints / "gqa", source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"alibi": False, "unk_token_id": 0}))
+    target = ("--attention-kind", "gqa", "--num-key-value-heads", 1)
+    for name, *arguments in (("inspect",), ("import", tmp_path / "ours"), ("convert", tmp_path / "mqa", *target)):
+        assert "--ignore-field alibi" in " ".join(call(name, source, *arguments).stderr.split())
+        run(name, source, *arguments, "--ignore-field", "alibi")
+    assert "of which no field is refused" in call("inspect", tmp_path / "ours", "--ignore-field", "alibi").stderr
 
 
 def test_targets_that_are_refused(checkpoints, tmp_path):
@@ -591,7 +605,8 @@ def test_targets_that_are_refused(checkpoints, tmp_path):
     assert contents(tmp_path) == before and len(list(tmp_path.iterdir())) == 5
 
 
-def test_what_takes_long_is_named_on_the_bars(checkpoints, corpus, tmp_path):
+def test_what_takes_long_is_named_on_the_bars(checkpoints, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(console, "err", Console(stderr=True, force_terminal=True, width=120))
     options = ("--text", corpus, *TEXT_OPTIONS, *MQA)
     shown = call("convert", checkpoints / "gqa", tmp_path / "out", *options).stderr
     named = ("calibrating layers", "trying settings", "converting layers", "measuring", "measuring layers", "saving")

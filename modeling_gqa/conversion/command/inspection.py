@@ -1,5 +1,6 @@
 """What a checkpoint is, and what its attention can become with how large a cache, from its configuration alone."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +65,18 @@ def conversions(config: GQAConfig, dtype: torch.dtype) -> dict[str, dict[str, An
     return found
 
 
-def inspect_checkpoint(source: str | Path) -> dict[str, Any]:
+def inspect_checkpoint(source: str | Path, ignore_fields: Collection[str] = ()) -> dict[str, Any]:
     """Return what `modeling-gqa inspect` shows of a checkpoint, in types that JSON has.
 
     Args:
-        source: folder of a checkpoint, or the name of a model on the Hub, of which only `config.json` is fetched.
+        source: folder of a checkpoint, a GGUF file, or the name of a model on the Hub, of which only `config.json` is
+            fetched.
+        ignore_fields: see `load_source`.
 
     Raises:
         ConversionError: there is no such checkpoint, it is not supported, or a folder's weights do not fit.
     """
-    checkpoint = open_checkpoint(source, download=False)
+    checkpoint = open_checkpoint(source, download=False, ignore_fields=ignore_fields)
     config, dtype = checkpoint.config, checkpoint.dtype
     family_out: str | None
     reason: str | None

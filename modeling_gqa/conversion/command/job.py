@@ -125,8 +125,10 @@ class Job(Options):
 
     def open(self, download: bool = True) -> Checkpoint:
         """Open the source; its `dtype` is then that of the result."""
-        checkpoint = open_checkpoint(self.source, download=download)
-        return checkpoint if self.dtype == "auto" else replace(checkpoint, dtype=getattr(torch, self.dtype))
+        dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
+        ignored = self.ignore_field or ()
+        checkpoint = open_checkpoint(self.source, download=download, ignore_fields=ignored, dtype=dtype)
+        return replace(checkpoint, dtype=dtype) if dtype else checkpoint
 
     def find_target(self, checkpoint: Checkpoint) -> tuple[GQAConfig | None, bool]:
         """Return the result's configuration (`None`: a budget is to be shared out), and whether it is exact."""
