@@ -390,9 +390,9 @@ def test_inspect_says_what_is_exact_lossy_and_impossible(checkpoints):
     gqa, mqa, qk_norm, mla, free = (
         inspected(checkpoints / n) for n in ("gqa", "mqa", "mha-qk-norm", "mixed-window", "mla-free")
     )
-    assert gqa["conversions"]["exact"].keys() == {
-        "mha",
-    }
+    rotary = 2 * HEAD_DIM  # of the two key/value heads
+    assert gqa["conversions"]["exact"].keys() == {"mha", f"mla with R = {rotary} and P = {rotary}"}
+    assert gqa["conversions"]["exact"][f"mla with R = {rotary} and P = {rotary}"] == gqa["cache_bytes_per_token"]
     assert gqa["conversions"]["exact"]["mha"] == 2 * HEADS * HEAD_DIM * 4 * LAYERS
     assert {"gqa with 3 key/value heads", "mqa"} <= gqa["conversions"]["lossy"].keys()
     assert "mla of the same cache size" in mqa["conversions"]["exact"]
@@ -403,6 +403,24 @@ def test_inspect_says_what_is_exact_lossy_and_impossible(checkpoints):
     assert all("latent_norm" in reason for reason in mla["conversions"]["impossible"].values())
     assert mla["conversions"]["impossible"] and mla["export"]["family"] is None and mla["export"]["reason"]
     assert "mha" in free["conversions"]["exact"]
+
+
+def test_equal_layers_are_one_row(checkpoints, tmp_path):
+    shown = run("convert", checkpoints / "mha", tmp_path / "out", *MQA, "--dry-run")
+    assert f"0-{LAYERS - 1}" in shown and shown.count("→") == 1
+    shown = run("convert", checkpoints / "mha", tmp_path / "out", *MQA, "--layers", "1", "--dry-run")
+    assert re.findall(r"│ ([0-9-]+) ", shown)[:LAYERS] == ["0", "1", "2"]
+
+
+def test_a_cache_larger_than_the_sources_is_refused(checkpoints, tmp_path):
+    """The most is named, it can be had, and it is exact."""
+    most = 2 * 2 * HEAD_DIM
+    for option, unit in (("--cache-size", 1), ("--cache-bytes", 4)):
+        arguments = ("convert", checkpoints / "gqa", tmp_path / "out", *MLA, option)
+        said = " ".join(call(*arguments, (most + 2) * unit).stderr.split())
+        assert f"{option}={(most + 2) * unit} is more than layer 0 caches now, which is {most * unit}" in said
+        assert f"choose at most {most * unit}, where MLA can be exact" in said
+        assert "would convert exactly" in run(*arguments, most * unit, "--dry-run")
 
 
 def test_inspect_counts_what_the_model_has(checkpoints):

@@ -54,9 +54,10 @@ def convert(
 ) -> None:
     """Give a trained model another attention, measure what that cost, and save it as a Hub repository.
 
-    Three conversions are exact: to a multiple of the key/value heads (such as GQA to MHA), from MQA to MLA, and from
-    MLA without a latent norm to MHA. All others are lossy; heal the result with `modeling-gqa uptrain`. TARGET gets
-    weights, configuration, code, tokenizer, a model card and the report `conversion.json`.
+    Three conversions are exact: to a multiple of the key/value heads (such as GQA to MHA), to MLA that caches as much
+    as the source, and from MLA without a latent norm to MHA. All others are lossy; heal the result with
+    `modeling-gqa uptrain`. TARGET gets weights, configuration, code, tokenizer, a model card and the report
+    `conversion.json`.
     """
     target = options["target"]
     with user_errors(target):
@@ -146,8 +147,8 @@ def show(report: Report) -> None:
     for cells in summary(report):
         table.add_row(*cells)
     layers = Table("layers", "attention", "error of its output", "loss")
-    for row in layer_rows(report):
-        layers.add_row(*row)
+    for where, row in runs(row[1:] for row in layer_rows(report)):
+        layers.add_row(where, *row)
     out.print(layers, table)
 
 

@@ -223,6 +223,10 @@ REFUSED = {
         {"tensors": {"rope_freqs.weight": numpy.ones(7, numpy.float32)}},
         "a tensor rope_freqs.weight, which the configuration has no place for",
     ),
+    "odd-name": (
+        {"tensors": {"blk.5.weight": numpy.ones(7, numpy.float32)}},
+        "a tensor blk.5.weight, which the configuration has no place for",
+    ),
     "bias": (
         {"tensors": {"blk.0.attn_q.bias": numpy.ones(84, numpy.float32)}},
         "a tensor model.layers.0.self_attn.q_proj.bias, which",
@@ -258,10 +262,12 @@ def test_an_entry_can_be_ignored(tmp_path):
         load_source(path, ignore_fields=["llama.some.thing", "llama.other"])
 
 
-def architecture(name):
+def architecture(name, layers=3):
     def damage(path):
         writer = gguf.GGUFWriter(path, name)
-        writer.add_block_count(3)
+        writer.add_block_count(layers)
+        if layers != 3:
+            writer.add_head_count_kv(2)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.close()
@@ -283,6 +289,7 @@ DAMAGED = {
     "other-architecture": (architecture("bloom"), "model_type='bloom' is not supported: these can be imported"),
     "known-reason": (architecture("gemma2"), "'gemma2' is not supported, because it soft-caps"),
     "not-by-gguf": (architecture("mistral"), "architecture 'mistral': of GGUF files these can be imported: llama"),
+    "many-layers": (architecture("llama", 10**9), "is damaged: it has 1000000000 layers and 0 tensors"),
     "no-entries": (architecture("llama"), "has no llama.attention.head_count_kv"),
 }
 

@@ -120,6 +120,9 @@ class GGUFFile:
                 f"{self.path} has no llama.attention.head_count_kv, without which transformers' loader of GGUF files "
                 "leaves queries and keys in llama.cpp's order: give the model's checkpoint in safetensors"
             )
+        layers = self.fields.get(f"{self.architecture}.block_count", 0)
+        if layers > len(self.shapes):  # a model of so many could fill the memory before its weights are missed
+            raise ConversionError(f"{self.path} is damaged: it has {layers} layers and {len(self.shapes)} tensors")
         config = self._read(lambda: AutoConfig.from_pretrained(**self.location))
         if config.model_type == "mistral":
             config.sliding_window = None  # llama.cpp has no window in this architecture
@@ -171,9 +174,10 @@ class GGUFFile:
 def stock_name(name: str) -> str:
     """Return the name that transformers gives to a tensor; one that it does not know keeps its own."""
     stem, _, kind = name.rpartition(".")
-    if stem.startswith("blk."):
-        _, index, part = stem.split(".", 2)
-        return f"model.layers.{index}.{LAYER_NAMES[part]}.{kind}" if part in LAYER_NAMES else name
+    block, _, inside = stem.partition(".")
+    index, _, part = inside.partition(".")
+    if block == "blk" and part in LAYER_NAMES:
+        return f"model.layers.{index}.{LAYER_NAMES[part]}.{kind}"
     return f"{NAMES[stem]}.{kind}" if stem in NAMES else name
 
 

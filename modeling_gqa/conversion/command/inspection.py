@@ -12,7 +12,7 @@ from ...configuration_gqa import GQAConfig
 from ..allocation import numbers_per_token
 from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.exporting import export_config, inexactness
-from ..targets import changed_layers, lossy_layers, target_config
+from ..targets import changed_layers, exact_latent_sizes, lossy_layers, target_config
 from .report import describe_layer
 
 LAYER_FIELDS = (
@@ -60,6 +60,11 @@ def conversions(config: GQAConfig, dtype: torch.dtype) -> dict[str, dict[str, An
             enter(f"gqa with {number} key/value heads", "gqa", num_key_value_heads=number)
     if all(layer.attention_kind != "mla" and layer.num_key_value_heads == 1 for layer in layers):
         enter("mla of the same cache size", "mla")
+    elif all(layer.attention_kind != "mla" and not layer.qk_norm for layer in layers):
+        sizes = {exact_latent_sizes(layer) for layer in layers}
+        if len(sizes) == 1:  # of layers that differ, no one pair of sizes is right
+            rank, rope = sizes.pop()
+            enter(f"mla with R = {rank} and P = {rope}", "mla", kv_lora_rank=rank, qk_rope_head_dim=rope)
     half = max(3, min(numbers_per_token(layer) for layer in layers) // 2)
     enter(f"mla of a chosen cache size, for instance {half}", "mla", cache_size=half)
     return found
