@@ -14,6 +14,7 @@ import pytest
 import torch
 import typer
 from huggingface_hub import constants
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from small_models import SIZES, make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -22,6 +23,7 @@ from typer.testing import CliRunner
 
 import modeling_gqa
 from modeling_gqa import GQAConfig
+from modeling_gqa.command_line import console
 from modeling_gqa.command_line import conversion as commands
 from modeling_gqa.command_line import main as command
 from modeling_gqa.conversion.checkpoints.checkpoint import Checkpoint
@@ -388,9 +390,9 @@ def test_inspect_says_what_is_exact_lossy_and_impossible(checkpoints):
     gqa, mqa, qk_norm, mla, free = (
         inspected(checkpoints / n) for n in ("gqa", "mqa", "mha-qk-norm", "mixed-window", "mla-free")
     )
-    assert gqa["conversions"]["exact"].keys() == {
-        "mha",
-    }
+    rotary = 2 * HEAD_DIM  # of the two key/value heads
+    assert gqa["conversions"]["exact"].keys() == {"mha", f"mla with R = {rotary} and P = {rotary}"}
+    assert gqa["conversions"]["exact"][f"mla with R = {rotary} and P = {rotary}"] == gqa["cache_bytes_per_token"]
     assert gqa["conversions"]["exact"]["mha"] == 2 * HEADS * HEAD_DIM * 4 * LAYERS
     assert {"gqa with 3 key/value heads", "mqa"} <= gqa["conversions"]["lossy"].keys()
     assert "mla of the same cache size" in mqa["conversions"]["exact"]
@@ -401,6 +403,24 @@ def test_inspect_says_what_is_exact_lossy_and_impossible(checkpoints):
     assert all("latent_norm" in reason for reason in mla["conversions"]["impossible"].values())
     assert mla["conversions"]["impossible"] and mla["export"]["family"] is None and mla["export"]["reason"]
     assert "mha" in free["conversions"]["exact"]
+
+
+def test_equal_layers_are_one_row(checkpoints, tmp_path):
+    shown = run("convert", checkpoints / "mha", tmp_path / "out", *MQA, "--dry-run")
+    assert f"0-{LAYERS - 1}" in shown and shown.count("→") == 1
+    shown = run("convert", checkpoints / "mha", tmp_path / "out", *MQA, "--layers", "1", "--dry-run")
+    assert re.findall(r"│ ([0-9-]+) ", shown)[:LAYERS] == ["0", "1", "2"]
+
+
+def test_a_cache_larger_than_the_sources_is_refused(checkpoints, tmp_path):
+    """The most is named, it can be had, and it is exact."""
+    most = 2 * 2 * HEAD_DIM
+    for option, unit in (("--cache-size", 1), ("--cache-bytes", 4)):
+        arguments = ("convert", checkpoints / "gqa", tmp_path / "out", *MLA, option)
+        said = " ".join(call(*arguments, (most + 2) * unit).stderr.split())
+        assert f"{option}={(most + 2) * unit} is more than layer 0 caches now, which is {most * unit}" in said
+        assert f"choose at most {most * unit}, where MLA can be exact" in said
+        assert "would convert exactly" in run(*arguments, most * unit, "--dry-run")
 
 
 def test_inspect_counts_what_the_model_has(checkpoints):
@@ -555,10 +575,22 @@ def test_wrong_input_is_one_line_and_leaves_all_as_it_was(
     before = contents(tmp_path)
     options = [str(option).replace("CORPUS", str(corpus)) for option in options]
     result = call("convert", source, target, *options, "--force")
-    errors = [line for line in result.stderr.splitlines() if line and "━" not in line]  # progress bars
+    errors = result.stderr.splitlines()
     assert result.exit_code == 1, result.output
     assert len(errors) == 1 and errors[0].startswith("error: ") and message in errors[0], result.stderr
     assert result.stdout == "" and contents(tmp_path) == before
+
+
+def test_a_field_that_nobody_knows_can_be_ignored(checkpoints, tmp_path):
+    source = tmp_path / "llama"
+    run("export", checkpoints / "gqa", source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"alibi": False, "unk_token_id": 0}))
+    target = ("--attention-kind", "gqa", "--num-key-value-heads", 1)
+    for name, *arguments in (("inspect",), ("import", tmp_path / "ours"), ("convert", tmp_path / "mqa", *target)):
+        assert "--ignore-field alibi" in " ".join(call(name, source, *arguments).stderr.split())
+        run(name, source, *arguments, "--ignore-field", "alibi")
+    assert "of which no field is refused" in call("inspect", tmp_path / "ours", "--ignore-field", "alibi").stderr
 
 
 def test_targets_that_are_refused(checkpoints, tmp_path):
@@ -591,7 +623,8 @@ def test_targets_that_are_refused(checkpoints, tmp_path):
     assert contents(tmp_path) == before and len(list(tmp_path.iterdir())) == 5
 
 
-def test_what_takes_long_is_named_on_the_bars(checkpoints, corpus, tmp_path):
+def test_what_takes_long_is_named_on_the_bars(checkpoints, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(console, "err", Console(stderr=True, force_terminal=True, width=120))
     options = ("--text", corpus, *TEXT_OPTIONS, *MQA)
     shown = call("convert", checkpoints / "gqa", tmp_path / "out", *options).stderr
     named = ("calibrating layers", "trying settings", "converting layers", "measuring", "measuring layers", "saving")

@@ -22,9 +22,11 @@ class Results(TypedDict, total=False):
         steps: number of optimizer steps.
         tokens_seen: number of tokens trained on, of all processes and all resumptions.
         tokens_per_step: number of tokens in one optimizer step.
-        training_seconds: seconds of this process's training; a resumed run counts from its resumption. A
-            resumption that trains nothing keeps the earlier value, and those of the other timings.
-        tokens_per_second: training speed of all processes together, without evaluation, saving and the first step.
+        training_seconds: seconds of training that led to the result, of all sessions: a resumed run adds those up to
+            the checkpoint it goes on from, unless an earlier version wrote that. A resumption that trains nothing keeps
+            the earlier value, and those of the other timings.
+        tokens_per_second: training speed of all processes together in the last session, without evaluation, saving and
+            the first step.
         mfu: model FLOPs utilisation, a fraction of what a large matrix product reaches on the same devices.
         initial_validation_loss: uptraining: the student's loss before training, in nats per token.
         initial_validation_perplexity: its exponential.
@@ -36,7 +38,7 @@ class Results(TypedDict, total=False):
         parameters: number of parameters.
         cache_bytes_per_token: bytes that the whole model caches for a token, in float32.
         processes: number of processes that trained.
-        sealing_seconds: seconds of `training_seconds` that went into writing checkpoints to disk and hashing them.
+        sealing_seconds: seconds of the last session that went into writing checkpoints to disk and hashing them.
         bigram_loss: loss of an interpolated bigram model on the same tokens, in nats per token.
     """
 
@@ -93,7 +95,7 @@ def table_rows(results: Results) -> Iterator[str]:
 def printed_lines(results: Results) -> Iterator[str]:
     """Yield the lines that a script prints when training has ended."""
     yield f"training took        {results['training_seconds']:.0f} s"
-    yield f"of these             {results['sealing_seconds']:.1f} s to write checkpoints to disk and hash them"
+    yield f"of the last session  {results['sealing_seconds']:.1f} s to write checkpoints to disk and hash them"
     for name, key in (
         ("validation loss", "validation"),
         ("before uptraining", "initial_validation"),

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ class Run:
         source: the text.
         folder: the open folder, of the main process; other processes have none.
         checkpoint: the one to go on from; `None` for a start from step 0.
+        seconds_before: seconds of training up to that checkpoint, in all sessions.
         upload: a Hub token to upload the result with; "" for the one that `hf auth login` has saved; `None` for none.
     """
 
@@ -51,6 +51,7 @@ class Run:
     validation: PackedBlocks
     folder: RunFolder | None
     checkpoint: Path | None
+    seconds_before: float
     upload: str | None
 
     @property
@@ -94,7 +95,9 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
                 beginning.begin()
         if recipe.world_size > 1:
             checkpoint = from_main_process(checkpoint)
-        yield Run(source, *load_text(recipe, source, mark), folder, checkpoint, upload)
+        yield Run(
+            source, *load_text(recipe, source, mark), folder, checkpoint, mark.get("training_seconds", 0.0), upload
+        )
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; {what_is_kept(recipe.output_dir)}") from None
     except Exception as error:
@@ -145,12 +148,13 @@ def train(trainer: PretrainTrainer, run: Run) -> None:
     if recipe.resume:
         where = f"Resuming from {run.checkpoint}" if run.checkpoint else None
         say(where or "No checkpoint had been saved yet: starting from step 0")
-    begin = time.perf_counter()
+    trainer.seconds_before = run.seconds_before
     trainer.run(run.checkpoint)
+    seconds = trainer.training_seconds
     if trainer.sigterm.stopped:
         say(f"Stopped by SIGTERM and saved at step {trainer.state.global_step}; --resume continues.")
         sys.exit(128 + 15)
-    results = gather_results(trainer, time.perf_counter() - begin)
+    results = gather_results(trainer, seconds)
     if run.checkpoint is not None and run.checkpoint.name == f"checkpoint-{results['steps']}":
         results |= earlier_timing(Path(recipe.output_dir), results["steps"])
     weights = trainer.accelerator.get_state_dict(trainer.model)  # under FSDP every process takes part
@@ -171,7 +175,7 @@ def gather_results(trainer: PretrainTrainer, seconds: float) -> Results:
     """Return the numbers of the run. The final weights are evaluated unless the last step has been.
 
     Args:
-        seconds: duration of the training.
+        seconds: duration of the training, of all sessions.
     """
     recipe, model, state = trainer.args, trainer.accelerator.unwrap_model(trainer.model), trainer.state
     train, validation = trainer.train_dataset, trainer.eval_dataset

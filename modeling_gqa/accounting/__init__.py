@@ -10,11 +10,12 @@ padding.
 """
 
 from .operations import decode_flops, prefill_flops, training_flops
-from .sizes import cache_bytes, cache_bytes_per_token, count_parameters
+from .sizes import cache_bytes, cache_bytes_per_token, count_attention_parameters, count_parameters
 
 __all__ = [
     "cache_bytes",
     "cache_bytes_per_token",
+    "count_attention_parameters",
     "count_parameters",
     "decode_flops",
     "prefill_flops",

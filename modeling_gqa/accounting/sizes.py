@@ -28,6 +28,23 @@ def count_parameters(config: GQAConfig) -> int:
     return total
 
 
+def count_attention_parameters(config: GQAConfig) -> int:
+    """Number of parameters in the attention of all layers of `GQAForCausalLM(config)`; uptraining trains these.
+
+    Args:
+        config: the configuration; nothing is built.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig, accounting
+
+        config = GQAConfig(attention_kind="mla")
+        print(accounting.count_attention_parameters(config) / accounting.count_parameters(config))
+        ```
+    """
+    return sum(sum(attention.parameter_counts(layer)) for layer, attention, _ in iterate_layers(config))
+
+
 def cache_bytes_per_token(config: GQAConfig, dtype: torch.dtype = torch.bfloat16) -> int:
     """Bytes that one more token of one row takes in the caches of all layers, while no window is full.
 

@@ -16,7 +16,7 @@ from rich.progress import Progress as ProgressBars
 from safetensors import SafetensorError
 
 from ..common.errors import ConversionError
-from ..common.progress import Progress, ShowProgress
+from ..common.progress import Progress, ShowProgress, progress_lines
 
 # Paths may hold brackets and colons, so markup and emoji are off.
 out = Console(soft_wrap=False, markup=False, emoji=False)
@@ -83,7 +83,14 @@ def printable(text: str | Path) -> str:
 
 @contextmanager
 def progress_bars() -> Iterator[ShowProgress]:
-    """Show progress bars on stderr; yields a function from a description to what wraps an iterable."""
+    """Show progress on stderr, in bars where it is a terminal and else in a line every half minute.
+
+    Yields:
+        A function from a description to what wraps an iterable.
+    """
+    if not err.is_terminal:
+        yield progress_lines(lambda line: err.print(line, soft_wrap=True))
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     progress = ProgressBars(*columns, console=err)
 

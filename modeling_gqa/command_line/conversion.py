@@ -1,8 +1,9 @@
 """The commands `convert`, `import`, `export` and `inspect`."""
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+import torch
 import typer
 from rich.table import Table
 
@@ -10,7 +11,7 @@ from ..conversion.checkpoints.exporting import export_checkpoint
 from ..conversion.checkpoints.importing import import_checkpoint
 from ..conversion.command.inspection import inspect_checkpoint
 from ..conversion.command.job import Job
-from ..conversion.command.options import Source, Target, with_options
+from ..conversion.command.options import IGNORE_FIELD, Source, Target, with_options
 from ..conversion.command.report import Report, describe_cost, layer_rows, runs, summary, warning
 from .console import out, printable, progress_bars, saved, user_errors
 
@@ -18,7 +19,9 @@ FORCE = (
     "Replace the checkpoint at TARGET once the new one is complete. Refused if TARGET is no checkpoint (weights, and a "
     "config.json with a model_type), or holds any file or folder that does not belong to one."
 )
+IgnoreField = Annotated[list[str] | None, typer.Option("--ignore-field", help=IGNORE_FIELD, show_default=False)]
 Force = Annotated[bool, typer.Option("--force", help=FORCE)]
+Unpacked = Literal["float32", "bfloat16", "float16"]
 EXAMPLES = """Examples:
 
 - `modeling-gqa convert llama/ out/ --attention-kind gqa --num-key-value-heads 4 --text corpus/`
@@ -51,9 +54,10 @@ def convert(
 ) -> None:
     """Give a trained model another attention, measure what that cost, and save it as a Hub repository.
 
-    Three conversions are exact: to a multiple of the key/value heads (such as GQA to MHA), from MQA to MLA, and from
-    MLA without a latent norm to MHA. All others are lossy; heal the result with `modeling-gqa uptrain`. TARGET gets
-    weights, configuration, code, tokenizer, a model card and the report `conversion.json`.
+    Three conversions are exact: to a multiple of the key/value heads (such as GQA to MHA), to MLA that caches as much
+    as the source, and from MLA without a latent norm to MHA. All others are lossy; heal the result with
+    `modeling-gqa uptrain`. TARGET gets weights, configuration, code, tokenizer, a model card and the report
+    `conversion.json`.
     """
     target = options["target"]
     with user_errors(target):
@@ -73,14 +77,35 @@ def convert(
         saved(target, "report in conversion.json, card in README.md")
 
 
-def import_(source: Source, target: Target, force: Force = False) -> None:
+def import_(
+    source: Source,
+    target: Target,
+    dtype: Annotated[
+        Unpacked | None,
+        typer.Option(
+            help="Dtype that a .gguf file is unpacked to. Default: bfloat16, which is finer than quantized weights "
+            "are. Refused for other sources, which keep theirs.",
+            show_default=False,
+        ),
+    ] = None,
+    ignore_field: IgnoreField = None,
+    force: Force = False,
+) -> None:
     """Rewrite a Llama, Mistral, Qwen2, Qwen3, SmolLM2, dense DeepSeek or Youtu checkpoint as one of this package.
 
     The result computes the same function. Weights are copied tensor by tensor in their dtype; the tokenizer and the
-    generation configuration are copied too.
+    generation configuration are copied too. Of a GGUF file (Llama's, Qwen2's and Qwen3's architectures) the weights are
+    unpacked, and the tokenizer is made from its metadata.
     """
     with user_errors(target), progress_bars() as show_progress:
-        config = import_checkpoint(source, target, force=force, progress=show_progress("importing tensors"))
+        config = import_checkpoint(
+            source,
+            target,
+            force=force,
+            progress=show_progress("importing tensors"),
+            ignore_fields=ignore_field or (),
+            dtype=getattr(torch, dtype) if dtype else None,
+        )
     saved(target, f"{config.num_hidden_layers} layers")
 
 
@@ -105,10 +130,14 @@ def export(
     saved(target, f"a {config.model_type} model")
 
 
-def inspect(source: Source, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def inspect(
+    source: Source,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    ignore_field: IgnoreField = None,
+) -> None:
     """Show each layer's attention and cache, and which conversions are exact, lossy or impossible."""
     with user_errors():
-        found = inspect_checkpoint(source)
+        found = inspect_checkpoint(source, ignore_field or ())
         if as_json:
             print(json.dumps(found, indent=2), flush=True)
         else:
@@ -120,8 +149,8 @@ def show(report: Report) -> None:
     for cells in summary(report):
         table.add_row(*cells)
     layers = Table("layers", "attention", "error of its output", "loss")
-    for row in layer_rows(report):
-        layers.add_row(*row)
+    for where, row in runs(row[1:] for row in layer_rows(report)):
+        layers.add_row(where, *row)
     out.print(layers, table)
 
 

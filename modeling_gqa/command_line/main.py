@@ -60,10 +60,10 @@ def main_options(
     """Change the attention of a trained language model: between MHA, MQA, GQA and MLA, and to and from transformers'
     own classes.
 
-    A SOURCE is a folder with a checkpoint in safetensors, or the name of a model on the Hub. Commands change nothing in
-    it and read no file outside it. A TARGET is the folder to write. A command writes `.TARGET.new-PID` beside it and
-    renames that at the end, so TARGET is complete or untouched. If a command is killed, the next one with the same
-    TARGET removes what it left, or puts back what it had moved.
+    A SOURCE is a folder with a checkpoint in safetensors, a GGUF file, or the name of a model on the Hub. Commands
+    change nothing in it and read no file outside it. A TARGET is the folder to write. A command writes
+    `.TARGET.new-PID` beside it and renames that at the end, so TARGET is complete or untouched. If a command is killed,
+    the next one with the same TARGET removes what it left, or puts back what it had moved.
 
     A TARGET that exists is refused; with `--force` a checkpoint or an empty folder is replaced, and nothing else. Also
     refused: a TARGET that another process is writing, that is, contains or lies in the SOURCE or the text, or that is

@@ -323,6 +323,16 @@ def is_exact(source: GQAConfig, target: GQAConfig, index: int) -> bool:
     return after.qk_rope_head_dim == 2 * planes * key_heads and after.kv_lora_rank >= needed
 
 
+def exact_latent_sizes(layer: GQAConfig) -> tuple[int, int]:
+    """Return the least sizes R and P with which a layer without qk-norm is MLA of the same function.
+
+    The rotary key holds the rotated dimensions of all G key/value heads, P = G D where whole heads are rotated; the
+    latent holds their values and unrotated keys, R = G D there, or the layer's input where that is smaller.
+    """
+    planes, size, key_heads = rotary_planes(layer), layer_head_dim(layer), layer.num_key_value_heads
+    return min(2 * (size - planes) * key_heads, layer.hidden_size), 2 * planes * key_heads
+
+
 def check_kind(layer: GQAConfig, index: int) -> None:
     """Raise `ConversionError` for a layer of a kind that is not in `KNOWN_KINDS`."""
     if layer.attention_kind not in KNOWN_KINDS:

@@ -316,7 +316,7 @@ def test_layers_are_fitted_on_what_the_converted_ones_before_give(kind, sizes, f
 
 @pytest.mark.parametrize("seed", range(3))
 def test_refitting_and_refining_come_nearer_on_their_text(seed):
-    """Each lowers the first layer's error on its text, whatever the padding, and both the model's KL; the mode stays."""
+    """Each lowers the first layer's error on its text, whatever the padding, both the KL; the mode stays."""
     model = random_model("mha", seed, attention_dropout=0.3, **BIASES)
     text = [make_batch(4, 15, padding="left", seed=seed), make_batch(3, 9, seed=seed + 1)]
     model.train(seed == 0)  # dropout must play no part

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from small_models import make_config, make_model
 from stock_models import (
     DYNAMIC,
     LINEAR,
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.conversion import convert_model, target_config
 from modeling_gqa.conversion.checkpoints.exporting import export_checkpoint, export_config, inexactness
 from modeling_gqa.conversion.checkpoints.families import import_config
 from modeling_gqa.conversion.checkpoints.files import open_tensors
@@ -326,3 +328,17 @@ def test_only_complete_models_of_ours_are_exported(tmp_path):
     with pytest.raises(ConversionError, match="truncated"):
         export_checkpoint(tmp_path / "own", tmp_path / "target")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["own", "stock"]
+
+
+def test_the_way_out_is_named_for_converted_mla():
+    """Exact MLA of a GQA model repeats each frequency, which no stock class can say; its source can be exported."""
+    source = make_config("gqa")
+    sizes = {"kv_lora_rank": 28, "qk_rope_head_dim": 28}
+    converted, _ = convert_model(make_model("gqa"), target_config(source, "mla", **sizes))
+    with pytest.raises(ConversionError, match=r"not the frequencies of a head of 28 .*: export the source, or convert"):
+        export_config(converted.config)
+    assert export_config(source).model_type == "llama"
+    assert export_config(target_config(source, "mqa")).model_type == "llama"
+    with pytest.raises(ConversionError) as raised:
+        export_config(make_config("mixed"))
+    assert "export the source" not in str(raised.value)

@@ -292,3 +292,55 @@ def test_a_field_of_no_family_is_refused_by_name(family, changes, message):
 def test_a_value_that_a_family_does_not_have_is_refused(family, changes, message):
     with pytest.raises(ConversionError, match=message):
         import_config(build_config(family, **changes))
+
+
+# Fields that transformers, of this version or an earlier one, writes beside those of the class.
+HARMLESS = {
+    "unk_token_id": 0,
+    "max_sequence_length": 4096,
+    "tokenizer_class": "LlamaTokenizer",
+    "pruned_heads": {},
+    "torchscript": False,
+    "use_bfloat16": False,
+    "model_max_length": 2048,
+    "neftune_noise_alpha": 5.0,
+    "gradient_checkpointing": True,
+    "logits_to_keep": 1,
+    "_model_name_or_path": "a name",
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_writes_beside_a_models_fields_is_accepted(family, name):
+    assert import_config(build_config(family, **{name: HARMLESS[name]})) == import_config(build_config(family))
+
+
+def test_pruned_heads_are_refused():
+    with pytest.raises(ConversionError, match=r"pruned_heads=\{0: .1.\} is not supported"):
+        import_config(written_config("llama", pruned_heads={0: [1]}))
+
+
+def test_a_field_can_be_ignored_by_name():
+    config = build_config("llama", attention_sinks=4, alibi=True)
+    with pytest.raises(ConversionError, match=r"ignore it with --ignore-field attention_sinks .*'attention_sinks'"):
+        import_config(config)
+    with pytest.raises(ConversionError, match="alibi=True is not a field"):
+        import_config(config, ignore_fields=["attention_sinks"])
+    assert import_config(config, ignore_fields=["attention_sinks", "alibi"]) == import_config(build_config("llama"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("alibbi", r"no field alibbi to ignore \(did you mean alibi\?\)"),
+        ("hidden_size", "hidden_size cannot be ignored: what the model computes depends on it"),
+        ("return_dict", "return_dict cannot be ignored"),
+        ("mlp_bias", "mlp_bias cannot be ignored"),
+        ("attn_logit_softcapping", "attn_logit_softcapping cannot be ignored"),
+    ],
+)
+def test_what_the_function_depends_on_cannot_be_ignored(name, message):
+    config = build_config("llama", alibi=True, attn_logit_softcapping=30.0)
+    with pytest.raises(ConversionError, match=message):
+        import_config(config, ignore_fields=[name])

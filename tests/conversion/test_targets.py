@@ -18,6 +18,7 @@ from modeling_gqa.conversion import ConversionError, allocate, convert_model, ex
 from modeling_gqa.conversion.allocation import SizeChoice, numbers_per_token, spend
 from modeling_gqa.conversion.command.inspection import inspect_checkpoint
 from modeling_gqa.conversion.layers.heads import read_heads
+from modeling_gqa.conversion.targets import exact_latent_sizes, lossy_layers
 
 
 def sizes(config) -> list[tuple[str, int, int | None, int | None]]:
@@ -368,3 +369,18 @@ def test_the_largest_cache_size_is_the_one_that_the_error_names():
         target_config(config, "mla", cache_size=81)
     layer = target_config(config, "mla", cache_size=80).per_layer_config[0]
     assert layer.kv_lora_rank + layer.qk_rope_head_dim == 80
+
+
+@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 26}, {"partial_rotary_factor": 0.5}], ids=str)
+@pytest.mark.parametrize("kind", ["mha", "gqa", "mqa"])
+def test_exact_latent_sizes_are_the_least(kind, sizes):
+    """With these sizes MLA is exact, and with a latent of one number less it is not."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": sizes.get("partial_rotary_factor", 1.0)}
+    fields = {name: value for name, value in sizes.items() if name == "hidden_size"}
+    config = make_config(kind, head_dim=8, **fields, rope_parameters=rope)
+    rank, rotary = exact_latent_sizes(config.per_layer_config[0])
+    target = target_config(config, "mla", kv_lora_rank=rank, qk_rope_head_dim=rotary)
+    assert lossy_layers(config, target) == []
+    assert rank + rotary <= 2 * config.num_key_value_heads * config.head_dim
+    less = target_config(config, "mla", kv_lora_rank=rank - 1, qk_rope_head_dim=rotary)
+    assert lossy_layers(config, less) == list(range(config.num_hidden_layers))

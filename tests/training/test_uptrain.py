@@ -395,6 +395,7 @@ REFUSALS = [
     ({"student": None}, "no student given: name the converted model, --student FOLDER"),
     ({"student": "/nowhere/model"}, "cannot load the student /nowhere/model"),
     ({"teacher": "/nowhere/model"}, "cannot load the teacher /nowhere/model"),
+    ({"student": "a/model.gguf"}, "the student a/model.gguf is a GGUF file: write it as a folder first"),
     ({"teacher": None}, "layerwise_fraction is 0.5 and there is no teacher"),
     ({"teacher": "none", "layerwise_fraction": 0, "kl_weight": 0.5}, "kl_weight is 0.5 and there is no teacher"),
     ({"layerwise_fraction": 1.5}, "layerwise_fraction is 1.5; it must lie between 0 and 1"),

@@ -83,8 +83,9 @@ def is_mark(mark: dict[str, Any]) -> bool:
     """Return whether `mark` has the fields of a `complete.json`, with their types."""
     stream = mark.get("stream", {"blocks": 0, "sha256": ""})
     return (
-        mark.keys() <= {"processes", "files", "stream"}
+        mark.keys() <= {"processes", "files", "stream", "training_seconds"}
         and isinstance(mark.get("processes"), int)
+        and isinstance(mark.get("training_seconds", 0.0), int | float)
         and is_listing(mark.get("files", {}))
         and isinstance(stream, dict)
         and isinstance(stream.get("blocks"), int)

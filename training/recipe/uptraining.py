@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from modeling_gqa.common.cards import kept_metadata
 from modeling_gqa.conversion.checkpoints.checkpoint import open_checkpoint
 from modeling_gqa.conversion.checkpoints.files import LICENCES, copy_files, local_folder
+from modeling_gqa.conversion.checkpoints.gguf import is_gguf
 from modeling_gqa.conversion.command.report import REPORT_NAME
 
 from ..folder.listing import read_object
@@ -64,6 +65,11 @@ class UptrainRecipe(Recipe):
             raise ValueError("no student given: name the converted model, --student FOLDER or a Hub name")
         if self.teacher in ("", "none"):
             self.teacher = None
+        for role, name in self.models().items():
+            if is_gguf(name):
+                raise ValueError(
+                    f"the {role} {name} is a GGUF file: write it as a folder first, with modeling-gqa import"
+                )
         if self.teacher is None:
             for name in ("layerwise_fraction", "kl_weight"):
                 if getattr(self, name):

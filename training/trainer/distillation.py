@@ -22,10 +22,15 @@ from modeling_gqa.conversion.text.calibration import hooks
 LOGITS_AT_ONCE = 2**25
 
 
+def is_trained(name: str, trainable: str) -> bool:
+    """Return whether a parameter is trained: those of the attention (`trainable="attention"`) or all (`"all"`)."""
+    return trainable == "all" or ".self_attn." in name
+
+
 def choose_parameters(model: PreTrainedModel, trainable: str) -> None:
-    """Let gradients change the parameters of the attention (`trainable="attention"`) or all (`"all"`)."""
+    """Let gradients change the parameters that are trained; see `is_trained`."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trainable == "all" or ".self_attn." in name)
+        parameter.requires_grad_(is_trained(name, trainable))
 
 
 @torch.no_grad()

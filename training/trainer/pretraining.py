@@ -1,6 +1,7 @@
 """The Trainer: exact validation losses, a stop at the first non-finite loss, and checkpoints marked as whole."""
 
 import math
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class PretrainTrainer(Trainer):
 
     def __init__(self, model: Any, args: Recipe, folder: RunFolder | None = None, **kwargs: Any) -> None:
         self.folder = folder
+        self.seconds_before, self.began = 0.0, time.perf_counter()  # of training: in earlier sessions, and in this one
         # Trainer deletes whole folders, whoever wrote what is in them; `RunFolder.rotate` deletes what runs wrote.
         self.checkpoint_limit, args.save_total_limit = args.save_total_limit, None
         # Our own callback answers SIGTERM (see SaveOnSigterm); the Trainer must not install its handler.
@@ -110,6 +112,7 @@ class PretrainTrainer(Trainer):
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()  # until every process has written its part
             mark["processes"] = self.args.world_size
+            mark["training_seconds"] = round(self.training_seconds, 1)
             if isinstance(self.train_dataset, CheckedStream) and self.folder:
                 blocks = self.state.num_input_tokens_seen // self.args.sequence_length
                 mark["stream"] = self.train_dataset.mark(blocks)
@@ -120,8 +123,20 @@ class PretrainTrainer(Trainer):
         """Return results beyond the loss, from the final evaluation `metrics` and the log."""
         return {}
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # A checkpoint holds a tied weight once.
+        tied: Any = self.model.all_tied_weights_keys
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
+    @property
+    def training_seconds(self) -> float:
+        """Seconds of training up to now, those of earlier sessions included."""
+        return self.seconds_before + time.perf_counter() - self.began
+
     def run(self, checkpoint: Path | None) -> None:
         """Train, from `checkpoint` if one is given."""
+        self.began = time.perf_counter()
         if checkpoint is not None:
             state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
             if state.global_step >= state.max_steps:

@@ -1,6 +1,6 @@
 """A checkpoint opened once: its configuration, as this package's too, its family, its dtype and its tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ...configuration_gqa import GQAConfig
 from ...modeling_gqa import GQAForCausalLM
 from .families import find_family, import_config
 from .files import WEIGHTS, LazyTensor, check_companions, check_finite, local_folder, open_tensors, read_json
+from .gguf import DEFAULT_DTYPE, GGUFFile, is_gguf
 
 # A list of more layers would fill the memory before the configuration is compared with the weights.
 MOST_LAYERS = 100_000
@@ -30,6 +31,7 @@ class Checkpoint:
         config: the configuration as this package's.
         dtype: of its weights.
         tensors: its tensors by name, each read when it is loaded; empty where only `config.json` was fetched.
+        gguf: the file that it is unpacked from, whose tokenizer lies in `folder`; `None` for other checkpoints.
     """
 
     folder: Path
@@ -37,6 +39,7 @@ class Checkpoint:
     config: GQAConfig
     dtype: torch.dtype
     tensors: Mapping[str, LazyTensor]
+    gguf: GGUFFile | None = None
 
     @property
     def family(self) -> str:
@@ -54,36 +57,49 @@ class Checkpoint:
             ConversionError: files cannot be read, or a weight is nan or inf.
         """
         # The tensors' names are the same in all families, so transformers' own loader reads any of them.
+        path: Any = self.folder
+        options: dict[str, Any] = {"dtype": dtype or "auto", "local_files_only": True}
+        if self.gguf:
+            path, options = None, {"dtype": dtype or self.dtype, "state_dict": self.gguf.unpack()}
         try:
-            model: Any = GQAForCausalLM.from_pretrained(
-                self.folder, config=self.config, dtype=dtype or "auto", local_files_only=True
-            )
+            model: Any = GQAForCausalLM.from_pretrained(path, config=self.config, **options)
             model = model.to(device) if device is not None else model
         except (OSError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # files beside the weights are read as well, and an index's other fields
-            raise ConversionError(f"{self.folder} cannot be loaded: {one_line(error)}") from error
+            source = self.gguf.path if self.gguf else self.folder
+            raise ConversionError(f"{source} cannot be loaded: {one_line(error)}") from error
         for name, tensor in model.state_dict().items():
             check_finite(name, tensor)
         return model
 
 
 def open_checkpoint(
-    source: str | Path, *, download: bool = True, companions: bool = True, foreign: bool = False
+    source: str | Path,
+    *,
+    download: bool = True,
+    companions: bool = True,
+    foreign: bool = False,
+    ignore_fields: Collection[str] = (),
+    dtype: torch.dtype | None = None,
 ) -> Checkpoint:
     """Open a checkpoint and check that configuration, weights and tokenizer fit each other.
 
     Only headers of the weights are read, and no code of the checkpoint is run.
 
     Args:
-        source: folder of a checkpoint in safetensors, or the name of a model on the Hub.
+        source: folder of a checkpoint in safetensors, a GGUF file, or the name of a model on the Hub.
         download: whether a model on the Hub is downloaded; else its `config.json` alone is fetched and checked.
         companions: whether the tokenizer and the other files beside the weights are checked.
         foreign: whether a checkpoint of this package is refused.
+        ignore_fields: see `import_config`; of a GGUF file also entries of its metadata.
+        dtype: that the weights of a GGUF file are unpacked to, `None` for bfloat16; others keep their own.
 
     Raises:
         ConversionError: there is no such checkpoint, it is not supported, or its weights do not fit.
     """
+    if is_gguf(source):
+        return _open_gguf(GGUFFile(source, dtype or DEFAULT_DTYPE), companions, ignore_fields)
     folder, complete = Path(source), download or Path(source).is_dir()
     if complete:
         folder = local_folder(source)
@@ -94,7 +110,9 @@ def open_checkpoint(
             folder = local_folder(source)  # which says what is wrong
     stock_config = read_config(folder)
     ours = isinstance(stock_config, GQAConfig) and not foreign
-    config: Any = stock_config if ours else import_config(stock_config)
+    if ours and ignore_fields:
+        raise ConversionError(f"{source} is a modeling_gqa model, of which no field is refused: ignore none")
+    config: Any = stock_config if ours else import_config(stock_config, ignore_fields=ignore_fields)
     tensors: dict[str, LazyTensor] = {}
     if complete:
         if companions:
@@ -107,15 +125,32 @@ def open_checkpoint(
     return Checkpoint(folder, stock_config, config, dtype, tensors)
 
 
+def _open_gguf(file: GGUFFile, companions: bool, ignore_fields: Collection[str]) -> Checkpoint:
+    stock_config = file.read_config(ignore_fields)
+    config = import_config(stock_config, ignore_fields=[name for name in ignore_fields if name not in file.fields])
+    folder = file.path.parent
+    if companions:
+        folder = file.write_tokenizer()
+        check_companions(folder, config.vocab_size)
+    tensors = own_tensors(meta_model(GQAForCausalLM, config), file.tensors())
+    return Checkpoint(folder, stock_config, config, file.dtype, tensors, file)
+
+
 def load_source(
-    source: str | Path, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    source: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    *,
+    ignore_fields: Collection[str] = (),
 ) -> GQAForCausalLM:
     """Load a checkpoint of this package or of a supported family as this package's model.
 
     Args:
-        source: folder of a checkpoint in safetensors, or the name of a model on the Hub.
-        dtype: of the weights; `None` for the checkpoint's own.
+        source: folder of a checkpoint in safetensors, a GGUF file, or the name of a model on the Hub.
+        dtype: of the weights; `None` for the checkpoint's own, and bfloat16 for a GGUF file.
         device: where the model goes; `None` for the CPU.
+        ignore_fields: names of fields of the configuration that would be refused because no family has them, and that
+            do not change what the model computes.
 
     Raises:
         ConversionError: the source is not supported or incomplete, or a weight is nan or inf.
@@ -135,7 +170,7 @@ def load_source(
         assert model.config.attention_kind == "mha"
         ```
     """
-    return open_checkpoint(source, companions=False).load(dtype, device)
+    return open_checkpoint(source, companions=False, ignore_fields=ignore_fields, dtype=dtype).load(dtype, device)
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
@@ -144,6 +179,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
     Raises:
         ConversionError: there is none, its family is not supported, or its class refuses it.
     """
+    if not (folder / "config.json").exists() and (files := sorted(folder.glob("*.gguf"))):
+        raise ConversionError(f"{folder} has no config.json, but a GGUF file: give the file itself, {files[0]}")
     fields = read_json(folder / "config.json")
     model_type = fields.get("model_type")
     for name in ("num_hidden_layers", "num_nextn_predict_layers"):

@@ -23,6 +23,13 @@ from .files import MAX_SHARD_SIZE, LazyTensor, write_checkpoint
 from .obstacles import GROUPED_FAMILIES, LATENT_FAMILIES, obstacles, scale_ratio
 from .padding import padded_latent, zero_where_missing
 
+# The way out where MLA was converted: also exact MLA repeats each frequency for each key/value head of its source.
+CHOSEN_FREQUENCIES = (
+    ". MLA made by a conversion keeps rotary frequencies of its source, some several times, which no stock class "
+    "can say: export the source, or convert the source to fewer key/value heads (gqa or mqa) and export that. This "
+    "model itself runs in transformers, by its own code"
+)
+
 
 def export_config(config: GQAConfig, family: str | None = None) -> PreTrainedConfig:
     """Return the configuration of transformers' own model that computes what the model of `config` computes.
@@ -59,7 +66,11 @@ def export_config(config: GQAConfig, family: str | None = None) -> PreTrainedCon
             return _stock_config(config, name)
         reasons.setdefault(reason, []).append(name)
     listed = "; ".join(f"{' and '.join(names)}: {reason}" for reason, names in reasons.items())
-    raise ConversionError(f"this model cannot be exported to transformers' own classes. {listed}")
+    layers = config.per_layer_config
+    chosen = any(layer.attention_kind == "mla" and layer.rope_frequency_indices is not None for layer in layers)
+    raise ConversionError(
+        f"this model cannot be exported to transformers' own classes. {listed}{CHOSEN_FREQUENCIES if chosen else ''}"
+    )
 
 
 def inexactness(config: GQAConfig) -> str | None:

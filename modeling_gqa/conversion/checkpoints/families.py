@@ -5,13 +5,13 @@ name.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
-from ...common.errors import ConversionError, one_line
+from ...common.errors import ConversionError, did_you_mean, one_line
 from ...configuration_gqa import GQAConfig
 
 # Fields of the same name and meaning in all families and here.
@@ -69,8 +69,18 @@ IGNORED_FIELDS = {
     "_flash_attn_2_enabled": "left by earlier versions of transformers",
     "_commit_hash": "says where the file came from",
     "_name_or_path": "says where the file came from",
+    "_model_name_or_path": "says where the file came from",
     "_output_attentions": "says what is returned beside the logits",
     "_post_init_done": "transformers' own state",
+    "unk_token_id": "belongs to the tokenizer",
+    "tokenizer_class": "belongs to the tokenizer",
+    "model_max_length": "belongs to the tokenizer",
+    "max_sequence_length": "says how long the texts of training were; max_position_embeddings is what is read",
+    "torchscript": "says how earlier versions of transformers traced the model",
+    "use_bfloat16": "chooses a dtype in TensorFlow",
+    "neftune_noise_alpha": "adds noise to embeddings in training",
+    "gradient_checkpointing": "saves memory in training",
+    "logits_to_keep": "says how many logits a call returns",
 }
 # Rotary parameters that all supported versions of transformers use, and only some of them declare.
 YARN_FIELDS = ("mscale", "mscale_all_dim", "truncate")
@@ -102,6 +112,7 @@ FIXED = {
     "is_decoder": lambda config: False,
     "rope_interleaved": lambda config: False,
     "use_mrope": lambda config: False,
+    "pruned_heads": lambda config: {},
 }
 REFUSED_TYPES = {
     "smollm3": "it has layers without positions",
@@ -242,12 +253,21 @@ def find_family(model_type: str) -> Family:
     return FAMILIES[model_type]
 
 
-def refuse_fields(config: PreTrainedConfig, family: Family) -> None:
-    """Raise `ConversionError` for a field that the family does not have, or that has an unsupported value."""
+def refuse_fields(config: PreTrainedConfig, family: Family, ignored: Collection[str] = ()) -> None:
+    """Raise `ConversionError` for a field that the family does not have, or that has an unsupported value.
+
+    Args:
+        ignored: names of fields that may be there although nobody knows what they ask for.
+    """
     mapped = {*SHARED, *family.mapped}
+    for name in ignored:
+        if name in {*mapped, *FIXED, *family.fixed, *REFUSED_FIELDS}:
+            raise ConversionError(f"{name} cannot be ignored: what the model computes depends on it")
+        if name not in vars(config):
+            raise ConversionError(f"the configuration has no field {name} to ignore{did_you_mean(name, vars(config))}")
     fixed = FIXED | family.fixed
     for name, value in vars(config).items():
-        if name in mapped or name in IGNORED_FIELDS or name in family.ignored:
+        if name in mapped or name in IGNORED_FIELDS or name in family.ignored or name in ignored:
             continue
         if name in family.fixed or (name in FIXED and value is not None):
             if value != fixed[name](config):
@@ -259,7 +279,8 @@ def refuse_fields(config: PreTrainedConfig, family: Family) -> None:
         elif value is not None:  # an empty field asks for nothing
             raise ConversionError(
                 f"{name}={value!r} is not a field that transformers' {config.model_type} models use, and what it asks "
-                "for is not known: remove it from config.json if it has no effect"
+                "for is not known: if it does not change what the model computes, ignore it with --ignore-field "
+                f"{name} (in Python ignore_fields=[{name!r}])"
             )
     if "first_k_dense_replace" in mapped and (config.first_k_dense_replace or 0) < config.num_hidden_layers:
         raise ConversionError(
@@ -282,11 +303,12 @@ def _refuse_rope(config: PreTrainedConfig) -> None:
         )
 
 
-def import_config(config: PreTrainedConfig) -> GQAConfig:
+def import_config(config: PreTrainedConfig, *, ignore_fields: Collection[str] = ()) -> GQAConfig:
     """Return the `GQAConfig` of the model that computes what transformers' model of `config` computes.
 
     Args:
         config: of one of the `FAMILIES`.
+        ignore_fields: names of fields that no family has, and that do not change what the model computes.
 
     Raises:
         ConversionError: the family is not supported, or a field has a value that is not; the message names it.
@@ -302,7 +324,7 @@ def import_config(config: PreTrainedConfig) -> GQAConfig:
         ```
     """
     family = find_family(config.model_type)
-    refuse_fields(config, family)
+    refuse_fields(config, family, ignore_fields)
     try:
         fields = {name: copy.deepcopy(getattr(config, name)) for name in SHARED} | family.translate(config)
         fields["attention_dropout"] = fields["attention_dropout"] or 0.0

@@ -76,7 +76,9 @@ def local_folder(source: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ConversionError(f"{source} is a file: give the folder of a checkpoint, or the name of a model on the Hub")
+        raise ConversionError(
+            f"{source} is a file: give the folder of a checkpoint, a .gguf file, or a model's name on the Hub"
+        )
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(source)):
         raise ConversionError(f"{source} does not exist: give the folder of a checkpoint, or a model's name on the Hub")
     patterns = ["model*.safetensors", "*.json", *COMPANIONS]
@@ -154,6 +156,8 @@ def _other_weights(folder: Path) -> str:
     other = next((path.name for pattern in patterns for path in folder.glob(pattern)), None)
     if not other:
         return ""
+    if other.endswith(".gguf"):
+        return f", only {other}: give that file itself"
     return (
         f", only {other}: convert it first, with AutoModelForCausalLM.from_pretrained(folder, dtype='auto')"
         ".save_pretrained(new_folder)"

@@ -1,5 +1,6 @@
 """What a checkpoint is, and what its attention can become with how large a cache, from its configuration alone."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from ...configuration_gqa import GQAConfig
 from ..allocation import numbers_per_token
 from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.exporting import export_config, inexactness
-from ..targets import changed_layers, lossy_layers, target_config
+from ..targets import changed_layers, exact_latent_sizes, lossy_layers, target_config
 from .report import describe_layer
 
 LAYER_FIELDS = (
@@ -59,21 +60,28 @@ def conversions(config: GQAConfig, dtype: torch.dtype) -> dict[str, dict[str, An
             enter(f"gqa with {number} key/value heads", "gqa", num_key_value_heads=number)
     if all(layer.attention_kind != "mla" and layer.num_key_value_heads == 1 for layer in layers):
         enter("mla of the same cache size", "mla")
+    elif all(layer.attention_kind != "mla" and not layer.qk_norm for layer in layers):
+        sizes = {exact_latent_sizes(layer) for layer in layers}
+        if len(sizes) == 1:  # of layers that differ, no one pair of sizes is right
+            rank, rope = sizes.pop()
+            enter(f"mla with R = {rank} and P = {rope}", "mla", kv_lora_rank=rank, qk_rope_head_dim=rope)
     half = max(3, min(numbers_per_token(layer) for layer in layers) // 2)
     enter(f"mla of a chosen cache size, for instance {half}", "mla", cache_size=half)
     return found
 
 
-def inspect_checkpoint(source: str | Path) -> dict[str, Any]:
+def inspect_checkpoint(source: str | Path, ignore_fields: Collection[str] = ()) -> dict[str, Any]:
     """Return what `modeling-gqa inspect` shows of a checkpoint, in types that JSON has.
 
     Args:
-        source: folder of a checkpoint, or the name of a model on the Hub, of which only `config.json` is fetched.
+        source: folder of a checkpoint, a GGUF file, or the name of a model on the Hub, of which only `config.json` is
+            fetched.
+        ignore_fields: see `load_source`.
 
     Raises:
         ConversionError: there is no such checkpoint, it is not supported, or a folder's weights do not fit.
     """
-    checkpoint = open_checkpoint(source, download=False)
+    checkpoint = open_checkpoint(source, download=False, ignore_fields=ignore_fields)
     config, dtype = checkpoint.config, checkpoint.dtype
     family_out: str | None
     reason: str | None

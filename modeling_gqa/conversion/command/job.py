@@ -19,13 +19,13 @@ from ...common.errors import ConversionError, one_line
 from ...common.progress import Progress, ShowProgress
 from ...configuration_gqa import GQAConfig
 from ...modeling_gqa import GQAForCausalLM
-from ..allocation import allocate, smallest_target
+from ..allocation import allocate, numbers_per_token, smallest_target
 from ..checkpoints.aside import check_target, refuse_overlap, written_aside
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.files import LazyTensor, write_checkpoint
 from ..convert import SELECTION_TOKENS, convert_model, describe
 from ..kept import kept_in
-from ..targets import chosen_layers, layer_fields, lossy_layers, target_config
+from ..targets import chosen_layers, exact_latent_sizes, layer_fields, lossy_layers, target_config
 from ..text.calibration import Batch
 from ..text.measuring import compare_predictions, layer_errors
 from ..text.packing import read_batches
@@ -127,8 +127,10 @@ class Job(Options):
 
     def open(self, download: bool = True) -> Checkpoint:
         """Open the source; its `dtype` is then that of the result."""
-        checkpoint = open_checkpoint(self.source, download=download)
-        return checkpoint if self.dtype == "auto" else replace(checkpoint, dtype=getattr(torch, self.dtype))
+        dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
+        ignored = self.ignore_field or ()
+        checkpoint = open_checkpoint(self.source, download=download, ignore_fields=ignored, dtype=dtype)
+        return replace(checkpoint, dtype=dtype) if dtype else checkpoint
 
     def find_target(self, checkpoint: Checkpoint) -> tuple[GQAConfig | None, bool]:
         """Return the result's configuration (`None`: a budget is to be shared out), and whether it is exact."""
@@ -153,14 +155,30 @@ class Job(Options):
         """Return the result's configuration by the sizes that were given."""
         sizes = {name: getattr(self, name) for name in SIZES if name != "cache_bytes"}
         if self.cache_bytes is None:
-            return target_config(config, self.attention_kind, layers=self.layers, **sizes)
+            target = target_config(config, self.attention_kind, layers=self.layers, **sizes)
+            self.refuse_larger(config, self.cache_size, f"--cache-size={self.cache_size}")
+            return target
         sizes["cache_size"] = self.cache_bytes // dtype.itemsize
         try:
-            return target_config(config, self.attention_kind, layers=self.layers, **sizes)
+            target = target_config(config, self.attention_kind, layers=self.layers, **sizes)
         except ConversionError as error:
             # The user gave bytes, so the message names them.
             said = str(error).replace(f"cache_size={sizes['cache_size']}", f"--cache-bytes={self.cache_bytes}")
             raise ConversionError(f"{said} (a number takes {dtype.itemsize} bytes)") from error
+        self.refuse_larger(config, sizes["cache_size"], f"--cache-bytes={self.cache_bytes}", dtype.itemsize)
+        return target
+
+    def refuse_larger(self, config: GQAConfig, size: int | None, given: str, unit: int = 1) -> None:
+        """Raise `ConversionError` for a cache that is larger than the source's and than exact MLA's."""
+        layers = {index: config.per_layer_config[index] for index in chosen_layers(config, self.layers)}
+        most = {i: max(numbers_per_token(layer), sum(exact_latent_sizes(layer))) for i, layer in layers.items()}
+        if size is not None and size > max(most.values()):
+            index = max(most, key=lambda index: most[index])
+            now = numbers_per_token(layers[index]) * unit
+            raise ConversionError(
+                f"{given} is more than layer {index} caches now, which is {now}, and saves nothing: choose at most "
+                f"{most[index] * unit}, where MLA can be exact, or less"
+            )
 
     def read_text(self, checkpoint: Checkpoint, exact: bool) -> Batches:
         """Return the parts "calibration", "selection" and "evaluation" of the text; only the last where exact."""

@@ -21,7 +21,14 @@ from ..text.reading import find_files
 Kind = Literal["mha", "mqa", "gqa", "mla"]
 Method = Literal["lowrank", "auto", "procrustes", "mean", "first", "random"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Folder of a checkpoint, or name of a model on the Hub.")]
+Source = Annotated[
+    str,
+    typer.Argument(metavar="SOURCE", help="Folder of a checkpoint, a .gguf file, or name of a model on the Hub."),
+]
+IGNORE_FIELD = (
+    "Name of a field of SOURCE's configuration that is refused as unknown, and that does not change what the model "
+    "computes; may be repeated."
+)
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="Folder to write: a complete Hub repository.")]
 
 SIZES = ("num_key_value_heads", "kv_lora_rank", "qk_rope_head_dim", "cache_size", "cache_bytes")
@@ -165,8 +172,13 @@ class Options:
     ] = 4
     dtype: Annotated[
         Dtype,
-        _running(help="Dtype of the result and of the model's computation; auto: the checkpoint's.", show_default=True),
+        _running(
+            help="Dtype of the result and of the model's computation; auto: the checkpoint's. A .gguf file is unpacked "
+            "to it; auto is then bfloat16, which is finer than quantized weights are.",
+            show_default=True,
+        ),
     ] = "auto"
+    ignore_field: Annotated[list[str] | None, _running(help=IGNORE_FIELD)] = None
     device: Annotated[
         str | None, _running(help="Device to compute on, such as cpu or cuda:1. Default: cuda if there is one.")
     ] = None

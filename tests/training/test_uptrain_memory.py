@@ -1,0 +1,191 @@
+"""What student and teacher hold in memory: dtypes, shared parameters, and bytes against the accounting."""
+
+import gc
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_texts import MODEL, make_texts
+from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.trainer import logger as trainer_logger
+
+from modeling_gqa import GQAConfig, accounting
+from training import pair as pairs
+from training.pair import load_pair, share_parameters
+from training.publish import repository
+from training.recipe.uptraining import UptrainRecipe
+from training.text.tokenizer import train_tokenizer
+from training.trainer.uptraining import UptrainTrainer
+from training.uptrain import uptrain
+
+# Sizes at which weights outweigh what a step computes.
+SIZES: dict[str, Any] = {**MODEL, "num_hidden_layers": 3, "hidden_size": 96, "head_dim": 24, "intermediate_size": 512}
+KINDS: dict[str, dict[str, Any]] = {
+    "teacher": {"attention_kind": "mha"},
+    "student": {
+        "attention_kind": "mla",
+        "kv_lora_rank": 20,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 24,
+        "v_head_dim": 24,
+        "latent_norm": False,
+    },
+}
+
+
+@pytest.fixture(params=[False, True], ids=["untied", "tied"])
+def folders(request, tmp_path) -> dict[str, Path]:
+    """Folders of a teacher and a student in bfloat16 that are equal but for their attention."""
+    torch.manual_seed(0)
+    built = {
+        role: AutoModelForCausalLM.from_config(GQAConfig(**SIZES, **kind, tie_word_embeddings=request.param))
+        for role, kind in KINDS.items()
+    }
+    shared = {name: x for name, x in built["teacher"].state_dict().items() if "self_attn" not in name}
+    built["student"].load_state_dict(shared, strict=False)
+    tokenizer = train_tokenizer(make_texts(40), MODEL["vocab_size"])
+    for role, model in built.items():
+        model.bfloat16().save_pretrained(tmp_path / role)
+        tokenizer.save_pretrained(tmp_path / role)
+    return {role: tmp_path / role for role in KINDS}
+
+
+def make_recipe(folders, tmp_path, **values) -> UptrainRecipe:
+    models = {role: str(folder) for role, folder in folders.items()}
+    return UptrainRecipe(str(tmp_path / "run"), **{**models, "max_steps": 4, "use_cpu": True, "bf16": True, **values})
+
+
+def in_attention(name: str) -> bool:
+    return ".self_attn." in name
+
+
+def test_frozen_matrices_are_in_the_checkpoints_dtype_and_shared(folders, tmp_path):
+    student, teacher = load_pair(make_recipe(folders, tmp_path))
+    ours, theirs = (dict(model.named_parameters(remove_duplicate=False)) for model in (student, teacher))
+    for name, parameter in theirs.items():
+        dtype = torch.float32 if parameter.ndim == 1 else torch.bfloat16
+        assert parameter.dtype == dtype, name
+        assert (ours.get(name) is parameter) != in_attention(name), name
+    assert {x.dtype for name, x in ours.items() if in_attention(name)} == {torch.float32}
+    # Whatever moves one of the two to another device, or dtype, moves what they share.
+    teacher.double()
+    assert all((ours[name].dtype == torch.float64) != in_attention(name) for name in theirs if name in ours)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "shared"),
+    [({"bf16": False}, torch.float32, True), ({"trainable": "all"}, torch.float32, False)],
+    ids=["no-autocast", "all-trained"],
+)
+def test_where_the_student_is_in_float32(folders, tmp_path, values, dtype, shared):
+    student, teacher = load_pair(make_recipe(folders, tmp_path, **values))
+    assert {parameter.dtype for parameter in student.parameters()} == {dtype}
+    common = {id(x) for x in student.parameters()} & {id(x) for x in teacher.parameters()}
+    assert bool(common) == shared
+
+
+def test_only_equal_parameters_are_shared(folders, tmp_path):
+    student, teacher = (AutoModelForCausalLM.from_pretrained(folders[role]) for role in ("student", "teacher"))
+    with torch.no_grad():
+        teacher.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    before = {name: x.clone() for name, x in teacher.state_dict().items()}
+    share_parameters(student, teacher, "attention")
+    assert all(torch.equal(x, before[name]) for name, x in teacher.state_dict().items())
+    assert teacher.model.layers[1].mlp.up_proj.weight is not student.model.layers[1].mlp.up_proj.weight
+    assert teacher.model.layers[0].mlp.up_proj.weight is student.model.layers[0].mlp.up_proj.weight
+    assert (teacher.lm_head.weight is teacher.model.embed_tokens.weight) == teacher.config.tie_word_embeddings
+
+
+@pytest.fixture
+def heal(folders, corpus, tmp_path, monkeypatch):
+    """Runs the script; returns the losses that were logged and the folder of the run."""
+    monkeypatch.setattr(repository, "load_as_stranger", lambda folder, prompt: "a sample")
+    path = tmp_path / "uptrain.yaml"
+    values = {
+        **{role: str(folder) for role, folder in folders.items()}, "data_files": [str(corpus)], "sequence_length": 32,
+        "per_device_train_batch_size": 2, "max_steps": 4, "logging_steps": 1, "save_steps": 2, "max_eval_blocks": 2,
+        "validation_fraction": 0.1, "use_cpu": True, "bf16": True, "save_total_limit": 9,
+    }  # fmt: skip
+    path.write_text(json.dumps(values))  # which is YAML too
+
+    def run(name: str, *options: str):
+        uptrain([str(path), "--output_dir", str(tmp_path / name), *options])
+        state = json.loads((tmp_path / name / "checkpoint-4" / "trainer_state.json").read_text())
+        kept = ("step", "loss", "grad_norm", "eval_loss", "eval_kl", "eval_teacher_loss")
+        return [{key: log[key] for key in kept if key in log} for log in state["log_history"]], tmp_path / name
+
+    return run
+
+
+def test_losses_and_gradients_are_those_of_float32_weights(heal, monkeypatch):
+    """Under autocast a frozen matrix is rounded to the dtype that it is stored in, whichever it is held in."""
+    found, run = heal("ours")
+    monkeypatch.setattr(pairs, "frozen_dtype", lambda *_: torch.float32)
+    monkeypatch.setattr(pairs, "share_parameters", lambda *_: None)
+    expected, other = heal("float32")
+    assert found == expected and len(found) == 5
+    final, then = (AutoModelForCausalLM.from_pretrained(folder / "final").state_dict() for folder in (run, other))
+    assert all(torch.equal(x, then[name]) and x.dtype == torch.bfloat16 for name, x in final.items())
+
+
+def test_a_resumed_run_is_the_whole_one_says_no_missing_keys_and_counts_all_seconds(heal, monkeypatch):
+    expected, whole = heal("whole")
+    _, run = heal("stopped")
+    shutil.rmtree(run / "checkpoint-4")
+    path = run / "checkpoint-2" / "complete.json"
+    mark = json.loads(path.read_text())
+    seconds = mark["training_seconds"]
+    path.write_text(json.dumps(mark | {"training_seconds": seconds + 1000}))
+    warned: list[str] = []
+    monkeypatch.setattr(trainer_logger, "warning", lambda message, *_, **__: warned.append(message))
+    found, _ = heal("stopped", "--resume")
+    assert warned == [] and found == expected
+    results = json.loads((run / "results.json").read_text())
+    assert 1000 + seconds < results["training_seconds"] < 1100 + seconds
+    finals = [AutoModelForCausalLM.from_pretrained(folder / "final").state_dict() for folder in (whole, run)]
+    assert all(torch.equal(x, finals[1][name]) for name, x in finals[0].items())
+
+
+def live_bytes() -> int:
+    """Bytes of all storages that tensors hold, each counted once."""
+    gc.collect()
+    storages = {}
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.Tensor) and not item.is_meta:
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def predicted_bytes(student: GQAConfig, teacher: GQAConfig) -> int:
+    """The arithmetic of docs/healing.md without autocast's copies, which live during a step only."""
+    trained = accounting.count_attention_parameters(student)
+    frozen = accounting.count_parameters(student) - trained
+    return 2 * (frozen + accounting.count_attention_parameters(teacher)) + 16 * trained
+
+
+def test_bytes_in_memory_are_those_of_the_accounting(folders, tmp_path):
+    """Weights, gradients and AdamW's state after a step: one copy of what is frozen, in two bytes."""
+    before = live_bytes()
+    recipe = make_recipe(folders, tmp_path, layerwise_fraction=0.0, per_device_train_batch_size=1, report_to=[])
+    student, teacher = load_pair(recipe)
+    expected = predicted_bytes(student.config, teacher.config)
+    block = {"input_ids": torch.arange(8), "labels": torch.arange(8), "position_ids": torch.arange(8)}
+    trainer = UptrainTrainer(student, recipe, teacher, train_dataset=[block] * 4, eval_dataset=[block])
+    seen = []
+
+    class Count(TrainerCallback):
+        def on_optimizer_step(self, *_, **__):
+            seen.append(live_bytes() - before)
+
+    trainer.add_callback(Count())
+    trainer.args.save_strategy = "no"
+    trainer.train()
+    assert seen[-1] == pytest.approx(expected, rel=0.03)
+    # As it was: two models in float32, and the same gradients and states.
+    trained = accounting.count_attention_parameters(student.config)
+    models = [accounting.count_parameters(model.config) for model in (student, teacher)]
+    assert seen[-1] < 0.65 * (4 * sum(models) + 12 * trained)
