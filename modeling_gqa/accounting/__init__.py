@@ -10,13 +10,14 @@ padding.
 """
 
 from .operations import decode_flops, prefill_flops, training_flops
-from .sizes import cache_bytes, cache_bytes_per_token, count_parameters
+from .sizes import cache_bytes, cache_bytes_per_token, count_parameters, decode_weights
 
 __all__ = [
     "cache_bytes",
     "cache_bytes_per_token",
     "count_parameters",
     "decode_flops",
+    "decode_weights",
     "prefill_flops",
     "training_flops",
 ]
