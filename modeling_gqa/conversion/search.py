@@ -19,6 +19,7 @@ from .layers.grouping import contiguous, merge_heads, regrouped
 from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
 from .layers.latent import ALPHAS, GAINS, KEY_WEIGHTS, best_sizes, to_latent
 from .layers.moments import Statistics, compute_moments
+from .layers.normed import latent_source
 from .layers.refit import refit_outputs
 from .targets import Fields, changed_layers, configuration, is_exact, latent_fields, layer_fields
 from .text.calibration import Batch, evaluating
@@ -163,7 +164,7 @@ def convert_layers(
         with living_layer(index) as computed:
             heads = read_heads(model, index)
             if fields[index]["attention_kind"] == "mla":
-                moments = compute_moments(heads, statistics[index], setting.metric)
+                heads, moments = latent_source(heads, statistics[index], setting.metric)
                 rank, size = fields[index]["kv_lora_rank"], fields[index]["qk_rope_head_dim"]
                 if setting.key_weight and not is_exact(model.config, target, index):
                     rank, size, _ = best_sizes(heads, moments, rank + size, setting.key_weight, setting.gain)

@@ -30,7 +30,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.conversion import ConversionError, convert_model, target_config
+from modeling_gqa.conversion import convert_model, target_config
 from modeling_gqa.conversion.layers.heads import read_heads
 from modeling_gqa.conversion.layers.latent import GAINS, best_sizes, to_latent
 from modeling_gqa.conversion.layers.moments import compute_moments
@@ -253,12 +253,6 @@ def test_planes_that_hardly_turn_need_no_rotation(name):
         assert distance(layer_output(other, index, x), expected) > 1e-2
 
 
-def test_norms_on_heads_are_refused():
-    """qk_norm has no MLA, and the message says what to do instead."""
-    with pytest.raises(ConversionError, match=r"qk_norm=True: .*convert this model to fewer key/value heads instead"):
-        target_config(random_model("gqa", qk_norm=True).config, "mla", cache_size=20)
-
-
 # -- a converted model is a model
 
 CONVERTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -266,6 +260,7 @@ CONVERTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "biases-eager": ("mha", BIASES, {"attn_implementation": "eager"}),
     "partial-one-layer": ("gqa", {"rope_parameters": PARTIAL}, {"layers": [1]}),
     "window": ("gqa", {"sliding_window": 6}, {}),
+    "qk-norm": ("gqa", {"qk_norm": True, "attention_bias": True}, {}),
 }
 
 

@@ -28,6 +28,9 @@ def obstacles(config: GQAConfig, family: str) -> Iterator[str]:
     if config.attention_kind not in (LatentAttention if latent else GroupedAttention).kinds:
         yield f"attention_kind={config.attention_kind!r} is not this class's"
         return
+    if latent and config.qk_norm:
+        yield "qk_norm=True: the latent is taken from normed keys and from values, which the class does not compute"
+        return
     if not _standard_frequencies(config):
         yield (
             f"rope_frequency_indices of rope_frequency_dim={config.rope_frequency_dim} are not the frequencies of a "

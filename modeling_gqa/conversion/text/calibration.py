@@ -16,10 +16,12 @@ from typing import IO, Any
 import torch
 from transformers import PreTrainedModel
 
+from ...attention import GroupedAttention
 from ...common.errors import ConversionError
 from ...common.progress import Progress
 from ...modeling_gqa import GQAForCausalLM
 from ..layers.moments import Statistics, square_root, windows
+from ..layers.normed import NormedSums
 
 # Model inputs by name; "input_ids" (B, T) is always there.
 Batch = dict[str, torch.Tensor]
@@ -168,6 +170,7 @@ class Sums:
         self.total = torch.zeros(hidden, dtype=torch.float64, device=device)
         self.lags = torch.zeros(heads, 0, dtype=torch.float64, device=device)
         self.residual, self.tokens, self.length = 0.0, 0, 0
+        self.normed: NormedSums | None = None
 
     def add(self, x: torch.Tensor, kept: torch.Tensor) -> None:
         """Add inputs `x` (B, T, E) where `kept` (B, T)."""
@@ -200,7 +203,8 @@ class Sums:
         seen = Statistics(
             self.second / tokens, self.total / tokens, lags, self.residual / tokens, self.length, self.window
         )
-        return replace(seen, root=square_root(seen.covariance)) if root else seen
+        normed = None if self.normed is None else self.normed.statistics(seen, tokens, root)
+        return replace(seen, root=square_root(seen.covariance) if root else None, normed=normed)
 
 
 @torch.no_grad()
@@ -234,6 +238,8 @@ def collect(
             sums = Sums(
                 attention.config.num_attention_heads, model.config.hidden_size, seen_by_layer[index], model.device
             )
+            if isinstance(attention, GroupedAttention) and attention.k_norm is not None:
+                sums.normed = NormedSums(attention)
             with hooks(
                 attention.register_forward_pre_hook(partial(_see_input, sums, text), with_kwargs=True),
                 norm.register_forward_pre_hook(partial(_see_residual, sums, text)),
@@ -255,6 +261,8 @@ def _see_input(
 ) -> None:
     x, kept = arguments[0], text.kept
     sums.add(x, kept)
+    if sums.normed is not None:
+        sums.normed.add(x[kept])
     row = kept.sum(-1).argmax()  # the row with the least padding
     start = kept[row].int().argmax()
     seen = slice(start, min(start + LAGS_SEEN, x.shape[1]))
