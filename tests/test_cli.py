@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def byte_tokenizer(size: int = BYTES) -> PreTrainedTokenizerFast:
 def checkpoints(tmp_path_factory) -> Path:
     """Folders of small models, `mha`, `gqa` and so on, with a tokenizer and a licence."""
     root = tmp_path_factory.mktemp("checkpoints")
-    overrides = {
+    overrides: dict[str, dict[str, Any]] = {
         "mha-qk-norm": {"qk_norm": True},
         "mla-free": {"latent_norm": False},
         "mla-qk-norm": {"qk_norm": True, "qk_norm_head_dim": 15, "qk_norm_key_value_heads": 2},
