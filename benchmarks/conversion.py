@@ -160,8 +160,7 @@ def under_budget(bench: Bench) -> None:
     """The same caches with sizes by layer."""
     calibration, _ = bench.text(0)
     whole = cache_bytes_per_token(bench.source.config, torch.float32)
-    shares = [("gqa", 2), ("gqa", 4), *([] if bench.source.config.qk_norm else [("mla", 4), ("mla", 8)])]
-    for kind, share in shares:
+    for kind, share in (("gqa", 2), ("gqa", 4), ("mla", 4), ("mla", 8)):
         config = allocate(bench.source, kind, whole // share, calibration, dtype=torch.float32)
         grouped = kind == "gqa"
         bench.convert(f"{kind}-1/{share}", config, "lowrank", range(1), regroup=grouped, share_cache=not grouped)
@@ -226,9 +225,7 @@ def main() -> None:
     bench = Bench(arguments.run, arguments.calibration_blocks, arguments.seeds)
     source = bench.measure(bench.source)
     print(f"source: perplexity {source['perplexity_before']:.2f} on {source['tokens']:,} tokens")
-    models = fewer_heads(bench)
-    if not bench.source.config.qk_norm:  # which keeps a model from MLA
-        models |= to_mla(bench)
+    models = fewer_heads(bench) | to_mla(bench)
     under_budget(bench)
     with tempfile.TemporaryDirectory() as folder:
         names = ("gqa-2", "mqa", "mla-1/8")

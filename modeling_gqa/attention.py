@@ -44,6 +44,7 @@ class Attention(nn.Module):
     kinds: ClassVar[tuple[str, ...]] = ()
     scaling: float
     frequency_indices: torch.Tensor | None
+    o_proj: nn.Linear
 
     def __init__(self, config: GQAConfig, layer_idx: int):
         super().__init__()

@@ -1,7 +1,7 @@
 """Latent attention, MLA: keys and values rebuilt from a cached low-rank latent (DeepSeek-V2, 2405.04434, eq. 9 to 19).
 
 Shapes: B batch, T query tokens, S cached and new tokens, H query heads, R kv_lora_rank, P qk_rope_head_dim,
-N qk_nope_head_dim, V v_head_dim.
+N qk_nope_head_dim, V v_head_dim; with qk_norm D qk_norm_head_dim, G qk_norm_key_value_heads.
 """
 
 import math
@@ -22,7 +22,14 @@ from .attention_functions import (
     masked_softmax,
 )
 from .configuration_gqa import GQAConfig
-from .layers import GQARMSNorm, is_plain_linear, rotate, select_frequencies
+from .layers import (
+    GQAHeadLinear,
+    GQARMSNorm,
+    is_plain_linear,
+    multiply_by_head,
+    rotate,
+    select_frequencies,
+)
 
 # DeepSeek's latent norms use this whatever `rms_norm_eps` says; its checkpoints must keep their function here.
 LATENT_NORM_EPS = 1e-6
@@ -32,7 +39,13 @@ class LatentAttention(Attention):
     """Multi-head latent attention: caches a latent of size R and one rotary key of size P per token.
 
     Long queries rebuild keys and values from the latent (expand). Short ones attend over the latent itself, with
-    `kv_b_proj` folded into the query and the output (absorb). Arguments and errors as in `Attention`.
+    `kv_b_proj` folded into the query and the output (absorb).
+
+    With `qk_norm` the latent c and the rotary key m are linear in what is there after the norms, y = [k; v]:
+    k = k_norm(W_k x) for each of G heads, v = W_v x, [c; m] = W_a y. The query of head h is W_h q_norm(W_q,h x) with a
+    matrix W_h of its own. y is computed for new tokens only; the cache holds R + P numbers as without the norms.
+
+    Arguments and errors as in `Attention`.
     """
 
     kinds = ("mla",)
@@ -51,7 +64,18 @@ class LatentAttention(Attention):
 
         hidden, heads = config.hidden_size, layer.num_attention_heads
         query_bias, key_value_bias, output_bias = layer.projection_biases
-        if self.q_lora_rank is None:
+        self.qk_norm_head_dim = layer.qk_norm_head_dim
+        compressed = hidden
+        if layer.qk_norm:
+            size, key_value_size = layer.qk_norm_head_dim, layer.qk_norm_key_value_heads * layer.qk_norm_head_dim
+            self.q_proj = nn.Linear(hidden, heads * size, bias=query_bias)
+            self.q_norm = GQARMSNorm(size, eps=config.rms_norm_eps)
+            self.q_head_proj = GQAHeadLinear(heads, size, self.qk_head_dim)
+            self.k_proj = nn.Linear(hidden, key_value_size, bias=key_value_bias)
+            self.k_norm = GQARMSNorm(size, eps=config.rms_norm_eps)
+            self.v_proj = nn.Linear(hidden, key_value_size, bias=key_value_bias)
+            compressed, key_value_bias = 2 * key_value_size, False
+        elif self.q_lora_rank is None:
             self.q_proj = nn.Linear(hidden, heads * self.qk_head_dim, bias=query_bias)
         else:
             self.q_a_proj = nn.Linear(hidden, self.q_lora_rank, bias=query_bias)
@@ -59,7 +83,7 @@ class LatentAttention(Attention):
             self.q_b_proj = nn.Linear(self.q_lora_rank, heads * self.qk_head_dim, bias=False)
         # `tp_plan` stays empty: the rotary key bypasses kv_b_proj, so that with heads split over ranks its gradient
         # would have to be summed.
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, self.kv_lora_rank + self.qk_rope_head_dim, bias=key_value_bias)
+        self.kv_a_proj_with_mqa = nn.Linear(compressed, self.kv_lora_rank + self.qk_rope_head_dim, bias=key_value_bias)
         self.kv_a_layernorm = self._norm(layer, self.kv_lora_rank)
         self.kv_b_proj = nn.Linear(self.kv_lora_rank, heads * (self.qk_nope_head_dim + self.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * self.v_head_dim, hidden, bias=output_bias)
@@ -104,15 +128,22 @@ class LatentAttention(Attention):
 
     def project_query(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Unrotated (B, H, T, N) and rotary part (B, H, T, P) of the queries of `hidden_states` (B, T, hidden)."""
-        if self.q_lora_rank is None:
-            query = self.q_proj(hidden_states)
+        if self.qk_norm_head_dim is not None:
+            query = self.split_heads(self.q_proj(hidden_states), self.qk_norm_head_dim, self.q_norm)  # (B, H, T, D)
+            query = self.q_head_proj(query)  # (B, H, T, N + P)
+        elif self.q_lora_rank is None:
+            query = self.split_heads(self.q_proj(hidden_states), self.qk_head_dim)  # (B, H, T, N + P)
         else:
             query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        query = query.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)  # (B, H, T, N + P)
+            query = self.split_heads(query, self.qk_head_dim)  # (B, H, T, N + P)
         return query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
 
     def project_latent(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latent (B, 1, T, R) and shared rotary key (B, 1, T, P) of `hidden_states` (B, T, hidden), as cached."""
+        if self.qk_norm_head_dim is not None:
+            key = self.k_proj(hidden_states).unflatten(-1, (-1, self.qk_norm_head_dim))  # (B, T, G, D)
+            key = self.k_norm(key).flatten(2)  # (B, T, G D)
+            hidden_states = torch.cat((key, self.v_proj(hidden_states)), dim=-1)  # (B, T, 2 G D)
         compressed = self.kv_a_proj_with_mqa(hidden_states)
         latent, key_rope = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         return self.kv_a_layernorm(latent).unsqueeze(1), key_rope.unsqueeze(1)  # (B, 1, T, R), (B, 1, T, P)
@@ -160,14 +191,19 @@ class LatentAttention(Attention):
         """Parameters of a layer of `config.per_layer_config`: in weight matrices, and in biases and norms."""
         query_bias, key_value_bias, output_bias = layer.projection_biases
         hidden, rank, query_rank = layer.hidden_size, layer.kv_lora_rank, layer.q_lora_rank
-        query_size = layer.num_attention_heads * layer.qk_head_dim
-        value_size = layer.num_attention_heads * layer.v_head_dim
-        first = query_rank or query_size
-        matrices = hidden * (first + rank + layer.qk_rope_head_dim + value_size)
-        matrices += (query_rank or 0) * query_size
-        matrices += rank * layer.num_attention_heads * (layer.qk_nope_head_dim + layer.v_head_dim)
-        biases = query_bias * first + key_value_bias * (rank + layer.qk_rope_head_dim) + output_bias * hidden
-        return matrices, biases + (rank + (query_rank or 0) if layer.latent_norm else 0)
+        heads, cached = layer.num_attention_heads, rank + layer.qk_rope_head_dim
+        query_size = heads * layer.qk_head_dim
+        matrices = hidden * heads * layer.v_head_dim + rank * heads * (layer.qk_nope_head_dim + layer.v_head_dim)
+        if layer.qk_norm:
+            first, size = heads * layer.qk_norm_head_dim, layer.qk_norm_head_dim
+            key_values = 2 * layer.qk_norm_key_value_heads * size
+            matrices += hidden * (first + key_values) + query_size * size + key_values * cached
+            norms = 2 * size
+        else:
+            first, key_values = query_rank or query_size, cached
+            matrices += hidden * (first + cached) + (query_rank or 0) * query_size
+            norms = rank + (query_rank or 0) if layer.latent_norm else 0
+        return matrices, query_bias * first + key_value_bias * key_values + output_bias * hidden + norms
 
     @staticmethod
     def cache_sizes(layer: GQAConfig) -> tuple[int, int]:
@@ -222,7 +258,7 @@ def absorbed_attention_forward(
     heads, length, nope = query.shape[1:]
     rank = latent.shape[-1]
     kv_b = kv_b_weight.view(heads, -1, rank)  # (H, N + V, R)
-    query = _by_head(query, kv_b[:, :nope])  # (B, H, T, R)
+    query = multiply_by_head(query, kv_b[:, :nope])  # (B, H, T, R)
     joint = _joint_keys(latent, key_rope) if fused else None
     weights = None
     if joint is not None:
@@ -235,15 +271,8 @@ def absorbed_attention_forward(
         scores = scores.unflatten(1, (heads, length)) * scaling  # (B, H, T, S)
         weights = masked_softmax(scores, attention_mask, query.dtype)
         output = (weights.flatten(1, 2) @ latent).unflatten(1, (heads, length))  # (B, H, T, R)
-    output = _by_head(output, kv_b[:, nope:].mT)  # (B, H, T, V)
+    output = multiply_by_head(output, kv_b[:, nope:].mT)  # (B, H, T, V)
     return output.transpose(1, 2).contiguous(), None if fused else weights  # (B, T, H, V)
-
-
-def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply each head of `x` (B, H, T, n) with its matrix in `weight` (H, n, m), which is not copied per row."""
-    batch, _, length, _ = x.shape
-    x = x.transpose(0, 1).flatten(1, 2) @ weight  # (H, B T, m)
-    return x.unflatten(1, (batch, length)).transpose(0, 1)  # (B, H, T, m)
 
 
 def _joint_keys(latent: torch.Tensor, key_rope: torch.Tensor) -> torch.Tensor | None:

@@ -25,6 +25,8 @@ MLA_FIELDS = (
     "rope_interleave",
     "latent_norm",
 )
+# Fields of MLA layers with qk_norm: size and number of the heads that are normed before the latent is taken.
+NORMED_FIELDS = ("qk_norm_head_dim", "qk_norm_key_value_heads")
 
 # Largest number of layers, heads or labels; published models have fewer than 300 layers and heads.
 MOST = 2**16
@@ -36,8 +38,10 @@ LONGEST = 2**31 - 1
 # Smallest and largest value of each field. nan is outside of every range, because no comparison holds for it.
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_labels"), (1, MOST)),
+    "qk_norm_key_value_heads": (1, MOST),
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rope_frequency_dim"), (1, LARGEST)),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "qk_head_dim"), (1, LARGEST)),
+    "qk_norm_head_dim": (1, LARGEST),
     "qk_nope_head_dim": (0, LARGEST),
     **dict.fromkeys(("max_position_embeddings", "sliding_window"), (1, LONGEST)),
     "attention_dropout": (0, 1),
@@ -223,6 +227,7 @@ def check_layer_sizes(layer: "GQAConfig"):
             "configuration with this kind, which derives it"
         )
     widest = max(layer.head_dim, layer.qk_head_dim or 0, (layer.qk_nope_head_dim or 0) + (layer.v_head_dim or 0))
+    widest = max(widest, layer.qk_norm_head_dim or 0)
     if heads * widest > LARGEST:
         raise ValueError(
             f"num_attention_heads={heads} heads of {widest} dimensions make a matrix of {heads * widest} rows: "
@@ -288,7 +293,7 @@ def check_frequencies(layer: "GQAConfig"):
 def check_grouped(layer: "GQAConfig"):
     """Check an MHA, MQA or GQA layer: no fields of MLA, and a number of key/value heads that fits its kind."""
     kind, heads, key_value_heads = layer.attention_kind, layer.num_attention_heads, layer.num_key_value_heads
-    for name in MLA_FIELDS:
+    for name in (*MLA_FIELDS, *NORMED_FIELDS):
         if getattr(layer, name) is not None:
             raise ValueError(
                 f"{name}={getattr(layer, name)} belongs to attention_kind='mla', but attention_kind={kind!r}: "
@@ -326,15 +331,44 @@ def check_latent(layer: "GQAConfig"):
             f"head_dim={layer.head_dim} must be qk_rope_head_dim={rope} in a layer of attention_kind='mla': write "
             "that, or build the configuration anew with this head_dim"
         )
-    if layer.qk_norm:
-        raise ValueError("qk_norm=True does not go with attention_kind='mla': use latent_norm, or another kind")
+    check_normed(layer)
     partial = layer.rope_parameters.get("partial_rotary_factor", 1.0)
     if partial != 1.0:
         raise ValueError(
             f"partial_rotary_factor={partial} does not go with attention_kind='mla': qk_rope_head_dim says what is "
             "rotated"
         )
+    compressed = layer.hidden_size
+    if layer.qk_norm:
+        compressed = 2 * layer.qk_norm_key_value_heads * layer.qk_norm_head_dim
     for name, produced in (("kv_lora_rank", nope + layer.v_head_dim), ("q_lora_rank", layer.qk_head_dim)):
-        rank, largest = getattr(layer, name), min(layer.hidden_size, heads * produced)
+        rank, largest = getattr(layer, name), min(compressed, heads * produced)
         if rank is not None and rank > largest:
             warnings.warn(f"{name}={rank} is larger than the {largest} dimensions that it compresses", stacklevel=2)
+
+
+def check_normed(layer: "GQAConfig"):
+    """Check that an MLA layer with an RMSNorm on each head has its sizes, and nothing that such a layer cannot have."""
+    missing = next((name for name in NORMED_FIELDS if getattr(layer, name) is None), None)
+    given = next((name for name in NORMED_FIELDS if getattr(layer, name) is not None), None)
+    if layer.qk_norm and missing:
+        raise ValueError(
+            f"qk_norm=True without {missing} does not go with attention_kind='mla': use latent_norm, or give "
+            f"{' and '.join(NORMED_FIELDS)}, the heads that are normed before the latent is taken"
+        )
+    if given and not layer.qk_norm:
+        raise ValueError(f"{given}={getattr(layer, given)} belongs to qk_norm=True, and qk_norm=False: leave it out")
+    if not layer.qk_norm:
+        return
+    if layer.latent_norm:
+        raise ValueError("latent_norm=True does not go with qk_norm=True, which norms each head before the latent")
+    if layer.q_lora_rank is not None:
+        raise ValueError(
+            f"q_lora_rank={layer.q_lora_rank} does not go with qk_norm=True, which has a plain q_proj: leave it out"
+        )
+    size = layer.qk_norm_key_value_heads * layer.qk_norm_head_dim
+    if 2 * size > LARGEST:
+        raise ValueError(
+            f"qk_norm_key_value_heads={layer.qk_norm_key_value_heads} heads of qk_norm_head_dim="
+            f"{layer.qk_norm_head_dim} make keys and values of {2 * size} numbers: {LARGEST} are the most"
+        )

@@ -20,6 +20,7 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
 from .configuration_checks import (
+    NORMED_FIELDS,
     check_frequencies,
     check_grouped,
     check_latent,
@@ -43,7 +44,9 @@ from .configuration_overrides import (
     overridden,
 )
 
-FORMAT_VERSION = 2  # 2: softmax_scale, rope_frequency_indices, rope_frequency_dim
+# 2: softmax_scale, rope_frequency_indices, rope_frequency_dim. 3: MLA with qk_norm, which earlier code would compute
+# wrongly; other configurations are written as version 2, which earlier code reads.
+FORMAT_VERSION = 3
 
 
 @strict
@@ -68,8 +71,13 @@ class GQAConfig(PreTrainedConfig):
         latent_norm (`bool`, *optional*): MLA: RMSNorm on the latents (`True`); a converted model has none.
         attention_bias (`bool`, defaults to `False`):
             Bias of the query, key/value and output projections; `query_bias`, `key_value_bias` and `output_bias`
-            set one apart. In MLA they belong to `q_proj` (or `q_a_proj`), `kv_a_proj_with_mqa` and `o_proj`.
-        qk_norm (`bool`, defaults to `False`): RMSNorm on each head of queries and keys, as in Qwen3; not with MLA.
+            set one apart. In MLA they belong to `q_proj` (or `q_a_proj`), `kv_a_proj_with_mqa` and `o_proj`, with
+            `qk_norm` to `q_proj`, `k_proj` and `v_proj`, and `o_proj`.
+        qk_norm (`bool`, defaults to `False`):
+            RMSNorm on each head of queries and keys, as in Qwen3. In MLA the latent is then taken from normed keys and
+            from values, without `latent_norm` and `q_lora_rank`; a conversion of Qwen3 makes such layers.
+        qk_norm_head_dim, qk_norm_key_value_heads (`int`, *optional*):
+            MLA with `qk_norm`: size of the heads that are normed, and number of those of keys and values.
         softmax_scale (`float`, *optional*):
             Factor of the scores before the softmax; `head_dim ** -0.5` (MLA: `qk_head_dim ** -0.5`, times DeepSeek's
             YaRN correction) where left out. A converted model keeps its source's.
@@ -138,6 +146,8 @@ class GQAConfig(PreTrainedConfig):
     output_bias: bool | None = None
     attention_dropout: float | int = 0.0
     qk_norm: bool = False
+    qk_norm_head_dim: int | None = None
+    qk_norm_key_value_heads: int | None = None
     softmax_scale: float | None = None
     rope_frequency_indices: list[int] | None = None
     rope_frequency_dim: int | None = None
@@ -154,7 +164,7 @@ class GQAConfig(PreTrainedConfig):
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
     tie_word_embeddings: bool = False
-    format_version: int = FORMAT_VERSION
+    format_version: int = 2
 
     def __post_init__(self, **kwargs):
         self._refuse_misspelled(kwargs)
@@ -167,6 +177,7 @@ class GQAConfig(PreTrainedConfig):
             self.layer_types = [layer_type(self.sliding_window)] * self.num_hidden_layers
         self.layer_types = list(self.layer_types)
         self._derive_sizes()
+        self._raise_format_version(self.__dict__)
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -196,6 +207,7 @@ class GQAConfig(PreTrainedConfig):
             self._refuse_misspelled({name: value})
         check_value(name, value)
         super().__setattr__(name, value)
+        self._raise_format_version({name: value})
         if name == "sliding_window" and len(set(written.get("layer_types") or ())) == 1:
             self.layer_types = [layer_type(value)] * len(self.layer_types)
 
@@ -209,6 +221,8 @@ class GQAConfig(PreTrainedConfig):
         if overrides is not None:
             check_overrides(overrides, self.num_hidden_layers)
             overrides = {index: self._resolve_layer(index, layer) for index, layer in overrides.items()}
+            for layer in overrides.values():
+                self._raise_format_version(layer)
         PreTrainedConfig.per_layer_config.fset(self, overrides)  # type: ignore[attr-defined]
 
     @property
@@ -255,12 +269,18 @@ class GQAConfig(PreTrainedConfig):
         if self.qk_head_dim is None and self.qk_rope_head_dim is not None and self.qk_nope_head_dim is not None:
             self.qk_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         self.rope_interleave = True if self.rope_interleave is None else self.rope_interleave
-        self.latent_norm = True if self.latent_norm is None else self.latent_norm
+        self.latent_norm = not self.qk_norm if self.latent_norm is None else self.latent_norm
+
+    def _raise_format_version(self, written: dict[str, Any]):
+        """Let `format_version` be the first that has the fields `written`."""
+        if any(written.get(name) is not None for name in NORMED_FIELDS) and self.format_version < 3:
+            self.format_version = 3
 
     def _resolve_layer(self, index: int | str, overrides: dict[str, Any]) -> dict[str, Any]:
         """One layer's overrides, completed by every size that follows from them."""
         layer = copy.copy(self)
         layer.__dict__.pop("_heterogeneity_spec", None)
+        of_all = {name: getattr(layer, name) for name in NORMED_FIELDS}
         sized = not overrides.keys().isdisjoint(SIZE_FIELDS)
         try:
             for name in derived_anew(layer.attention_kind, overrides) if sized else ():
@@ -272,7 +292,10 @@ class GQAConfig(PreTrainedConfig):
         if not sized:
             return overrides
         layer._derive_sizes()
-        return {**overrides, **{name: getattr(layer, name) for name in (*SIZE_FIELDS, *CONVERSION_FIELDS)}}
+        resolved = {name: getattr(layer, name) for name in (*SIZE_FIELDS, *CONVERSION_FIELDS)}
+        # Earlier code does not know these, and reads other models where they are left out.
+        same = [name for name in NORMED_FIELDS if resolved[name] is None and of_all[name] is None]
+        return {**overrides, **{name: value for name, value in resolved.items() if name not in same}}
 
     # -- checks; the model's constructor runs them again through `validate`
 

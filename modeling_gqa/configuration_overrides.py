@@ -3,10 +3,14 @@
 from numbers import Integral
 from typing import Any
 
-from .configuration_checks import MLA_FIELDS, shown, suggestion
+from .configuration_checks import MLA_FIELDS, NORMED_FIELDS, shown, suggestion
 
 # A change of one of these makes a layer derive its sizes anew.
-SIZE_FIELDS = ("attention_kind", "num_attention_heads", "num_key_value_heads", "head_dim", "qk_norm", *MLA_FIELDS)
+SIZE_FIELDS = (
+    *("attention_kind", "num_attention_heads", "num_key_value_heads", "head_dim", "qk_norm"),
+    *MLA_FIELDS,
+    *NORMED_FIELDS,
+)
 # Sizes of MLA that are derived from the head size; a finished MLA configuration no longer stores that size.
 PROPORTIONAL_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Fields that conversions set. No size is derived from them, and a change of the attention kind drops them.
@@ -101,7 +105,7 @@ def derived_anew(kind: str, overrides: dict[str, Any]) -> set[str]:
     if (new_kind, kind) != ("gqa", "gqa"):
         names.add("num_key_value_heads")
     if new_kind != kind and "mla" in (new_kind, kind):
-        names |= {*MLA_FIELDS, *CONVERSION_FIELDS, "qk_norm" if new_kind == "mla" else "head_dim"}
+        names |= {*MLA_FIELDS, *NORMED_FIELDS, *CONVERSION_FIELDS, "qk_norm" if new_kind == "mla" else "head_dim"}
     elif new_kind == "mla" and "head_dim" in overrides:
         names |= set(PROPORTIONAL_FIELDS)
     elif new_kind == "mla":
@@ -112,4 +116,6 @@ def derived_anew(kind: str, overrides: dict[str, Any]) -> set[str]:
                     f"that it followed from: give {name}, or head_dim as well (None for hidden_size / "
                     "num_attention_heads)"
                 )
+    if new_kind == "mla" and "qk_norm" in overrides:
+        names |= {"latent_norm", *(() if overrides["qk_norm"] else NORMED_FIELDS)}
     return names - overrides.keys()

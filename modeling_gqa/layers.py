@@ -1,11 +1,12 @@
-"""The parts of a model beside attention: RMSNorm, gated MLP, rotary embedding, chunked loss, choice of positions.
+"""The parts of a model beside attention: norm, MLP, maps by head, rotary embedding, chunked loss, choice of positions.
 
 Rotary embedding is that of Su et al. (2104.09864, eq. 34), half-split and interleaved.
 
-Shapes: B batch, T tokens, P rotated dimensions of a head.
+Shapes: B batch, T tokens, H heads, P rotated dimensions of a head.
 """
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,32 @@ class GQAMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GQAHeadLinear(nn.Module):
+    """A linear map without bias for each head, from `in_features` to `out_features` numbers.
+
+    It is no `nn.Linear`, because tools that replace or wrap those would give every head the maps of all heads.
+    """
+
+    def __init__(self, heads: int, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads * out_features, in_features))
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as in nn.Linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map `x` (B, H, T, in_features) to (B, H, T, out_features)."""
+        return multiply_by_head(x, self.weight.unflatten(0, (x.shape[1], -1)).mT)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}"
+
+
+def multiply_by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply each head of `x` (B, H, T, n) with its matrix in `weight` (H, n, m), which is not copied per row."""
+    batch, _, length, _ = x.shape
+    x = x.transpose(0, 1).flatten(1, 2) @ weight  # (H, B T, m)
+    return x.unflatten(1, (batch, length)).transpose(0, 1)  # (B, H, T, m)
 
 
 def is_plain_linear(module: nn.Module) -> bool:

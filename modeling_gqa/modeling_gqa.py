@@ -31,6 +31,7 @@ from .cache_layers import grow_in_place
 from .configuration_gqa import GQAConfig
 from .layers import (
     GQAMLP,
+    GQAHeadLinear,
     GQARMSNorm,
     GQARotaryEmbedding,
     can_chunk_loss,
@@ -125,6 +126,8 @@ class GQAPreTrainedModel(PreTrainedModel):
         if isinstance(module, Attention) and module.frequency_indices is not None:
             indices = frequency_indices(self.config.per_layer_config[module.layer_idx])
             initialization.copy_(module.frequency_indices, indices)
+        if isinstance(module, GQAHeadLinear):
+            initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
 
     def save_pretrained(self, save_directory, *args, **kwargs):
         """Save a complete repository: weights, configuration, and the code with every Auto class it serves."""

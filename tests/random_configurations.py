@@ -45,6 +45,9 @@ def attentions(draw, heads: int, rotary: int | None = None) -> dict[str, Any]:
                            qk_nope_head_dim=st.integers(0, 9), rope_interleave=st.booleans(),
                            latent_norm=st.booleans()))  # fmt: skip
         layer["qk_rope_head_dim"] = size
+        if draw(st.booleans()):
+            layer |= {"qk_norm": True, "latent_norm": False, "q_lora_rank": None}
+            layer |= {"qk_norm_head_dim": draw(st.integers(1, 9)), "qk_norm_key_value_heads": draw(st.integers(1, 4))}
     else:
         layer |= draw(some(qk_norm=st.booleans()))
     layer |= draw(some(softmax_scale=numbers(0.01, 1.0), attention_dropout=numbers(0.0, 0.5) | st.just(0)))

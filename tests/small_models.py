@@ -28,6 +28,13 @@ KIND_SIZES: dict[str, Any] = {
 MODELS: dict[str, dict[str, Any]] = {
     **{kind: {"attention_kind": kind, **KIND_SIZES.get(kind, {})} for kind in ATTENTION_CLASSES},
     "mla-q-lora": {"attention_kind": "mla", **KIND_SIZES["mla"], "q_lora_rank": 17},
+    "mla-qk-norm": {
+        "attention_kind": "mla",
+        **KIND_SIZES["mla"],
+        "qk_norm": True,
+        "qk_norm_head_dim": 15,
+        "qk_norm_key_value_heads": 2,
+    },
     "mixed": {
         **KIND_SIZES["gqa"],
         "per_layer_config": {0: {"attention_kind": "mla", **KIND_SIZES["mla"]}, 2: {"attention_kind": "mha"}},

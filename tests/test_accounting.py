@@ -19,6 +19,7 @@ from modeling_gqa.accounting import (
     cache_bytes_per_token,
     count_parameters,
     decode_flops,
+    decode_weights,
     prefill_flops,
     training_flops,
 )
@@ -92,6 +93,18 @@ def test_parameters_of_qk_norm(model_name):
 def test_parameters_without_latent_norm(model_name):
     """An MLA layer without latent norms is counted without them."""
     assert_parameters_match(make_config(model_name, latent_norm=False))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_weights_read_by_a_decoded_token(model_name, tied):
+    """They are all parameters but the embedding of other tokens: with nan there the logits are finite."""
+    model = make_model(model_name, tie_word_embeddings=tied)
+    read = sum(parameter.numel() for name, parameter in model.named_parameters() if "embed_tokens" not in name)
+    assert decode_weights(model.config) == read + (101 if tied else 1) * 66
+    for name, parameter in model.named_parameters():
+        if "embed_tokens" in name and not tied:
+            parameter.data[:5] = parameter.data[6:] = torch.nan
+    assert model(torch.tensor([[5]])).logits.isfinite().all()
 
 
 def test_parameters_where_all_differs_by_layer():

@@ -19,6 +19,7 @@ compat = pytest.mark.compat
 
 HIDDEN, BATCH, WINDOW = 66, 3, 4
 BIASES = {"attention_bias": True}
+QK_NORM = {"qk_norm": True, "qk_norm_head_dim": 5, "qk_norm_key_value_heads": 3}
 # Every kind, and what each kind can do besides: name -> kind, configuration.
 LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, BIASES) for kind in ATTENTION_CLASSES},
@@ -27,6 +28,8 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mla-no-latent-norm": ("mla", {"latent_norm": False, "q_lora_rank": 17}),
     "mla-half-split": ("mla", {"rope_interleave": False}),
     "mla-all-rotary": ("mla", {"qk_nope_head_dim": 0}),
+    "mla-qk-norm": ("mla", {**QK_NORM, **BIASES}),
+    "mla-qk-norm-half-split": ("mla", {**QK_NORM, "rope_interleave": False, "qk_nope_head_dim": 0}),
 }
 
 
@@ -93,15 +96,37 @@ def grouped_formula(layer, x, source, allowed, angles=None, bias=0.0):
     return linear(layer.o_proj, torch.cat(outputs, -1))
 
 
+def normed_queries(layer, x):
+    """Each head's D numbers after their norm, times the head's own N + P rows."""
+    config, query = layer.config, linear(layer.q_proj, x)
+    size, made = config.qk_norm_head_dim, config.qk_nope_head_dim + config.qk_rope_head_dim
+    heads = []
+    for head in range(config.num_attention_heads):
+        normed = norm(layer.q_norm, query[..., head * size : (head + 1) * size])
+        heads.append(torch.einsum("btd,od->bto", normed, layer.q_head_proj.weight[head * made : (head + 1) * made]))
+    return torch.cat(heads, -1)
+
+
+def normed_keys_and_values(layer, x):
+    """The key heads after their norms, and the values."""
+    size, key = layer.config.qk_norm_head_dim, linear(layer.k_proj, x)
+    heads = range(layer.config.qk_norm_key_value_heads)
+    normed = [norm(layer.k_norm, key[..., head * size : (head + 1) * size]) for head in heads]
+    return torch.cat((*normed, linear(layer.v_proj, x)), -1)
+
+
 def latent_formula(layer, x, source, allowed, angles=None, bias=0.0):
     config = layer.config
     rank, nope, rope, v = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    if config.q_lora_rank is None:
+    if config.qk_norm:
+        query, source = normed_queries(layer, x), normed_keys_and_values(layer, source)
+    elif config.q_lora_rank is None:
         query = linear(layer.q_proj, x)
     else:
         query = linear(layer.q_b_proj, norm(layer.q_a_layernorm, linear(layer.q_a_proj, x)))
     compressed = linear(layer.kv_a_proj_with_mqa, source)
-    rebuilt = linear(layer.kv_b_proj, norm(layer.kv_a_layernorm, compressed[..., :rank]))
+    latent = compressed[..., :rank] if config.qk_norm else norm(layer.kv_a_layernorm, compressed[..., :rank])
+    rebuilt = linear(layer.kv_b_proj, latent)
     key_rope = turn(compressed[..., rank:], angles, config.rope_interleave)
     outputs = []
     for head in range(config.num_attention_heads):

@@ -76,6 +76,9 @@ def decoding_steps(draw):
         "q_lora_rank": draw(st.none() | size),
         "sliding_window": draw(st.none() | st.integers(2, 7)),
     }
+    if draw(st.booleans()):
+        fields |= {"qk_norm": True, "latent_norm": False, "q_lora_rank": None}
+        fields |= {"qk_norm_head_dim": draw(size), "qk_norm_key_value_heads": draw(st.integers(1, 3))}
     batch, length, past = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(0, 9))
     mask = draw(st.sampled_from(["none", "padding", "boolean", "additive"]))
     return fields, batch, length, past, mask, draw(st.sampled_from([None, "eager", "sdpa"]))

@@ -15,7 +15,7 @@ CACHES = {
     "dynamic": lambda model: DynamicCache(config=model.config),
     "static": lambda model: StaticCache(config=model.config, max_cache_len=24),
 }
-LATENT_MODELS = ["mla", "mla-q-lora", "mixed"]
+LATENT_MODELS = ["mla", "mla-q-lora", "mla-qk-norm", "mixed"]
 # Powers of two, because quanto quantizes groups of 16 numbers.
 QUANTIZABLE = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "initializer_range": 0.1}
 QUANTIZABLE_LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,9 +51,10 @@ def byte_tokenizer(size: int = BYTES) -> PreTrainedTokenizerFast:
 def checkpoints(tmp_path_factory) -> Path:
     """Folders of small models, `mha`, `gqa` and so on, with a tokenizer and a licence."""
     root = tmp_path_factory.mktemp("checkpoints")
-    overrides = {
+    overrides: dict[str, dict[str, Any]] = {
         "mha-qk-norm": {"qk_norm": True},
         "mla-free": {"latent_norm": False},
+        "mla-qk-norm": {"qk_norm": True, "qk_norm_head_dim": 15, "qk_norm_key_value_heads": 2},
         "mqa-bf16": {"tie_word_embeddings": True},
     }
     for name in ("mha", "gqa", "mqa", "mixed-window", *overrides):
@@ -294,6 +296,20 @@ def test_a_name_on_the_hub_is_converted_as_its_folder(cached, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_qk_norm_to_mla_and_what_that_is_exported_to(checkpoints, corpus, tmp_path):
+    """Through Qwen3's class and back to MLA: the report's sizes, and a model that answers as it is loaded."""
+    run("export", checkpoints / "mha-qk-norm", tmp_path / "qwen3")
+    options = ("--attention-kind", "mla", "--cache-size", 72, "--method", "lowrank", "--text", corpus, *TEXT_OPTIONS)
+    run("convert", tmp_path / "qwen3", tmp_path / "mla", *options)
+    report = json.loads((tmp_path / "mla" / "conversion.json").read_text())
+    assert report["source_family"] == "qwen3" and report["cache_bytes_per_token_after"] == 72 * 4 * LAYERS
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "mla")
+    assert model.config.qk_norm and model.config.qk_norm_key_value_heads == HEADS
+    assert model.config.format_version == 3 and report["parameters_after"] == model.num_parameters()
+    assert "no conversion begins" in call("convert", tmp_path / "mla", tmp_path / "x", *MQA).stderr
+    assert "qk_norm=True" in call("export", tmp_path / "mla", tmp_path / "x").stderr
+
+
 def test_auto_tries_candidates_and_keeps_the_least_kl(checkpoints, corpus, tmp_path):
     printed = run("convert", checkpoints / "mha", tmp_path / "out", "--attention-kind", "mqa", "--no-regroup",
                   "--text", corpus, *TEXT_OPTIONS)  # fmt: skip
@@ -387,8 +403,8 @@ def inspected(folder: Path) -> dict:
 
 
 def test_inspect_says_what_is_exact_lossy_and_impossible(checkpoints):
-    gqa, mqa, qk_norm, mla, free = (
-        inspected(checkpoints / n) for n in ("gqa", "mqa", "mha-qk-norm", "mixed-window", "mla-free")
+    gqa, mqa, qk_norm, mla, free, normed = (
+        inspected(checkpoints / n) for n in ("gqa", "mqa", "mha-qk-norm", "mixed-window", "mla-free", "mla-qk-norm")
     )
     rotary = 2 * HEAD_DIM  # of the two key/value heads
     assert gqa["conversions"]["exact"].keys() == {"mha", f"mla with R = {rotary} and P = {rotary}"}
@@ -397,8 +413,13 @@ def test_inspect_says_what_is_exact_lossy_and_impossible(checkpoints):
     assert {"gqa with 3 key/value heads", "mqa"} <= gqa["conversions"]["lossy"].keys()
     assert "mla of the same cache size" in mqa["conversions"]["exact"]
     assert mqa["conversions"]["exact"]["mla of the same cache size"] == mqa["cache_bytes_per_token"]
-    impossible = qk_norm["conversions"]["impossible"]
-    assert [name.split()[0] for name in impossible] == ["mla"] and "qk_norm" in next(iter(impossible.values()))
+    assert not qk_norm["conversions"]["impossible"]
+    assert any(name.startswith("mla of a chosen cache size") for name in qk_norm["conversions"]["lossy"])
+    assert not normed["conversions"]["exact"] and not normed["conversions"]["lossy"]
+    assert all("qk_norm" in reason for reason in normed["conversions"]["impossible"].values())
+    assert normed["export"]["family"] is None and "qk_norm=True" in normed["export"]["reason"]
+    assert normed["layers"][0]["attention"].endswith("a rotary key of 6, qk-norm")
+    assert (normed["layers"][0]["qk_norm_head_dim"], normed["layers"][0]["qk_norm_key_value_heads"]) == (15, 2)
     assert qk_norm["export"]["family"] == "qwen3"
     assert all("latent_norm" in reason for reason in mla["conversions"]["impossible"].values())
     assert mla["conversions"]["impossible"] and mla["export"]["family"] is None and mla["export"]["reason"]
@@ -523,7 +544,7 @@ WRONG = {
     "budget for mqa": (None, "mha", (*MQA, "--budget", 99), "--budget has nothing to choose for mqa"),
     "unknown layer": (None, "mha", (*MQA, "--layers", "1-3"), "layers has 3, but the model's 3 layers are 0 to 2"),
     "same attention": (None, "mha", ("--attention-kind", "mha"), "there is nothing to convert"),
-    "QK-norm to MLA": (None, "mha-qk-norm", (*MLA, "--cache-size", 24), "qk_norm=True"),
+    "MLA with QK-norm": (None, "mla-qk-norm", (*MLA, "--cache-size", 24), "with which no conversion begins"),
     "latent norm": (None, "mixed-window", MQA, "latent_norm=True"),
     "no weights": (without_weights, "mha", MQA, "has no safetensors weights"),
     "truncated": (truncated, "mha", MQA, "is truncated or damaged"),

@@ -276,8 +276,35 @@ def test_format_versions(tmp_path):
     saved = make_config("mixed").to_dict()
     del saved["format_version"]
     assert same(GQAConfig.from_dict(saved), make_config("mixed"))
-    (tmp_path / "config.json").write_text(json.dumps({**saved, "format_version": 3}))
+    (tmp_path / "config.json").write_text(json.dumps({**saved, "format_version": 4}))
     with pytest.raises(
-        StrictDataclassError, match=r"format_version=3 is newer than this code reads .2.: update modeling_gqa"
+        StrictDataclassError, match=r"format_version=4 is newer than this code reads .3.: update modeling_gqa"
     ):
         GQAConfig.from_pretrained(tmp_path)
+
+
+def test_only_configurations_that_earlier_code_cannot_read_have_a_newer_version(model_name):
+    """Version 3 is that of MLA with qk_norm, however its fields were given; a mixed model names no new field else."""
+    config = make_config(model_name)
+    assert config.format_version == (3 if model_name == "mla-qk-norm" else 2)
+    stored = config.to_dict()
+    new = {"qk_norm_head_dim", "qk_norm_key_value_heads"}
+    assert not any(new & layer.keys() for layer in stored.get("per_layer_config", {}).values())
+    assert same(GQAConfig.from_dict({**stored, "format_version": 2}), config)
+    normed = {name: MODELS["mla-qk-norm"][name] for name in ("attention_kind", "qk_norm", *sorted(new))}
+    config.per_layer_config = {1: {**normed, "head_dim": 14, "q_lora_rank": None, **MLA}}
+    assert config.format_version == 3
+    again = GQAConfig.from_dict(config.to_dict())
+    assert same(again, config) and [layer.qk_norm_head_dim for layer in again.per_layer_config][1] == 15
+    written = make_config("mla")
+    for name, value in {**normed, "latent_norm": False}.items():  # a write derives nothing
+        setattr(written, name, value)
+    written.validate()
+    assert same(written, make_config("mla-qk-norm"))
+
+
+def test_loading_without_qk_norm_drops_its_heads(tmp_path):
+    make_config("mla-qk-norm").save_pretrained(tmp_path)
+    config = GQAConfig.from_pretrained(tmp_path, qk_norm=False)
+    assert layers_of(config) == layers_of(make_config("mla"))
+    assert (config.qk_norm_head_dim, config.qk_norm_key_value_heads, config.latent_norm) == (None, None, True)

@@ -40,6 +40,8 @@ WRITES = {
     "output_bias": ("mqa", {"output_bias": True}),
     "attention_dropout": ("gqa", {"attention_dropout": 0.5}),
     "qk_norm": ("mha", {"qk_norm": True}),
+    "qk_norm_head_dim": ("mla-qk-norm", {"qk_norm_head_dim": 9}),
+    "qk_norm_key_value_heads": ("mla-qk-norm", {"qk_norm_key_value_heads": 3}),
     "softmax_scale": ("gqa", {"softmax_scale": 3.0}),
     "rope_frequency_indices": ("gqa", {"rope_frequency_indices": [0, 1], "rope_frequency_dim": 14}),
     "rope_frequency_dim": ("mla", {"rope_frequency_indices": [0, 3, 3], "rope_frequency_dim": 8}),

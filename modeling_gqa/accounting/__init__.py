@@ -10,7 +10,13 @@ padding.
 """
 
 from .operations import decode_flops, prefill_flops, training_flops
-from .sizes import cache_bytes, cache_bytes_per_token, count_attention_parameters, count_parameters
+from .sizes import (
+    cache_bytes,
+    cache_bytes_per_token,
+    count_attention_parameters,
+    count_parameters,
+    decode_weights,
+)
 
 __all__ = [
     "cache_bytes",
@@ -18,6 +24,7 @@ __all__ = [
     "count_attention_parameters",
     "count_parameters",
     "decode_flops",
+    "decode_weights",
     "prefill_flops",
     "training_flops",
 ]

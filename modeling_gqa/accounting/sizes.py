@@ -45,6 +45,26 @@ def count_attention_parameters(config: GQAConfig) -> int:
     return sum(sum(attention.parameter_counts(layer)) for layer, attention, _ in iterate_layers(config))
 
 
+def decode_weights(config: GQAConfig) -> int:
+    """Number of weights that decoding one token reads: all but the rows of other tokens in the embedding.
+
+    At small batches and short caches, reading them is most of the time that a token takes.
+
+    Args:
+        config: the configuration.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig, accounting
+
+        for kind in ("gqa", "mla"):
+            print(kind, accounting.decode_weights(GQAConfig(attention_kind=kind)))
+        ```
+    """
+    other_rows = config.vocab_size - 1
+    return count_parameters(config) - (0 if config.tie_word_embeddings else other_rows * config.hidden_size)
+
+
 def cache_bytes_per_token(config: GQAConfig, dtype: torch.dtype = torch.bfloat16) -> int:
     """Bytes that one more token of one row takes in the caches of all layers, while no window is full.
 

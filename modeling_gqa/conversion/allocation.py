@@ -18,6 +18,7 @@ from .layers.heads import read_heads
 from .layers.latent import divided, latent_loss
 from .layers.merging import Group
 from .layers.moments import Statistics, compute_moments
+from .layers.normed import latent_source
 from .targets import (
     Fields,
     check_kind,
@@ -161,7 +162,10 @@ def layer_choices(model: GQAForCausalLM, index: int, kind: str, statistics: Stat
     if not sizes:  # the layer keeps its attention
         return choices
     heads = read_heads(model, index)
-    moments = compute_moments(heads, statistics, centered=kind == "mla" or heads.biases[2])
+    if kind == "mla":
+        heads, moments = latent_source(heads, statistics)
+    else:
+        moments = compute_moments(heads, statistics, centered=heads.biases[2])
     for numbers, fields in reversed(sizes.items()):
         if kind == "mla":
             rank, size = divided(numbers, heads.planes, len(heads.k), heads.k.shape[1])

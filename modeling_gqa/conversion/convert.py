@@ -156,9 +156,9 @@ def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
                 "changes the attention alone; build the target with `target_config`"
             )
     for index, (before, after) in enumerate(zip(source.per_layer_config, target.per_layer_config, strict=True)):
-        names = ["num_attention_heads", "intermediate_size", "mlp_bias", "attention_dropout"]
+        names = ["num_attention_heads", "intermediate_size", "mlp_bias", "attention_dropout", "qk_norm"]
         if "mla" not in (before.attention_kind, after.attention_kind):
-            names += ["qk_norm", "head_dim"]
+            names += ["head_dim"]
         for name in names:
             if getattr(before, name) != getattr(after, name):
                 raise ConversionError(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.initialization import no_init_weights
 
+from ..attention import Attention
 from ..common.errors import ConversionError
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
@@ -23,6 +24,7 @@ from .layers.grouping import contiguous, merge_heads, regrouped
 from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
 from .layers.latent import ALPHAS, divided, to_latent
 from .layers.moments import Statistics, blank_statistics, compute_moments
+from .layers.normed import latent_source
 from .layers.refine import Example, refine
 from .layers.refit import Regression
 from .targets import Fields, changed_layers, configuration, is_exact, latent_fields, layer_fields
@@ -172,7 +174,7 @@ def refit_outputs(
                 text.pass_on(index)
 
 
-def fit(text: Streams, index: int, attention: torch.nn.Module) -> None:
+def fit(text: Streams, index: int, attention: Attention) -> None:
     """Fit the output projection of `attention`, the new one of layer `index`, to bring the stream back.
 
     Residual r and inputs are those of the converted stream: r = (source after attention) - (converted before it) - out.
@@ -219,7 +221,7 @@ def convert_layer(
     with living_layer(index) as computed:
         heads = read_heads(model, index)
         if fields["attention_kind"] == "mla":
-            moments = compute_moments(heads, statistics, setting.metric)
+            heads, moments = latent_source(heads, statistics, setting.metric)
             rank, size = fields["kv_lora_rank"], fields["qk_rope_head_dim"]
             if setting.rotary_factor and lossy:
                 rank, size = divided(rank + size, heads.planes, len(heads.k), heads.k.shape[1], setting.rotary_factor)
@@ -237,7 +239,7 @@ def convert_layer(
     return NewLayer(state, {**fields, **found}, loss)
 
 
-def new_attention(model: GQAForCausalLM, index: int, new: NewLayer) -> torch.nn.Module:
+def new_attention(model: GQAForCausalLM, index: int, new: NewLayer) -> Attention:
     """Return the attention module that stands in layer `index` of a model with this new layer."""
     fields = layer_fields(model.config)
     fields[index] = new.fields

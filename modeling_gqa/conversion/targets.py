@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from ..attention import GroupedAttention
 from ..attention_latent import LatentAttention
 from ..common.errors import ConversionError, did_you_mean, one_line
+from ..configuration_checks import NORMED_FIELDS
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 from ..modeling_gqa import ATTENTION_CLASSES
@@ -158,6 +159,7 @@ def grouped_fields(config: GQAConfig, index: int, kind: str, key_value_heads: in
         )
     fields: Fields = {"attention_kind": kind, "num_key_value_heads": fixed}
     if layer.attention_kind == "mla":
+        check_before_norms(layer, index)
         fields |= dict.fromkeys(
             ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "qk_head_dim")
         )
@@ -175,16 +177,12 @@ def latent_fields(
     The conversion itself finds the frequencies of the rotary key.
     """
     layer = config.per_layer_config[index]
-    if layer.qk_norm:
-        raise ConversionError(
-            "qk_norm=True: an RMSNorm on each head is no linear function, so its keys cannot be rebuilt from a shared "
-            "latent; convert this model to fewer key/value heads instead"
-        )
     if layer.rope_parameters["rope_type"] == "proportional":
         raise ConversionError("rope_type 'proportional' spreads its frequencies by the head's size, which MLA changes")
     present = (layer.kv_lora_rank, layer.qk_rope_head_dim)
     if layer.attention_kind == "mla" and (kv_lora_rank, qk_rope_head_dim) == present:
         return {}
+    check_before_norms(layer, index)
     rank, rope = latent_sizes(layer, index, kv_lora_rank, qk_rope_head_dim, cache_size)
     planes, head_dim, key_heads = rotary_planes(layer), layer_head_dim(layer), layer.num_key_value_heads
     nope = head_dim - 2 * planes if rope == 2 * planes * key_heads else head_dim
@@ -205,7 +203,9 @@ def latent_fields(
         "v_head_dim": head_dim,
         "rope_interleave": False,
         "latent_norm": False,
-        "qk_norm": False,
+        "qk_norm": layer.qk_norm,
+        "qk_norm_head_dim": head_dim if layer.qk_norm else None,
+        "qk_norm_key_value_heads": key_heads if layer.qk_norm else None,
         "softmax_scale": None,
         "rope_frequency_indices": indices,
         "rope_frequency_dim": size,
@@ -278,7 +278,7 @@ def shape(layer: Fields) -> tuple[Any, ...]:
     """Return what two attention layers have in common whose weights have the same shapes."""
     names: tuple[str, ...] = ("num_key_value_heads", "head_dim")
     if layer["attention_kind"] == "mla":
-        names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", *NORMED_FIELDS)
     return (ATTENTION_CLASSES[layer["attention_kind"]], *(layer[name] for name in names))
 
 
@@ -319,7 +319,9 @@ def is_exact(source: GQAConfig, target: GQAConfig, index: int) -> bool:
     if after.attention_kind != "mla":
         return after.num_key_value_heads % key_heads == 0
     planes, size = rotary_planes(before), layer_head_dim(before)
-    needed = min(2 * (size - planes) * key_heads, source.hidden_size)  # unrotated keys and values
+    needed = 2 * (size - planes) * key_heads  # unrotated keys and values
+    if not before.qk_norm:  # behind norms they are no linear function of the layer's input
+        needed = min(needed, source.hidden_size)
     return after.qk_rope_head_dim == 2 * planes * key_heads and after.kv_lora_rank >= needed
 
 
@@ -342,12 +344,22 @@ def check_kind(layer: GQAConfig, index: int) -> None:
         )
 
 
+def check_before_norms(layer: GQAConfig, index: int) -> None:
+    """Raise `ConversionError` for MLA with qk_norm, which is a result of conversions and not a source."""
+    if layer.attention_kind == "mla" and layer.qk_norm:
+        raise ConversionError(
+            f"layer {index} is MLA with an RMSNorm on each head (qk_norm=True), with which no conversion begins: "
+            "convert the model that it was made from"
+        )
+
+
 def check_linear(layer: GQAConfig, index: int) -> None:
     """Raise `ConversionError` for a layer that `read_heads` cannot read.
 
     It reads the kinds in `KNOWN_KINDS`, where keys and values are a linear function of the layer's input.
     """
     check_kind(layer, index)
+    check_before_norms(layer, index)
     if layer.attention_kind == "mla" and layer.latent_norm:
         raise ConversionError(
             f"layer {index} is MLA with an RMSNorm on its latent (latent_norm=True): keys and values are no linear "

@@ -52,6 +52,14 @@ EXACT: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "mla",
         {"kv_lora_rank": 40, "qk_rope_head_dim": 16},
     ),
+    "gqa-mla-full-qk-norm": ("gqa", {"qk_norm": True, "attention_bias": True, "rope_parameters": YARN}, "mla", FULL),
+    "gqa-mla-full-partial-qk-norm": (
+        "gqa",
+        {**BIASES, "qk_norm": True, "rope_parameters": PARTIAL},
+        "mla",
+        {"kv_lora_rank": 40, "qk_rope_head_dim": 16},
+    ),
+    "mqa-mla-qk-norm-window": ("mqa", {"qk_norm": True, "sliding_window": 5}, "mla", {}),
     "mha-mla-as-wide-as-the-model": ("mha", BIASES, "mla", {"kv_lora_rank": 66, "qk_rope_head_dim": 84}),
     "mla-mha": ("mla", PLAIN, "mha", {}),
     "mla-mha-half-split-biases": ("mla", {**PLAIN, "rope_interleave": False, "attention_bias": True}, "mha", {}),
@@ -100,7 +108,9 @@ def test_the_model_is_the_same(name):
     assert texts[0].shape[1] == 17 and torch.equal(*texts)
 
 
-@pytest.mark.parametrize("name", ["gqa-mha-biases", "mqa-mla-biases-window", "gqa-mla-full", "mla-mha-large-values"])
+@pytest.mark.parametrize(
+    "name", ["gqa-mha-biases", "mqa-mla-biases-window", "gqa-mla-full", "gqa-mla-full-qk-norm", "mla-mha-large-values"]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rounding_stays_that_of_the_dtype(name, dtype):
     """In bfloat16 and float16 an exact conversion is at most twice as far from float64 as the source is."""

@@ -3,6 +3,7 @@
 Shapes: N tokens, E hidden size, H query heads, G key/value heads, D head size, n planes, P rotary size, R latent.
 """
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -30,9 +31,9 @@ from transformers import DynamicCache, StaticCache
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.conversion import ConversionError, convert_model, target_config
+from modeling_gqa.conversion import convert_model, target_config
 from modeling_gqa.conversion.layers.heads import read_heads
-from modeling_gqa.conversion.layers.latent import GAINS, best_sizes, to_latent
+from modeling_gqa.conversion.layers.latent import GAINS, divided, latent_loss, to_latent
 from modeling_gqa.conversion.layers.moments import compute_moments
 
 
@@ -150,21 +151,26 @@ def smallest_loss(layer, x: torch.Tensor, turned: torch.Tensor, rank: int, size:
     return weight**2 * lost + torch.linalg.eigvalsh(covariance(torch.cat(made, dim=1)))[:-rank].sum().item()
 
 
-def test_a_cache_is_shared_so_that_least_is_lost():
-    """R and P are those of the tried sizes that lose least by eigenvalues, and P grows with the weight of keys."""
-    model, found = random_model("gqa").double(), {1.0: [], 0.2: [], 0.03: []}
+@pytest.mark.parametrize("weight", [1.0, 0.2, 0.03])
+def test_the_loss_of_a_size_is_its_dropped_eigenvalues(weight):
+    """The loss by which layers share a budget equals that of explicit keys and values."""
+    model = random_model("gqa").double()
     for index, x in enumerate(layer_inputs(model, CALIBRATION)):
         layer = grouped(model, index)
         turned = mean_rotation(layer, [rows[0] for rows in x.view(4, 6, 24, -1)])
         heads, statistics = read_heads(model, index), collected(model, CALIBRATION)[index]
-        for weight, sizes in found.items():
-            rank, size, loss = best_sizes(heads, compute_moments(heads, statistics), 32, weight)
-            tried = (2, 4, 6, 8, 12, 16, 20, 24)
-            losses = {each: smallest_loss(layer, x, turned, 32 - each, each, weight) for each in tried}
-            assert rank + size == 32 and losses[size] <= 1.001 * min(losses.values())
-            assert loss == pytest.approx(losses[size], rel=1e-2)
-            sizes.append(size)
-    assert max(found[0.03]) < min(found[1.0])  # the more keys are worth, the larger is the rotary key
+        statistics = replace(statistics, second=covariance(x, centered=False), mean=x.mean(0))
+        for size in (2, 8, 24):
+            loss = latent_loss(heads, compute_moments(heads, statistics), 32 - size, size, weight)
+            assert loss == pytest.approx(smallest_loss(layer, x, turned, 32 - size, size, weight), rel=1e-2)
+
+
+def test_how_a_cache_is_divided():
+    """P is a fifth of R + P, and a twentieth more for each halving of the source's cache, and even."""
+    for total, expected in ((384, 76), (192, 48), (96, 28), (48, 16), (4, 2), (3, 2)):
+        assert divided(total, 32, 3, 64) == (total - expected, expected)
+    assert divided(96, 32, 3, 64, factor=0.5) == (82, 14)
+    assert divided(96, 2, 3, 64) == (84, 12)  # no more planes than there are
 
 
 @pytest.mark.parametrize("method", ["lowrank", "auto"])
@@ -176,9 +182,8 @@ def test_converted_with_a_shared_cache(method):
         other, report = convert_model(model, target, CALIBRATION, method=method, share_cache=True)
         changed = [other.config.per_layer_config[index] for index in layers or range(3)]
         sizes = [(layer.kv_lora_rank, layer.qk_rope_head_dim) for layer in changed]
-        assert all(sum(pair) == 30 for pair in sizes) and report["setting"]["split"] in (None, 0.2, 0.3, 0.1)
-        if method == "lowrank":
-            assert set(sizes) != {(16, 14)}
+        assert all(sum(pair) == 30 for pair in sizes)
+        assert report["setting"]["rotary_factor"] in (1.0, 0.75, 1.4)
         cached = other(CALIBRATION[0]["input_ids"], use_cache=True).past_key_values
         layers_cached = [cached.layers[index] for index in layers or range(3)]
         assert [layer.keys.shape[-1] + layer.values.shape[-1] for layer in layers_cached] == [30] * len(sizes)
@@ -253,12 +258,6 @@ def test_planes_that_hardly_turn_need_no_rotation(name):
         assert distance(layer_output(other, index, x), expected) > 1e-2
 
 
-def test_norms_on_heads_are_refused():
-    """qk_norm has no MLA, and the message says what to do instead."""
-    with pytest.raises(ConversionError, match=r"qk_norm=True: .*convert this model to fewer key/value heads instead"):
-        target_config(random_model("gqa", qk_norm=True).config, "mla", cache_size=20)
-
-
 # -- a converted model is a model
 
 CONVERTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -266,6 +265,7 @@ CONVERTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "biases-eager": ("mha", BIASES, {"attn_implementation": "eager"}),
     "partial-one-layer": ("gqa", {"rope_parameters": PARTIAL}, {"layers": [1]}),
     "window": ("gqa", {"sliding_window": 6}, {}),
+    "qk-norm": ("gqa", {"qk_norm": True, "attention_bias": True}, {}),
 }
 
 

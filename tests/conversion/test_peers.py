@@ -23,7 +23,7 @@ from small_models import make_model
 
 from benchmarks.peers import assembled, mha2mla, plain_heads, plane_norms, rorope, transmla, unreduced
 from modeling_gqa.common.errors import ConversionError
-from modeling_gqa.conversion.text.calibration import collect
+from modeling_gqa.conversion.text.streams import collect
 
 
 def causal(x: torch.Tensor, layer: Grouped, scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

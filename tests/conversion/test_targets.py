@@ -141,11 +141,11 @@ REFUSED = {
         "qk_rope_head_dim=18 must be even and at most 16, the rotary dimensions of layer 0's 2 key/value heads",
     ),
     "qk-norm": (
-        "gqa",
-        {"qk_norm": True},
+        "mla-qk-norm",
+        {},
         "mla",
         {"cache_size": 8},
-        "qk_norm=True: an RMSNorm on each head is no linear",
+        r"layer 0 is MLA with an RMSNorm on each head \(qk_norm=True\), with which no conversion begins",
     ),
     "proportional": ("mqa", {"rope_parameters": PROPORTIONAL}, "mla", {}, "rope_type 'proportional' spreads"),
 }

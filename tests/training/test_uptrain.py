@@ -17,6 +17,7 @@ from training_texts import MODEL, make_texts
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig
+from modeling_gqa.conversion import convert_model, target_config
 from training.errors import RecipeError
 from training.publish import repository
 from training.recipe.catalogue import CONFIGURATION, recipe_names
@@ -306,6 +307,24 @@ def test_results(here, pair, tmp_path):
     assert {name for name in ours if not torch.equal(ours[name], theirs[name])} == {
         name for name in ours if ".self_attn." in name
     }
+
+
+def test_a_student_with_norms_on_each_head(here, pair, packed, tmp_path):
+    """A conversion of Qwen3's attention to MLA is healed as any: both losses, every parameter of the attention."""
+    teacher = build(["mha", "mha"], 0, qk_norm=True).eval()
+    target = target_config(teacher.config, "mla", cache_size=20)
+    student, _ = convert_model(teacher, target, [{"input_ids": packed["input_ids"]}], method="lowrank")
+    loss = layerwise_loss(student, student, run_teacher(teacher, packed), packed)
+    assert loss.item() == pytest.approx(errors_document_by_document(student, teacher, packed).item(), rel=1e-5)
+    for name, model in (("teacher", teacher), ("student", student)):
+        shutil.copytree(pair[0], tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+        model.save_pretrained(tmp_path / name)
+    results = here(tmp_path / "run", teacher=str(tmp_path / "teacher"), student=str(tmp_path / "student"))
+    assert results["kl"] < results["initial_kl"]
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("run/final", "student"))
+    assert ours["model.layers.0.self_attn.q_head_proj.weight"].shape[1] == student.config.qk_norm_head_dim
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]) == (".self_attn." not in name), name
 
 
 def test_stop_in_each_stage_and_resume_gives_the_same_bits(here, tmp_path, monkeypatch):

@@ -19,6 +19,9 @@ STRIDE_TYPES = ("default", "linear", "llama3")
 
 def obstacles(config: GQAConfig, family: str) -> Iterator[str]:
     """Yield the reasons why a family cannot express the model, one sentence each."""
+    if any(layer.attention_kind == "mla" and layer.qk_norm for layer in config.per_layer_config):
+        yield "qk_norm=True: the latent is taken from normed keys and from values, which no class computes"
+        return
     if config.is_heterogeneous:
         layers = layer_fields(config)
         differing = [name for name in layers[0] if any(layer[name] != layers[0][name] for layer in layers)]

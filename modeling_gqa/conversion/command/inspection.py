@@ -21,6 +21,8 @@ LAYER_FIELDS = (
     "num_key_value_heads",
     "head_dim",
     "qk_norm",
+    "qk_norm_head_dim",
+    "qk_norm_key_value_heads",
     "kv_lora_rank",
     "qk_rope_head_dim",
     "qk_nope_head_dim",

@@ -118,7 +118,7 @@ def describe_layer(layer: GQAConfig) -> str:
     """
     heads = f"{layer.num_attention_heads} query heads"
     if layer.attention_kind == "mla":
-        norm = "" if layer.latent_norm else ", no latent norm"
+        norm = ", qk-norm" if layer.qk_norm else "" if layer.latent_norm else ", no latent norm"
         return f"mla, {heads}, a latent of {layer.kv_lora_rank} and a rotary key of {layer.qk_rope_head_dim}{norm}"
     norm = ", qk-norm" if layer.qk_norm else ""
     return f"{layer.attention_kind}, {heads}, {layer.num_key_value_heads} key/value heads of {layer.head_dim}{norm}"

@@ -35,6 +35,8 @@ class Heads:
         rotary_scaling: factor of cosine and sine (YaRN and longrope have one other than 1).
         biases: whether the query, the key/value and the output projections have a bias.
         q_norm, k_norm: (D,) weights of the RMSNorm on each head; `None` where there is no norm.
+        before_norms: the heads behind whose norms these begin, see `normed.behind_norms`; `None` where these begin at
+            the layer's input.
     """
 
     q: torch.Tensor
@@ -53,6 +55,7 @@ class Heads:
     biases: tuple[bool, bool, bool]
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
+    before_norms: "Heads | None" = None
 
     @cached_property
     def groups(self) -> int:
@@ -232,3 +235,18 @@ def permute_heads(heads: Heads, order: list[int]) -> Heads:
 def plane_rows(weight: torch.Tensor, planes: int) -> torch.Tensor:
     """Return the rows x_i + j x_(i + n), (heads, n, ...), of the n rotary planes of `weight` (heads, D, ...)."""
     return torch.complex(weight[:, :planes], weight[:, planes : 2 * planes])
+
+
+def norm_rows(
+    weight: torch.Tensor, bias: torch.Tensor, norm: torch.Tensor | None, covariance: torch.Tensor, mean: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scale rows (heads, D, E) and bias (heads, D) as the RMSNorm on each head does on average.
+
+    Also returns the scale (heads,) before the norm's own weights; ones where `norm` is `None`.
+    """
+    if norm is None:
+        return weight, bias, torch.ones_like(bias[:, 0])
+    power = (weight @ covariance * weight).sum((1, 2)) + (weight @ mean + bias).pow(2).sum(1)
+    scale = (weight.shape[1] / power).sqrt()
+    factor = norm * scale[:, None]  # (heads, D)
+    return weight * factor[..., None], bias * factor, scale

@@ -15,6 +15,7 @@ import torch
 
 from .heads import Heads, rotary_fields
 from .moments import DAMPING, Moments, square_root
+from .normed import add_norms
 
 # Names of the factors of `query_gain` that a search tries.
 GAINS = ("one", "mean", "head")
@@ -116,7 +117,7 @@ def to_latent(
     """Convert a layer to MLA; for MQA with `rank` and `size` D that is exact.
 
     Args:
-        heads: the layer's weights.
+        heads: the layer's weights; with qk_norm those behind the norms, as `normed.latent_source` gives them.
         moments: of the layer.
         rank: size R of the latent.
         size: size P of the rotary key.
@@ -234,7 +235,8 @@ def write_latent(
     if output_bias:
         state["o_proj.bias"] = heads.o_bias + torch.einsum("hed,hd->e", heads.o, latent.offset[shared])
     biases = {"query_bias": query_bias, "key_value_bias": key_value_bias, "output_bias": output_bias}
-    return state, {**written_sizes(heads, rotary, rank, nope), **biases}
+    fields = {**written_sizes(heads, rotary, rank, nope), **biases}
+    return (state, fields) if heads.before_norms is None else add_norms(heads.before_norms, state, fields)
 
 
 def written_sizes(heads: Heads, rotary: RotaryKey, rank: int, nope: int) -> dict[str, Any]:

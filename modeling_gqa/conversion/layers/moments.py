@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 
 from ...configuration_gqa import GQAConfig
-from .heads import Heads, plane_rows
+from .heads import Heads, norm_rows, plane_rows
 
 # A mean rotation is a mean over lags. This share of its weight follows the attention that was seen on the text; the
 # rest is spread over all lags, for texts on which attention differs.
@@ -33,6 +33,8 @@ class Statistics:
         length: tokens of the longest row.
         window: number of tokens that a token attends to; `None` for all before it.
         root: (E, E) square root of the covariance; `None` where it was not asked for, since it takes the longest.
+        normed: of a layer with qk_norm the same for its normed keys and its values, 2 G D numbers in place of E.
+        queries: (H, D, D) mean of q q^T over the tokens, for queries that are no linear function of x.
     """
 
     second: torch.Tensor
@@ -42,6 +44,8 @@ class Statistics:
     length: int
     window: int | None = None
     root: torch.Tensor | None = None
+    normed: "Statistics | None" = None
+    queries: torch.Tensor | None = None
 
     def metric(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the covariance (E, E) and mean (E,) of the input that a conversion should assume.
@@ -171,21 +175,23 @@ def compute_moments(
     """
     covariance, mean = statistics.metric(metric)
     n, groups = heads.planes, heads.groups
-    (q, q_bias, _), (k, k_bias, key_scale) = (
-        _normed(heads.q, heads.q_bias, heads.q_norm, covariance, mean),
-        _normed(heads.k, heads.k_bias, heads.k_norm, covariance, mean),
-    )
-    query_mean = q @ mean + q_bias  # (H, D)
-    query_second = q @ covariance @ q.mT + query_mean[:, :, None] * query_mean[:, None, :]  # (H, D, D)
+    k, k_bias, key_scale = norm_rows(heads.k, heads.k_bias, heads.k_norm, covariance, mean)
+    if statistics.queries is not None:
+        query_second = statistics.queries  # (H, D, D)
+    else:
+        q, q_bias, _ = norm_rows(heads.q, heads.q_bias, heads.q_norm, covariance, mean)
+        query_mean = q @ mean + q_bias  # (H, D)
+        query_second = q @ covariance @ q.mT + query_mean[:, :, None] * query_mean[:, None, :]  # (H, D, D)
     value_covariance = _covariance(heads.v, covariance)
     value_mean = heads.v @ mean + heads.v_bias
     value_metric = heads.o.mT @ heads.o  # (H, D, D)
     own = value_covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[heads.key_heads]  # (H, D, D)
     if not centered:
         value_covariance = value_covariance + torch.einsum("ai,bj->aibj", value_mean, value_mean)
-    importance = (value_metric * own).sum((1, 2)) if weighted else torch.ones_like(query_mean[:, 0])  # T_h, (H,)
+    importance = (value_metric * own).sum((1, 2))  # T_h, (H,)
     if not weighted:
-        query_second = torch.eye(q.shape[1], dtype=q.dtype, device=q.device).expand_as(query_second)
+        importance = torch.ones_like(importance)
+        query_second = torch.eye(query_second.shape[1], dtype=mean.dtype, device=mean.device).expand_as(query_second)
     query_metric = heads.scaling**2 * importance[:, None, None] * query_second  # (H, D, D)
     power = query_metric.diagonal(dim1=1, dim2=2).unflatten(0, (-1, groups)).sum(1)  # (G, D)
     # Of a plane, cosine and sine scale both query and key.
@@ -220,21 +226,6 @@ def _plane_covariance(covariance: torch.Tensor, n: int) -> torch.Tensor:
     aa, bb, ab = covariance[:, :n, :, :n], covariance[:, n : 2 * n, :, n : 2 * n], covariance[:, :n, :, n : 2 * n]
     aa, bb, ab = (x.diagonal(dim1=1, dim2=3).permute(2, 0, 1) for x in (aa, bb, ab))  # (n, G, G)
     return torch.complex(aa + bb, ab.mT - ab)
-
-
-def _normed(
-    weight: torch.Tensor, bias: torch.Tensor, norm: torch.Tensor | None, covariance: torch.Tensor, mean: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scale rows (heads, D, E) and bias (heads, D) as the RMSNorm on each head does on average.
-
-    Also returns the scale (heads,) before the norm's own weights; ones where `norm` is `None`.
-    """
-    if norm is None:
-        return weight, bias, torch.ones_like(bias[:, 0])
-    power = (weight @ covariance * weight).sum((1, 2)) + (weight @ mean + bias).pow(2).sum(1)
-    scale = (weight.shape[1] / power).sqrt()
-    factor = norm * scale[:, None]  # (heads, D)
-    return weight * factor[..., None], bias * factor, scale
 
 
 def square_root(matrix: torch.Tensor, damping: float = 0.0) -> torch.Tensor:

@@ -8,6 +8,8 @@ from itertools import islice
 
 import torch
 
+from ...attention import Attention
+
 # Learning rate of Adam at the first step; it falls to 0 on a line.
 LEARNING_RATE = 1e-3
 
@@ -16,7 +18,7 @@ LEARNING_RATE = 1e-3
 Example = tuple[torch.Tensor, dict, torch.Tensor, torch.Tensor]
 
 
-def refine(attention: torch.nn.Module, examples: Callable[[], Iterable[Example]], steps: int) -> None:
+def refine(attention: Attention, examples: Callable[[], Iterable[Example]], steps: int) -> None:
     """Train the parameters of `attention` but its output projection, in place, with a batch a step.
 
     The projection is left out because least squares find its best values afterwards.
@@ -32,8 +34,8 @@ def refine(attention: torch.nn.Module, examples: Callable[[], Iterable[Example]]
     trained = [x for name, x in attention.named_parameters() if not name.startswith("o_proj")]
     optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1 / max(steps, 1), total_iters=steps)
-    for x in trained:
-        x.requires_grad_(True)
+    for parameter in trained:
+        parameter.requires_grad_(True)
     for x, arguments, target, weight in islice(cycle(examples), steps):
         with torch.enable_grad():
             with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
@@ -44,7 +46,8 @@ def refine(attention: torch.nn.Module, examples: Callable[[], Iterable[Example]]
         loss.backward()
         optimizer.step()
         schedule.step()
-    attention.requires_grad_(False).to(dtype)
+    attention.requires_grad_(False)
+    attention.to(dtype)
 
 
 def cycle(examples: Callable[[], Iterable[Example]]) -> Iterator[Example]:

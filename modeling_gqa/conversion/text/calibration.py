@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ...common.errors import ConversionError
 from ..layers.moments import Statistics, square_root
+from ..layers.normed import NormedSums
 
 # Model inputs by name; "input_ids" (B, T) is always there.
 Batch = dict[str, torch.Tensor]
@@ -123,6 +124,7 @@ class Sums:
         self.total = torch.zeros(hidden, dtype=torch.float64, device=device)
         self.lags = torch.zeros(heads, 0, dtype=torch.float64, device=device)
         self.residual, self.weight, self.tokens, self.length = 0.0, 0.0, 0, 0
+        self.normed: NormedSums | None = None
 
     def see(
         self, attention: Any, x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor, arguments: dict[str, Any]
@@ -138,7 +140,8 @@ class Sums:
         self.weight += weight[kept].sum(dtype=torch.float64).item()
         self.tokens += len(rows)
         self.length = max(self.length, x.shape[1])
-        self.length = max(self.length, x.shape[1])
+        if self.normed is not None:
+            self.normed.add(x[kept], root)
         row = kept.sum(-1).argmax()  # the row with the least padding
         start = kept[row].int().argmax()
         seen = slice(start, min(start + LAGS_SEEN, x.shape[1]))
@@ -167,7 +170,8 @@ class Sums:
         seen = Statistics(
             self.second / weight, self.total / weight, lags, self.residual / self.tokens, self.length, self.window
         )
-        return replace(seen, root=square_root(seen.covariance)) if root else seen
+        normed = None if self.normed is None else self.normed.statistics(seen, weight, root)
+        return replace(seen, root=square_root(seen.covariance) if root else None, normed=normed)
 
 
 def attention_weights(

@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from ...attention import Attention, GroupedAttention
 from ...common.progress import Progress
 from ...modeling_gqa import GQAForCausalLM
 from ..layers.moments import Statistics, windows
+from ..layers.normed import NormedSums
 from .calibration import MODEL_INPUTS, Batch, Scratch, Sums, evaluating, hooks, scratch
 
 # The first token of a document counts as this share of the document's tokens, and as one at least. Most heads give it
@@ -96,6 +98,8 @@ class Streams:
         layer, window = self.model.model.layers[index], windows(self.model.config)[index]
         heads = self.model.config.per_layer_config[index].num_attention_heads
         sums = Sums(heads, self.model.config.hidden_size, window, self.model.device)
+        if isinstance(layer.self_attn, GroupedAttention) and layer.self_attn.k_norm is not None:
+            sums.normed = NormedSums(layer.self_attn)
         for passage in self.passages():
             arguments, (hidden, *source) = passage.arguments[index], passage.states
             x = layer.input_layernorm(hidden)
@@ -108,7 +112,7 @@ class Streams:
         return sums.statistics(root)
 
     @torch.no_grad()
-    def attend(self, index: int, attention: torch.nn.Module) -> Iterator[tuple[Passage, torch.Tensor]]:
+    def attend(self, index: int, attention: Attention) -> Iterator[tuple[Passage, torch.Tensor]]:
         """Yield each batch and the heads' outputs (B, T, M) of `attention`, which takes layer `index`'s place."""
         layer, given = self.model.model.layers[index], []
         with hooks(attention.o_proj.register_forward_pre_hook(lambda _, arguments: given.append(arguments[0]))):
@@ -119,13 +123,13 @@ class Streams:
                 self.states[passage.number] = (*passage.states, heads)
                 yield passage, heads
 
-    def send(self, index: int, attention: torch.nn.Module) -> None:
+    def send(self, index: int, attention: Attention) -> None:
         """Do what `attend` does, for its effect on the states alone."""
         for _ in self.attend(index, attention):
             pass
 
     @torch.no_grad()
-    def finish(self, index: int, attention: torch.nn.Module) -> None:
+    def finish(self, index: int, attention: Attention) -> None:
         """Send the heads' outputs through the output projection of `attention`, and both streams through the MLP."""
         layer = self.model.model.layers[index]
         for passage in self.passages():

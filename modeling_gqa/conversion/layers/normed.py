@@ -1,0 +1,147 @@
+"""Layers with an RMSNorm on each head of queries and keys, as Qwen3 has them, on their way to MLA.
+
+A norm on each head lets no linear map of the layer's input mix keys of several heads. What attention reads behind the
+norms is linear again: with y = [k; v] of all heads, and q of one head, every step of the conversion to MLA holds when
+y takes the place of the input for keys and values, and q its place for queries.
+
+Shapes: E hidden size, H query heads, G key/value heads, D head size, M = 2 G D size of y, P, N and R those of MLA.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ...attention import GroupedAttention
+from .heads import Heads, norm_rows
+from .moments import Moments, Statistics, compute_moments, square_root
+
+
+class NormedSums:
+    """Running sums over y and over the normed queries of a layer with qk_norm.
+
+    Args:
+        attention: the layer.
+    """
+
+    def __init__(self, attention: GroupedAttention) -> None:
+        self.attention = attention
+        heads = attention.q_proj.out_features // attention.head_dim
+        size, device = 2 * attention.k_proj.out_features, attention.q_proj.weight.device
+        self.second = torch.zeros(size, size, dtype=torch.float64, device=device)
+        self.total = torch.zeros(size, dtype=torch.float64, device=device)
+        self.queries = torch.zeros(heads, *(attention.head_dim,) * 2, dtype=torch.float64, device=device)
+
+    def add(self, rows: torch.Tensor, root: torch.Tensor) -> None:
+        """Add what the layer makes of its inputs `rows` (tokens, E); `root` (tokens, 1) of what each token counts."""
+        layer = self.attention
+        query, key, value = (
+            linear(rows).unflatten(-1, (-1, layer.head_dim)) for linear in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )  # (tokens, heads, D)
+        assert layer.q_norm is not None and layer.k_norm is not None
+        query = root * layer.q_norm(query).transpose(0, 1).float()  # (H, tokens, D)
+        y = root * torch.cat((layer.k_norm(key), value), dim=1).flatten(1).float()  # (tokens, M)
+        # Products in float32, sums in float64.
+        self.second += (y.mT @ y).double()
+        self.total += (root * y).sum(0, dtype=torch.float64)
+        self.queries += (query.mT @ query).double()
+
+    def statistics(self, of_input: Statistics, weight: float, root: bool) -> Statistics:
+        """Return the statistics of y, with the lags and lengths of those `of_input`.
+
+        `weight` is what all tokens count together; `root` as for `collect`.
+        """
+        seen = replace(
+            of_input, second=self.second / weight, mean=self.total / weight, queries=self.queries / weight, root=None
+        )
+        return replace(seen, root=square_root(seen.covariance)) if root else seen
+
+
+def latent_source(heads: Heads, statistics: Statistics, metric: str = "full") -> tuple[Heads, Moments]:
+    """Return the heads that `to_latent` converts, and their moments.
+
+    They are the layer's own, or without qk_norm `heads` themselves: with it, `behind_norms`.
+
+    Args:
+        heads: the layer's weights.
+        statistics: of its input; with qk_norm `normed` says what was seen behind the norms.
+        metric: the name that `Statistics.metric` is asked for.
+    """
+    if heads.k_norm is None:
+        return heads, compute_moments(heads, statistics, metric)
+    if statistics.normed is None or metric == "identity":
+        return behind_norms(heads), compute_moments(behind_norms(heads), assumed(heads, statistics, metric))
+    return behind_norms(heads), compute_moments(behind_norms(heads), statistics.normed, metric)
+
+
+def behind_norms(heads: Heads) -> Heads:
+    """Return heads whose keys and values are parts of y, k = [I 0] y and v = [0 I] y, and whose queries are normed."""
+    groups, size, _ = heads.k.shape
+    parts = torch.eye(2 * groups * size, dtype=heads.k.dtype, device=heads.k.device).view(2, groups, size, -1)
+    bias = torch.zeros_like(heads.k_bias)
+    query = torch.eye(size, dtype=heads.q.dtype, device=heads.q.device).repeat(len(heads.q), 1, 1)
+    return replace(
+        heads,
+        q=query,
+        q_bias=torch.zeros_like(heads.q_bias),
+        k=parts[0],
+        k_bias=bias,
+        v=parts[1],
+        v_bias=bias,
+        q_norm=None,
+        k_norm=None,
+        biases=(False, False, heads.biases[2]),
+        before_norms=heads,
+    )
+
+
+def assumed(heads: Heads, statistics: Statistics, metric: str) -> Statistics:
+    """Return the statistics of y and the queries where norms scale as they do on average.
+
+    Args:
+        heads: the layer's weights.
+        statistics: of its input.
+        metric: the name that `Statistics.metric` is asked for.
+    """
+    covariance, mean = statistics.metric(metric)
+    query, query_bias, _ = norm_rows(heads.q, heads.q_bias, heads.q_norm, covariance, mean)
+    key, key_bias, _ = norm_rows(heads.k, heads.k_bias, heads.k_norm, covariance, mean)
+    rows = torch.cat((key, heads.v)).flatten(0, 1)  # (M, E)
+    query_mean = query @ mean + query_bias  # (H, D)
+    y_mean = rows @ mean + torch.cat((key_bias, heads.v_bias)).flatten()
+    if statistics.normed is not None:
+        y_mean = statistics.normed.mean
+    return replace(
+        statistics,
+        second=rows @ covariance @ rows.T + torch.outer(y_mean, y_mean),
+        mean=y_mean,
+        queries=query @ covariance @ query.mT + query_mean[:, :, None] * query_mean[:, None, :],
+        root=None,
+        normed=None,
+    )
+
+
+def add_norms(
+    heads: Heads, state: dict[str, torch.Tensor], fields: dict[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the parameters and fields of an MLA layer with qk_norm, from those of one that starts behind the norms.
+
+    Args:
+        heads: the layer's weights, before the norms.
+        state: parameters written for `behind_norms(heads)`, whose queries are maps of each head's normed query.
+        fields: the configuration fields that go with `state`.
+    """
+    query_bias, key_value_bias, _ = heads.biases
+    projections = {"q": (heads.q, heads.q_bias), "k": (heads.k, heads.k_bias), "v": (heads.v, heads.v_bias)}
+    own = {f"{name}_proj.weight": weight.flatten(0, 1) for name, (weight, _) in projections.items()}
+    for name, (_, bias) in projections.items():
+        if query_bias if name == "q" else key_value_bias:
+            own[f"{name}_proj.bias"] = bias.flatten()
+    assert heads.q_norm is not None and heads.k_norm is not None
+    own |= {"q_norm.weight": heads.q_norm, "k_norm.weight": heads.k_norm}
+    kept = {name: tensor for name, tensor in state.items() if name != "q_proj.weight"}
+    sizes = {"qk_norm": True, "qk_norm_head_dim": heads.k.shape[1], "qk_norm_key_value_heads": len(heads.k)}
+    return (
+        {**own, "q_head_proj.weight": state["q_proj.weight"], **kept},
+        {**fields, **sizes, "query_bias": query_bias, "key_value_bias": key_value_bias},
+    )
