@@ -45,7 +45,7 @@ def convert_model(
     method: str = "lowrank",
     regroup: bool | None = None,
     refit: bool | None = None,
-    refine: int = 0,
+    refine: int | None = None,
     share_cache: bool = False,
     share_weights: bool = False,
     seed: int = 0,
@@ -74,7 +74,8 @@ def convert_model(
             "procrustes" do.
         refit: whether each converted layer's output projection is fitted to `calibration` by least squares, so that the
             residual stream comes back to the source's; `None`: "auto", "lowrank" and "procrustes" do.
-        refine: number of gradient steps on each converted layer's attention before that fit; needs `calibration`.
+        refine: passes over `calibration` in which each converted layer's attention is trained by gradient steps, towards
+            the same states, before that fit; `None`: one where it is fitted, else none.
         share_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew.
         share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
         seed: of "random", and of regrouping.
@@ -169,7 +170,7 @@ def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
             raise ConversionError(f"layer {index}: the target rotates with other frequencies than the source")
 
 
-def check_method(method: str, to_mla: set[bool], refit: bool | None, refine: int, calibrated: bool) -> None:
+def check_method(method: str, to_mla: set[bool], refit: bool | None, refine: int | None, calibrated: bool) -> None:
     """Raise `ConversionError` for a method that does not suit the layers that change with loss.
 
     Args:
@@ -179,14 +180,20 @@ def check_method(method: str, to_mla: set[bool], refit: bool | None, refine: int
     """
     for name in [name for name, value in (("refit", refit), ("refine", refine)) if value and to_mla and not calibrated]:
         raise ConversionError(f"{name} needs calibration text")
-    if refine < 0:
+    if refine is not None and refine < 0:
         raise ConversionError(f"refine={refine} must not be negative")
     if to_mla == {True} and method not in ("auto", "lowrank"):
         raise ConversionError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
 
 
 def first_setting(
-    calibrated: bool, method: str, regroup: bool | None, refit: bool | None, refine: int, share_cache: bool, seed: int
+    calibrated: bool,
+    method: str,
+    regroup: bool | None,
+    refit: bool | None,
+    refine: int | None,
+    share_cache: bool,
+    seed: int,
 ) -> Setting:
     """Return the setting that a search begins with, and that is used without one.
 
@@ -194,14 +201,14 @@ def first_setting(
         calibrated: whether there is text to calibrate on.
         method, regroup, refit, refine, share_cache, seed: as for `convert_model`.
     """
-    fitted = method in FITTED_METHODS if refit is None else refit
+    fitted = calibrated and (method in FITTED_METHODS if refit is None else refit)
     return Setting(
         method="lowrank" if method == "auto" else method,
         metric="full" if calibrated else "identity",
         regroup=method in FITTED_METHODS if regroup is None else regroup,
         rotary_factor=ROTARY_FACTORS[0] if share_cache else None,
-        refit=fitted and calibrated,
-        refine=refine,
+        refit=fitted,
+        refine=int(fitted) if refine is None else refine,
         seed=seed,
     )
 

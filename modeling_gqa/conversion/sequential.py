@@ -32,6 +32,7 @@ from .text.calibration import Batch, evaluating
 from .text.streams import Passage, Streams, streams
 
 State = dict[str, torch.Tensor]
+STEP_TOKENS = 1024  # of a gradient step
 
 
 class NewLayer(NamedTuple):
@@ -62,7 +63,7 @@ class Setting:
         rotary_factor: MLA's cache is divided anew between R and P, with P this number of times what `rotary_size`
             says; `None` keeps the target's R and P.
         refit: whether the output projections are fitted on text, to bring the residual stream back to the source's.
-        refine: number of gradient steps on each layer's new attention before the fit.
+        refine: passes over the text in which each layer's new attention is trained by gradient steps, before the fit.
         seed: of regrouping and of the method "random".
     """
 
@@ -138,7 +139,8 @@ def convert_on_text(
     new = known or convert_layer(model, index, fields, statistics, setting, True)
     attention = new_attention(model, index, new)
     if setting.refine and known is None:
-        refine(attention, partial(examples, text, index), setting.refine)
+        steps = setting.refine * sum(len(pieces(batch["input_ids"])) for batch in text.batches)
+        refine(attention, partial(examples, text, index), steps)
     if setting.refit and known is None:
         fit(text, index, attention)
     else:
@@ -188,11 +190,29 @@ def fit(text: Streams, index: int, attention: Attention) -> None:
 
 
 def examples(text: Streams, index: int) -> Iterator[Example]:
-    """Yield what `refine` trains layer `index` on."""
+    """Yield what `refine` trains layer `index` on, some rows of a batch at a time."""
     norm = text.model.model.layers[index].input_layernorm
     for passage in text.passages():
         hidden, after = passage.states
-        yield norm(hidden), passage.arguments[index], after - hidden, token_weights(passage)
+        weight, mask = token_weights(passage), passage.arguments[index]["attention_mask"]
+        whole = not (mask is None or isinstance(mask, torch.Tensor))  # masks of flex attention are not cut
+        for own in [slice(None)] if whole else pieces(passage.kept):
+            arguments = {name: row_of(x, own, len(hidden)) for name, x in passage.arguments[index].items()}
+            yield norm(hidden[own]), arguments, (after - hidden)[own], weight[own]
+
+
+def pieces(tokens: torch.Tensor) -> list[slice]:
+    """Divide the rows of a batch (B, T) into pieces of about `STEP_TOKENS` tokens."""
+    rows, length = tokens.shape
+    number = max(round(STEP_TOKENS / length), 1)
+    return [slice(start, start + number) for start in range(0, rows, number)]
+
+
+def row_of(value: Any, row: slice, rows: int) -> Any:
+    """Return what belongs to one of `rows` rows in tensors, alone or in tuples, that may hold one row for all."""
+    if isinstance(value, tuple):
+        return tuple(row_of(x, row, rows) for x in value)
+    return value[row] if isinstance(value, torch.Tensor) and len(value) == rows else value
 
 
 def token_weights(passage: Passage) -> torch.Tensor:

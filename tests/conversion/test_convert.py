@@ -284,8 +284,8 @@ def test_layers_are_fitted_on_what_the_converted_ones_before_give(kind, sizes, f
     """Layer 2 is calibrated on the stream that layer 0 as converted gives, and NumPy's ridge regression fits its output
     projection to the source's stream, each token relative to its power, the first of a row more; other layers stay."""
     model = random_model("gqa", **fields).double()
-    both, _ = convert_model(model, target(model, kind, layers=[0, 2], **sizes), CALIBRATION, regroup=False)
-    first, _ = convert_model(model, target(model, kind, layers=[0], **sizes), CALIBRATION, regroup=False)
+    both, _ = convert_model(model, target(model, kind, layers=[0, 2], **sizes), CALIBRATION, regroup=False, refine=0)
+    first, _ = convert_model(model, target(model, kind, layers=[0], **sizes), CALIBRATION, regroup=False, refine=0)
     state, source = both.state_dict(), model.state_dict()
     assert same_state({n: x for n, x in state.items() if ".1." in n}, {n: x for n, x in source.items() if ".1." in n})
     for name, x in first.state_dict().items():
@@ -320,7 +320,7 @@ def test_refitting_and_refining_come_nearer_on_their_text(seed):
     model = random_model("mha", seed, attention_dropout=0.3, **BIASES)
     text = [make_batch(4, 15, padding="left", seed=seed), make_batch(3, 9, seed=seed + 1)]
     model.train(seed == 0)  # dropout must play no part
-    ways: list[dict[str, Any]] = [{"refit": False}, {}, {"refine": 30}]
+    ways: list[dict[str, Any]] = [{"refit": False}, {"refine": 0}, {"refine": 30}]
     found = [convert_model(model, target(model, "mqa"), text, method="procrustes", **way)[0] for way in ways]
     assert all(other.training == model.training == (seed == 0) for other in found)
     for each in (model, *found):

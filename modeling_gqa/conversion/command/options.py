@@ -130,14 +130,14 @@ class Options:
         ),
     ] = None
     refine: Annotated[
-        int,
+        int | None,
         _method(
             min=0,
-            help="Gradient steps, of one batch each, on each layer's new attention before that fit. The result is "
-            "closer to the source, and the conversion takes longer; 24 is a good start.",
-            show_default=True,
+            help="Passes over the calibration text in which each layer's new attention is trained by gradient steps, "
+            "before that fit. More come nearer to the source and take longer. Default: 1 where outputs are fitted, "
+            "else 0.",
         ),
-    ] = 0
+    ] = None
     seed: Annotated[
         int, _method(help="Seed of --method random, regrouping and the text's order.", show_default=True)
     ] = 0

@@ -15,6 +15,7 @@ REPORT_NAME = "conversion.json"
 # A conversion that changes the predictions by more, in nats per token, ends in a warning; a KL of 0.1 raises the
 # perplexity by about a tenth.
 MUCH_KL = 0.1
+MANY_PASSES = 4
 # Raised when an entry changes its meaning; new entries do not raise it. A file without it is of version 1.
 FORMAT_VERSION = 1
 
@@ -195,8 +196,8 @@ def warning(report: Report) -> str | None:
     command, ways = report["command"], ["a larger cache", "fewer layers (--layers)"]
     if command["budget"] is None and command["attention_kind"] in ("gqa", "mla"):
         ways.append("sizes by layer (--budget)")
-    if not command["refine"]:
-        ways.append("gradient steps on each layer (--refine 24)")
+    if (report["setting"] or {}).get("refine", 0) < MANY_PASSES:
+        ways.append(f"more passes over the text (--refine {MANY_PASSES})")
     if command["refit"] is False:
         ways.append("fitted output projections (without --no-refit)")
     return (

@@ -13,20 +13,20 @@ from ...attention import Attention
 # Learning rate of Adam at the first step; it falls to 0 on a line.
 LEARNING_RATE = 1e-3
 
-# One batch: the layer's input (B, T, E), the keyword arguments of its forward, the wanted output (B, T, E), and what
+# One example: the layer's input (B, T, E), the keyword arguments of its forward, the wanted output (B, T, E), and what
 # each token's squared error counts (B, T).
 Example = tuple[torch.Tensor, dict, torch.Tensor, torch.Tensor]
 
 
 def refine(attention: Attention, examples: Callable[[], Iterable[Example]], steps: int) -> None:
-    """Train the parameters of `attention` but its output projection, in place, with a batch a step.
+    """Train the parameters of `attention` but its output projection, in place, with one example a step.
 
     The projection is left out because least squares find its best values afterwards.
 
     Args:
         attention: the module, in the dtype of the model. It computes in this dtype, and its parameters are kept in
             float32 meanwhile.
-        examples: returns the batches in order; it is called again when they are used up.
+        examples: returns them in order; it is called again when they are used up.
         steps: number of steps of Adam (1412.6980).
     """
     dtype = attention.o_proj.weight.dtype

@@ -54,8 +54,14 @@ def hooks(*handles: Any) -> Iterator[None]:
 # -- temporary files
 
 
+# Bytes of tensors that a `Scratch` keeps in memory before it writes to its file.
+IN_MEMORY = 2**28
+
+
 class Scratch(MutableMapping[int, Any]):
-    """A mapping from numbers to values whose values lie in a file, because memory should not hold all of them.
+    """A mapping from numbers to tensors, or tuples of them, that takes little memory however much it holds.
+
+    The first `IN_MEMORY` bytes stay in memory; everything else lies in a file.
 
     Args:
         file: a temporary file without a name, which the system removes however the process ends.
@@ -64,10 +70,16 @@ class Scratch(MutableMapping[int, Any]):
 
     def __init__(self, file: IO[bytes], device: torch.device) -> None:
         self.file, self.device = file, device
+        self.memory: dict[int, Any] = {}
         self.places: dict[int, tuple[int, int]] = {}  # start and length in bytes
-        self.end = 0
+        self.room, self.end = IN_MEMORY, 0
 
     def __setitem__(self, number: int, value: Any) -> None:
+        self.room += size(self.memory.pop(number, ()))
+        if size(value) <= self.room:
+            self.memory[number] = value
+            self.room -= size(value)
+            return
         content = BytesIO()
         torch.save(value, content)
         start, room = self.places.get(number, (0, 0))
@@ -85,6 +97,8 @@ class Scratch(MutableMapping[int, Any]):
         self.places[number] = (start, content.tell())
 
     def __getitem__(self, number: int) -> Any:
+        if number in self.memory:
+            return self.memory[number]
         start, length = self.places[number]
         self.file.seek(start)
         content = BytesIO(self.file.read(length))
@@ -92,13 +106,19 @@ class Scratch(MutableMapping[int, Any]):
         return torch.load(content, map_location=self.device, weights_only=False)
 
     def __delitem__(self, number: int) -> None:
-        del self.places[number]
+        self.room += size(self.memory.pop(number, ()))
+        self.places.pop(number, None)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.places)
+        return iter({**self.places, **self.memory})
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len({**self.places, **self.memory})
+
+
+def size(value: torch.Tensor | tuple[torch.Tensor, ...]) -> int:
+    """Return the bytes of a tensor, or of several."""
+    return value.nbytes if isinstance(value, torch.Tensor) else sum(x.nbytes for x in value)
 
 
 @contextmanager
