@@ -74,8 +74,8 @@ def convert_model(
             "procrustes" do.
         refit: whether each converted layer's output projection is fitted to `calibration` by least squares, so that the
             residual stream comes back to the source's; `None`: "auto", "lowrank" and "procrustes" do.
-        refine: passes over `calibration` in which each converted layer's attention is trained by gradient steps, towards
-            the same states, before that fit; `None`: one where it is fitted, else none.
+        refine: passes over `calibration` in which each converted layer's attention is trained by gradient steps before
+            that fit, towards the same states; `None`: one where it is fitted, else none.
         share_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew.
         share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
         seed: of "random", and of regrouping.
