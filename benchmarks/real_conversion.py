@@ -43,9 +43,12 @@ TARGETS = ("mla-1/2", "mla-1/4", "mla-1/8", "mqa")
 EVALUATIONS = {"": "test", "_other": "test-other", "_code": "test-code"}
 # Options of `convert_model` by row; a row that makes no sense of a target is left out there.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {"method": "auto"},
-    "weights only": {"method": "lowrank"},
-    "sizes by layer": {"method": "auto"},
+    "default": {},
+    "closed form": {"refine": 0},
+    "refine 4": {"refine": 4},
+    "auto": {"method": "auto"},
+    "weights only": {},
+    "sizes by layer": {},
 }
 COLUMNS = {
     "target": "", "method": "", "bytes": ",", "kl": ".3f", "perplexity": ".2f", "kl_other": ".3f",
@@ -203,6 +206,9 @@ def by_mha2mla(bench: Bench, target: Target) -> GQAForCausalLM | None:
 
 METHODS: dict[str, Callable[[Bench, Target], GQAForCausalLM | None]] = {
     "default": partial(ours, row="default"),
+    "closed form": partial(ours, row="closed form"),
+    "refine 4": partial(ours, row="refine 4"),
+    "auto": partial(ours, row="auto"),
     "weights only": partial(ours, row="weights only", calibrated=False),
     "sizes by layer": sizes_by_layer,
     "mean": mean_heads,
