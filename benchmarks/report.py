@@ -176,6 +176,20 @@ def conversion_table(rows: list[dict]) -> str:
     return markdown(["", *targets], lines)
 
 
+def real_table(rows: list[dict]) -> str:
+    """KL in nats and perplexity on held-out pages of the calibration's books, by method and target."""
+    found = {(row["method"], row["target"]): row for row in rows}
+    methods, targets = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
+    lines = [
+        [
+            method,
+            *(f"{c['kl']:.3f} ({c['perplexity']:.1f})" if c else "" for c in (found.get((method, t)) for t in targets)),
+        ]
+        for method in methods
+    ]
+    return markdown(["", *targets], lines)
+
+
 def healing_table(rows: list[dict]) -> str:
     """What a share of the pretraining tokens heals."""
     lines = [
@@ -194,11 +208,17 @@ def healing_table(rows: list[dict]) -> str:
 
 def tables() -> list[str]:
     """The documentation's tables, from the saved results."""
-    decode, conversion = (
-        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")) for name in ("decode", "conversion")
+    decode, real, conversion = (
+        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("decode", "real_conversion", "conversion")
     )
     conversions, healing = conversion["conversions"], conversion["healing"]
-    return [decode_table(decode["rows"]), conversion_table(conversions), healing_table(healing)]
+    return [
+        decode_table(decode["rows"]),
+        real_table(real["rows"]),
+        conversion_table(conversions),
+        healing_table(healing),
+    ]
 
 
 if __name__ == "__main__":
