@@ -33,6 +33,7 @@ from modeling_gqa.conversion.command.options import Options
 from modeling_gqa.conversion.command.report import FORMAT_VERSION, Report, TextReport
 
 BYTES = 256
+KEYS = "model.layers.0.self_attn.k_proj.weight"
 SMALL = {"vocab_size": BYTES, "head_dim": 12}
 LAYERS, HEADS, HEAD_DIM = SIZES["num_hidden_layers"], SIZES["num_attention_heads"], SMALL["head_dim"]
 
@@ -312,10 +313,40 @@ def test_qk_norm_to_mla_and_what_that_is_exported_to(checkpoints, corpus, tmp_pa
 
 def test_auto_tries_candidates_and_keeps_the_least_kl(checkpoints, corpus, tmp_path):
     printed = run("convert", checkpoints / "mha", tmp_path / "out", "--attention-kind", "mqa", "--no-regroup",
-                  "--text", corpus, *TEXT_OPTIONS)  # fmt: skip
+                  "--method", "auto", "--text", corpus, *TEXT_OPTIONS)  # fmt: skip
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert len(report["candidates"]) > 3 and "settings the one with the least KL" in printed
+    kls = [candidate["kl"] for candidate in report["candidates"]]
+    chosen = " ".join(f"{name}={value}" for name, value in report["setting"].items() if name != "seed")
+    assert len(kls) == 3 and chosen == report["candidates"][kls.index(min(kls))]["name"]
+    assert "settings the one with the least KL" in printed
     assert report["text"]["selection_tokens"] == 160
+
+
+def test_refining_is_an_option_that_needs_text(checkpoints, corpus, tmp_path):
+    """--refine takes gradient steps, which the report names and which change the result."""
+    options = ("--text", corpus, *TEXT_OPTIONS, *MQA)
+    run("convert", checkpoints / "gqa", tmp_path / "plain", *options)
+    run("convert", checkpoints / "gqa", tmp_path / "refined", *options, "--refine", 3)
+    reports = [json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("plain", "refined")]
+    assert [report["setting"]["refine"] for report in reports] == [0, 3]
+    assert reports[0]["method"] == "lowrank" and all(report["setting"]["refit"] for report in reports)
+    keys = [load_file(tmp_path / name / "model.safetensors")[KEYS] for name in ("plain", "refined")]
+    assert not torch.equal(*keys)
+    for option in (("--refine", 3), ("--refit",)):
+        result = call("convert", checkpoints / "gqa", tmp_path / "out", *MQA, *option)
+        assert result.exit_code == 1 and result.stderr.startswith(f"error: {option[0]} needs --text"), result.stderr
+    assert call("convert", checkpoints / "gqa", tmp_path / "out", *options, "--refine", -1).exit_code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_conversion_that_changes_much_ends_with_a_warning(checkpoints, corpus, tmp_path):
+    """It names the KL and ways to lose less; an exact conversion has none, and neither is an error."""
+    options = ("--text", corpus, *TEXT_OPTIONS)
+    printed = run("convert", checkpoints / "mha", tmp_path / "much", *MQA, "--method", "random", *options)
+    report = json.loads((tmp_path / "much" / "conversion.json").read_text())
+    assert report["kl"] > 0.1 and f"Warning: the predictions changed much: KL {report['kl']:.3g} nats" in printed
+    assert "--refine 24" in printed and "modeling-gqa uptrain" in printed
+    assert "Warning" not in run("convert", checkpoints / "gqa", tmp_path / "none", "--attention-kind", "mha", *options)
 
 
 def test_exact_conversion_calibrates_on_nothing_and_is_measured(checkpoints, corpus, tmp_path):
@@ -646,9 +677,9 @@ def test_targets_that_are_refused(checkpoints, tmp_path):
 
 def test_what_takes_long_is_named_on_the_bars(checkpoints, corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(console, "err", Console(stderr=True, force_terminal=True, width=120))
-    options = ("--text", corpus, *TEXT_OPTIONS, *MQA)
+    options = ("--text", corpus, *TEXT_OPTIONS, *MQA, "--method", "auto")
     shown = call("convert", checkpoints / "gqa", tmp_path / "out", *options).stderr
-    named = ("calibrating layers", "trying settings", "converting layers", "measuring", "measuring layers", "saving")
+    named = ("trying settings", "converting layers", "measuring", "measuring layers", "saving")
     assert all(name in shown for name in named), shown
 
 

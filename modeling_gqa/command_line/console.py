@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from ..common.errors import ConversionError
 from ..common.progress import Progress, ShowProgress, progress_lines
+from ..conversion.kept import layers_folder
 
 # Paths may hold brackets and colons, so markup and emoji are off.
 out = Console(soft_wrap=False, markup=False, emoji=False)
@@ -38,7 +39,9 @@ def user_errors(target: Path | None = None) -> Iterator[None]:
 
     def kept() -> str:
         how = "as it was" if identity(target) == before else "written and complete"
-        return f": {target} is {how}, nothing half-written is left" if target else ""
+        layers = target is not None and layers_folder(target).exists()
+        going_on = "; the layers that are finished are kept, and the same command goes on from them" if layers else ""
+        return f": {target} is {how}, nothing half-written is left{going_on}" if target else ""
 
     try:
         yield

@@ -73,7 +73,7 @@ def convert(
         show(report)
         out.print(describe_cost(report))
         if said := warning(report):
-            out.print(f"[yellow]Warning:[/yellow] {said}.", soft_wrap=True)
+            out.print(f"Warning: {said}.", soft_wrap=True)
         saved(target, "report in conversion.json, card in README.md")
 
 

@@ -3,19 +3,23 @@
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save_file
 
 from ..common.errors import ConversionError
 from ..common.files import write_text
+from .checkpoints.files import disk_errors
 from .sequential import NewLayer, Setting
 
 PLAN, MEASURED = "plan.json", "measured.json"
+# Names of the files in a folder of layers, finished or not.
+OURS = re.compile(r"(plan|measured)\.json(\.part)?|[0-9a-f]{16}-[0-9]+\.(safetensors|part)")
 
 
 class LayerFiles(MutableMapping[int, NewLayer]):
@@ -34,18 +38,20 @@ class LayerFiles(MutableMapping[int, NewLayer]):
 
     def __getitem__(self, index: int) -> NewLayer:
         try:
-            with safe_open(self.path(index), "pt") as file:
-                about = json.loads(file.metadata()["layer"])
-                return NewLayer({name: file.get_tensor(name) for name in file.keys()}, about["fields"], about["loss"])  # noqa: SIM118
+            content = self.path(index).read_bytes()  # safetensors opens no path that is not UTF-8
+            state, header = load(content), content[8 : 8 + int.from_bytes(content[:8], "little")]
         except (OSError, SafetensorError) as error:
             raise KeyError(index) from error
+        about = json.loads(json.loads(header)["__metadata__"]["layer"])
+        return NewLayer(state, about["fields"], about["loss"])
 
     def __setitem__(self, index: int, layer: NewLayer) -> None:
-        if self.path(index).exists():
+        if index in self:
             return
         about = json.dumps({"fields": layer.fields, "loss": layer.loss})
         unfinished = self.path(index).with_suffix(".part")
-        save_file(layer.state, unfinished, metadata={"layer": about})
+        with disk_errors(self.folder):
+            save_file(layer.state, unfinished, metadata={"layer": about})
         unfinished.replace(self.path(index))
 
     def __delitem__(self, index: int) -> None:
@@ -70,8 +76,8 @@ class Kept:
         self.folder = folder
         self.layers: dict[Setting, MutableMapping[int, NewLayer]] = {}
         self.kl: dict[str, float] = {}
-        if folder is not None and (folder / MEASURED).is_file():
-            self.kl = json.loads((folder / MEASURED).read_text())
+        if folder is not None:
+            self.kl = read_json(folder / MEASURED) or {}
 
     def of(self, setting: Setting) -> MutableMapping[int, NewLayer]:
         """Return where the new layers of a setting are kept."""
@@ -88,10 +94,16 @@ class Kept:
         """Note the KL of a setting, and forget the layers of all settings but the best."""
         self.kl[str(setting)] = kl
         if self.folder is not None:
-            write_text(self.folder / MEASURED, json.dumps(self.kl))
+            write_json(self.folder / MEASURED, self.kl)
         best = min(self.kl, key=lambda name: self.kl[name])
         for other in [other for other in self.layers if str(other) != best]:
             self.layers.pop(other).clear()
+
+
+def layers_folder(target: Path) -> Path:
+    """Return the folder beside a conversion's target in which its finished layers are kept."""
+    target = target.resolve()
+    return target.with_name(f".{target.name}.layers")
 
 
 @contextmanager
@@ -99,32 +111,43 @@ def kept_in(folder: Path, plan: Any) -> Iterator[Path]:
     """Make and yield `folder` for a conversion that is described by `plan`, in types that JSON has.
 
     A folder that an interrupted conversion of the same plan has left is taken up again, one of another plan is emptied.
-    It is deleted when the conversion has succeeded, and when it has failed before a layer was finished.
+    It is deleted when the conversion has succeeded or was refused, and when it ends before a layer is finished.
 
     Raises:
         ConversionError: the folder holds other files than a conversion leaves.
     """
     digest = hashlib.sha256(json.dumps(plan, sort_keys=True, default=str).encode()).hexdigest()
     if folder.exists():
-        strange = [path.name for path in folder.iterdir() if not is_ours(path)] if folder.is_dir() else [folder.name]
+        found = folder.iterdir() if folder.is_dir() else [folder]
+        strange = [path.name for path in found if not OURS.fullmatch(path.name)]
         if strange:
             raise ConversionError(f"{folder} holds other things than converted layers ({strange[0]}): move it")
-        if not (folder / PLAN).is_file() or json.loads((folder / PLAN).read_text()) != digest:
+        if read_json(folder / PLAN) != digest:
             delete(folder)
     folder.mkdir(exist_ok=True)
-    write_text(folder / PLAN, json.dumps(digest))
+    write_json(folder / PLAN, digest)
     try:
         yield folder
-    except BaseException:
-        if not any(folder.glob("*.safetensors")):
+    except BaseException as error:
+        # What is refused once is refused again, but an interruption or a full disk has an end.
+        if isinstance(error, ConversionError) or not any(folder.glob("*.safetensors")):
             delete(folder)
         raise
     delete(folder)
 
 
-def is_ours(path: Path) -> bool:
-    """Return whether a conversion writes files of this name into its folder."""
-    return path.name in (PLAN, MEASURED) or (path.suffix in (".safetensors", ".part") and "-" in path.stem)
+def read_json(path: Path) -> Any:
+    """Return what a file of JSON holds; `None` where it is not there, or damaged."""
+    with suppress(OSError, ValueError):
+        return json.loads(path.read_text())
+    return None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a file of JSON that is there whole or not at all, also where the process is killed."""
+    unfinished = path.with_name(f"{path.name}.part")
+    write_text(unfinished, json.dumps(value))
+    unfinished.replace(path)
 
 
 def delete(folder: Path) -> None:

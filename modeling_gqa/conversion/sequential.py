@@ -60,7 +60,7 @@ class Setting:
         regroup: whether heads may be merged with others than their neighbours.
         gain: factor of the queries in planes that MLA no longer rotates; see `layers.latent.query_gain`.
         alpha: weight of the keys' errors against the values' in MLA's latent.
-        rotary_factor: MLA's cache is divided anew between R and P, with P this number of times what `rotary_size`
+        rotary_factor: MLA's cache is divided anew between R and P, with P this number of times what `divided`
             says; `None` keeps the target's R and P.
         refit: whether the output projections are fitted on text, to bring the residual stream back to the source's.
         refine: passes over the text in which each layer's new attention is trained by gradient steps, before the fit.

@@ -9,7 +9,7 @@ from huggingface_hub import metadata_load
 from small_models import make_batch, make_model
 
 from modeling_gqa.conversion import ConversionError
-from modeling_gqa.conversion.command.report import describe_layers, write_card, write_report
+from modeling_gqa.conversion.command.report import MUCH_KL, describe_layers, warning, write_card, write_report
 from modeling_gqa.conversion.text import measuring
 from modeling_gqa.conversion.text.measuring import compare_predictions, layer_errors, predicted_states
 
@@ -212,3 +212,35 @@ def test_equal_layers_are_described_together():
     """Neighbouring layers of equal attention are one entry."""
     assert describe_layers(make_model("mha").config) == [("0-2", "mha, 6 query heads, 6 key/value heads of 14")]
     assert [where for where, _ in describe_layers(make_model("mixed").config)] == ["0", "1", "2"]
+
+
+def report_of(kl: float | None, **command) -> dict:
+    options = {"attention_kind": "gqa", "budget": None, "refine": 0, "refit": None, **command}
+    return {"kl": kl, "perplexity_before": 8.0, "perplexity_after": 9.5, "command": options}
+
+
+def test_a_warning_begins_beyond_its_bound():
+    """Up to MUCH_KL, and where nothing was measured, there is none; beyond it the numbers are named."""
+    assert warning(report_of(None)) is None and warning(report_of(0.0)) is None
+    assert warning(report_of(MUCH_KL)) is None
+    said = warning(report_of(MUCH_KL * 1.01))
+    assert said is not None and said.startswith("the predictions changed much: KL 0.101 nats per token, more than 0.1")
+    assert "perplexity 8 became 9.5" in said and "modeling-gqa uptrain" in said and "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        ({}, ["--budget", "--refine 24"]),
+        ({"budget": 900, "attention_kind": "mla"}, ["--refine 24"]),
+        ({"attention_kind": "mqa"}, ["--refine 24"]),
+        ({"refine": 24}, ["--budget"]),
+        ({"refine": 24, "refit": True}, ["--budget"]),
+        ({"refit": False}, ["--budget", "--refine 24", "--no-refit"]),
+    ],
+)
+def test_a_warning_names_what_was_not_tried(command, named):
+    """Options that the command had are not proposed again."""
+    said = warning(report_of(1.0, **command))
+    assert said is not None and "--layers" in said
+    assert [option for option in ("--budget", "--refine 24", "--no-refit") if option in said] == named

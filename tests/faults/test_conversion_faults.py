@@ -143,11 +143,11 @@ class Place:
         assert code in codes, said
         assert contents(self.source) == self.source_before, said
         assert lines == [] if code == 0 else len(lines) == 1 and lines[0].startswith("error: "), said
-        # An empty lock is left where a signal comes while it is made.
-        assert {path.name for path in self.results.iterdir()} <= {
-            "target",
-            *([] if code in (0, 1) else [".target.lock"]),
-        }, said
+        # An empty lock is left where a signal comes while it is made; finished layers, where a command can go on.
+        allowed = {"target", *([] if code in (0, 1) else [".target.lock"])}
+        if code != 0 and self.name == "measured":
+            allowed.add(".target.layers")
+        assert {path.name for path in self.results.iterdir()} <= allowed, said
         if code == 1:
             assert self.is_as_it_was(), said
         elif not self.is_as_it_was():
@@ -201,6 +201,31 @@ def send(number: int):
 def test_killed_before_a_file_is_changed(turn, draw, sources, tmp_path):
     place, number = draw_event(draw, sources, tmp_path / "SPOT")
     place.check_killed(*call(*place.command, fault=at_event(place.results, number, send(signal.SIGKILL))))
+
+
+def test_a_killed_conversion_goes_on_from_its_layers(sources, tmp_path):
+    """Killed when its second layer is finished, before that has its name: the first is not converted again, and all
+    bits are those of a conversion that was not killed."""
+
+    def kill_at(name: str):
+        def hook(event, arguments):
+            if event == "os.rename" and str(arguments[0]).endswith(name):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        return lambda: sys.addaudithook(hook)
+
+    options = ("--attention-kind", "mqa", "--text", sources / "text.txt", *TOKENS, "--refine", 2)
+    whole, target = tmp_path / "whole" / "target", tmp_path / "killed" / "target"
+    assert call("convert", sources / "gqa", whole, *options) == (0, [])
+    layers = tmp_path / "killed" / ".target.layers"
+    assert call("convert", sources / "gqa", target, *options, fault=kill_at("-1.part"))[0] is None
+    assert [path.stem[-2:] for path in layers.glob("*.safetensors")] == ["-0"] and not target.exists()
+    assert call("convert", sources / "gqa", target, *options, fault=kill_at("-2.part"))[0] is None
+    assert sorted(path.stem[-2:] for path in layers.glob("*.safetensors")) == ["-0", "-1"]
+    assert call("convert", sources / "gqa", target, *options, fault=kill_at("-0.part")) == (0, [])
+    for name in ("model.safetensors", "config.json"):
+        assert (target / name).read_bytes() == (whole / name).read_bytes()
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
 
 
 def test_killed_at_any_moment(draw, sources, tmp_path):

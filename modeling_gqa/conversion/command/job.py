@@ -24,7 +24,7 @@ from ..checkpoints.aside import check_target, refuse_overlap, written_aside
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.files import LazyTensor, write_checkpoint
 from ..convert import SELECTION_TOKENS, convert_model, describe
-from ..kept import kept_in
+from ..kept import kept_in, layers_folder
 from ..targets import chosen_layers, exact_latent_sizes, layer_fields, lossy_layers, target_config
 from ..text.calibration import Batch
 from ..text.measuring import compare_predictions, layer_errors
@@ -220,7 +220,7 @@ class Job(Options):
         Meanwhile `.TARGET.layers` beside the target holds the layers that are finished. After an interruption the same
         command goes on from them.
         """
-        calibration, path = batches.get("calibration"), self.target.resolve()
+        calibration = batches.get("calibration")
         if target is None:
             progress = show_progress("choosing sizes")
             target = allocate(
@@ -232,7 +232,7 @@ class Job(Options):
                 dtype=checkpoint.dtype,
                 progress=progress,
             )
-        with kept_in(path.with_name(f".{path.name}.layers"), self.identity(checkpoint, target, batches)) as folder:
+        with kept_in(layers_folder(self.target), self.identity(checkpoint, target, batches)) as folder:
             return convert_model(
                 model,
                 target,
@@ -251,9 +251,8 @@ class Job(Options):
 
     def identity(self, checkpoint: Checkpoint, target: GQAConfig, batches: Batches) -> list[Any]:
         """Return what decides the new layers: two conversions with equal ones may take each other's layers."""
-        weights = [
-            path for path in sorted(checkpoint.folder.iterdir()) if path.suffix in (".safetensors", ".bin", ".gguf")
-        ]
+        files = [checkpoint.gguf.path] if checkpoint.gguf else sorted(checkpoint.folder.iterdir())
+        weights = [path for path in files if path.suffix in (".safetensors", ".bin", ".gguf")]
         tokens = sha256()
         for batch in (batch for part in ("calibration", "selection") for batch in batches.get(part, ())):
             for name in sorted(batch):

@@ -57,8 +57,8 @@ class Passage:
 class Streams:
     """Batches of text on their way through the layers of a model in evaluation mode and of its conversion.
 
-    For each layer in order, `pass_on` sends both streams through the model's own layer, or `see` and then `replace`
-    send the conversion's stream through another attention.
+    For each layer in order, `pass_on` sends both streams through the model's own layer, or `see`,
+    `attend` and `finish` send the conversion's stream through another attention.
 
     Args:
         model: the source.

@@ -1,0 +1,113 @@
+"""Layers converted in order on text: memory, documents and padding, and the fit of a finished conversion."""
+
+import gc
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from attention_oracle import CALIBRATION, distance, random_model
+from small_models import make_batch
+
+from modeling_gqa.conversion import ConversionError, convert_model, target_config
+from modeling_gqa.conversion.sequential import refit_outputs
+
+MLA: dict[str, Any] = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
+
+
+def numbers_held() -> int:
+    """Numbers in all tensors that exist, those that share memory counted once."""
+    gc.collect()
+    storages = {}
+    for x in gc.get_objects():
+        if issubclass(type(x), torch.Tensor):
+            storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() // x.element_size()
+    return sum(storages.values())
+
+
+def held(model, target, batches, folder=None) -> list[int]:
+    """What is held when each layer's turn comes, beyond what was before."""
+    found, before = [], numbers_held()
+
+    def watched(layers):
+        for index in layers:
+            found.append(numbers_held() - before)
+            yield index
+
+    convert_model(model, target, batches, folder=folder, refine=2, show_progress=lambda _: watched)
+    return found
+
+
+def test_memory_grows_by_the_new_layers_alone(tmp_path):
+    """Neither with the text nor with the layers; where there is a folder, new layers are in it."""
+    model = random_model("mha", num_hidden_layers=6)
+    target = target_config(model.config, "gqa", num_key_value_heads=2)
+    batches = [make_batch(6, 24, seed=seed) for seed in range(9)]
+    short, long = held(model, target, batches[:3]), held(model, target, batches)
+    row = 24 * model.config.hidden_size
+    layer = 2 * 66 * (6 + 2) * 14  # queries and outputs of six heads, keys and values of two
+    assert all(abs(a - b) < row for a, b in zip(short, long, strict=True))
+    assert all(b - a < layer + row for a, b in pairwise(long[1:])), long
+    on_disk = held(model, target, batches, tmp_path)
+    assert on_disk[-1] - on_disk[1] < row and len(list(tmp_path.iterdir())) == 6
+
+
+def alone(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The documents of a batch as rows of their own, without padding."""
+    found = []
+    for ids, mask, positions in zip(*(batch[name] for name in batch), strict=True):
+        starts = [*((positions == 0) & mask.bool()).nonzero().flatten().tolist(), len(ids)]
+        for start, end in pairwise(starts):
+            found.append({"input_ids": ids[start:end][mask[start:end].bool()][None]})
+    return found
+
+
+def packed() -> dict[str, torch.Tensor]:
+    """A row of documents of 9, 1 and 14 tokens."""
+    positions = torch.cat([torch.arange(length) for length in (9, 1, 14)])[None]
+    return {**make_batch(1, 24, seed=5), "position_ids": positions}
+
+
+def padded(side: str) -> dict[str, torch.Tensor]:
+    """A row of 24 tokens of which the first or last three are padding."""
+    return {name: x[2:] for name, x in make_batch(3, 24, side, seed=6).items()}
+
+
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": 5}], ids=["full", "window"])
+@pytest.mark.parametrize(("kind", "sizes"), [("gqa", {"num_key_value_heads": 2}), ("mla", MLA)], ids=["gqa", "mla"])
+@pytest.mark.parametrize("batch", [packed(), padded("left"), padded("right")], ids=["packed", "left", "right"])
+def test_documents_are_converted_on_as_if_they_came_alone(batch, kind, sizes, fields):
+    """Neither packing nor padding changes the conversion, in its statistics nor in its fits."""
+    model = random_model("mha", attention_bias=True, **fields).double()
+    target = target_config(model.config, kind, **sizes)
+    row = make_batch(1, 24, seed=7)  # so that the longest row is the same
+    batches = [{"input_ids": row["input_ids"]}]
+    whole, _ = convert_model(model, target, [batch, *batches], refine=0)
+    apart, _ = convert_model(model, target, [*alone(batch), *batches], refine=0)
+    for name, x in whole.state_dict().items():
+        # The fits' products are in float32.
+        assert distance(x, apart.state_dict()[name]) < 1e-4, name
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mla", MLA)], ids=["mqa", "mla"])
+def test_a_finished_conversion_can_be_fitted(kind, sizes):
+    """`refit_outputs` does to one changed layer what `convert_model` does, and leaves the others as they are."""
+    model = random_model("mha").double()
+    target = target_config(model.config, kind, layers=[1], **sizes)
+    expected, _ = convert_model(model, target, CALIBRATION)
+    found, _ = convert_model(model, target, CALIBRATION, refit=False)
+    before = found.model.layers[1].self_attn.o_proj.weight.clone()
+    refit_outputs(model, found, CALIBRATION)
+    assert distance(before, found.model.layers[1].self_attn.o_proj.weight) > 1e-3
+    for name, x in expected.state_dict().items():
+        assert distance(x, found.state_dict()[name]) < 1e-9, name
+
+
+def test_refining_needs_text_and_steps():
+    """Gradient steps without text, or less than none, are refused."""
+    model = random_model("mha")
+    target = target_config(model.config, "mqa")
+    with pytest.raises(ConversionError, match="refine needs calibration text"):
+        convert_model(model, target, refine=3)
+    with pytest.raises(ConversionError, match="refine=-1 must not be negative"):
+        convert_model(model, target, CALIBRATION, refine=-1)
