@@ -323,12 +323,12 @@ def test_auto_tries_candidates_and_keeps_the_least_kl(checkpoints, corpus, tmp_p
 
 
 def test_refining_is_an_option_that_needs_text(checkpoints, corpus, tmp_path):
-    """--refine takes gradient steps, which the report names and which change the result."""
+    """Gradient steps are the default; they the report names and which change the result."""
     options = ("--text", corpus, *TEXT_OPTIONS, *MQA)
-    run("convert", checkpoints / "gqa", tmp_path / "plain", *options)
-    run("convert", checkpoints / "gqa", tmp_path / "refined", *options, "--refine", 3)
+    run("convert", checkpoints / "gqa", tmp_path / "plain", *options, "--refine", 0)
+    run("convert", checkpoints / "gqa", tmp_path / "refined", *options)
     reports = [json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("plain", "refined")]
-    assert [report["setting"]["refine"] for report in reports] == [0, 3]
+    assert [report["setting"]["refine"] for report in reports] == [0, 1]
     assert reports[0]["method"] == "lowrank" and all(report["setting"]["refit"] for report in reports)
     keys = [load_file(tmp_path / name / "model.safetensors")[KEYS] for name in ("plain", "refined")]
     assert not torch.equal(*keys)
@@ -345,7 +345,7 @@ def test_a_conversion_that_changes_much_ends_with_a_warning(checkpoints, corpus,
     printed = run("convert", checkpoints / "mha", tmp_path / "much", *MQA, "--method", "random", *options)
     report = json.loads((tmp_path / "much" / "conversion.json").read_text())
     assert report["kl"] > 0.1 and f"Warning: the predictions changed much: KL {report['kl']:.3g} nats" in printed
-    assert "--refine 24" in printed and "modeling-gqa uptrain" in printed
+    assert "--refine 4" in printed and "modeling-gqa uptrain" in printed
     assert "Warning" not in run("convert", checkpoints / "gqa", tmp_path / "none", "--attention-kind", "mha", *options)
 
 

@@ -52,8 +52,9 @@ class Search:
         """
         progress, done = self.show_progress("converting layers"), self.layers.of(setting)
         fields = convert_layers(self.model, self.target, self.calibration, setting, done, progress)
-        states = {index: layer.state for index, layer in done.items()}
-        losses = {index: layer.loss for index, layer in done.items()}
+        layers = dict(done)
+        states = {index: layer.state for index, layer in layers.items()}
+        losses = {index: layer.loss for index, layer in layers.items()}
         return assemble(self.model, configuration(self.target, fields), states, share), fields, losses
 
     def best_of(self, settings: Iterable[Setting]) -> Setting:

@@ -7,7 +7,7 @@ stream back to the source's: the target is the source's stream after the attenti
 import copy
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ from .text.streams import Passage, Streams, streams
 
 State = dict[str, torch.Tensor]
 STEP_TOKENS = 1024  # of a gradient step
+LEAST_POWER = 0.01  # of a token's states that an error is compared with, as a share of the median
 
 
 class NewLayer(NamedTuple):
@@ -112,20 +113,22 @@ def convert_layers(
     changed = changed_layers(model.config, target)
     lossy = [index for index in changed if not is_exact(model.config, target, index)]
     blank = blank_statistics(model.config, changed, model.device)
-    with streams(model, text if text and lossy else ()) as streaming:
-        for index in progress(range(len(fields)) if streaming.batches else changed):
-            follows = streaming.batches and index <= lossy[-1]
-            if index not in changed:
-                fields[index] = {**before[index], **rotation(fields[index])}
-            elif index not in lossy or not streaming.batches:
-                if index not in done:
-                    done[index] = convert_layer(model, index, fields[index], blank[index], setting, index in lossy)
+    with streams(model, text) if text and lossy else nullcontext() as streaming:
+        for index in progress(range(len(fields)) if streaming else changed):
+            if index in changed:
+                new = known = done.get(index)
+                if streaming and index in lossy:
+                    new = convert_on_text(model, index, fields[index], streaming, setting, known)
+                elif known is None:
+                    new = convert_layer(model, index, fields[index], blank[index], setting, index in lossy)
+                if known is None:
+                    done[index] = new
+                fields[index] = {**fields[index], **new.fields}
             else:
-                done[index] = convert_on_text(model, index, fields[index], streaming, setting, done.get(index))
-                follows = False
-            if follows:
+                fields[index] = {**before[index], **rotation(fields[index])}
+            if streaming and index not in lossy and index < lossy[-1]:
                 streaming.pass_on(index)
-    return [{**fields[index], **done[index].fields} if index in done else fields[index] for index in range(len(fields))]
+    return fields
 
 
 def convert_on_text(
@@ -221,7 +224,9 @@ def token_weights(passage: Passage) -> torch.Tensor:
     Layers read the stream through an RMSNorm, so that relative errors matter.
     """
     power = passage.states[1].float().square().mean(-1)  # (B, T)
-    return passage.weight / power.clamp(min=torch.finfo(torch.float32).tiny)
+    # The states of a token whose embedding is zeros, as padding's is, must not count infinitely.
+    least = LEAST_POWER * power[passage.kept].median() if passage.kept.any() else power.new_ones(())
+    return passage.weight / power.clamp(min=max(least.item(), torch.finfo(torch.float32).tiny))
 
 
 def convert_layer(

@@ -134,8 +134,9 @@ def held(model, batches) -> list[int]:
     return found
 
 
-def test_memory_grows_neither_with_the_text_nor_with_the_layers():
-    """The numbers in memory do not grow with batches or layers, and no hook is left."""
+def test_memory_grows_neither_with_the_text_nor_with_the_layers(monkeypatch):
+    """The numbers in memory do not grow with batches or layers once states go to a file, and no hook is left."""
+    monkeypatch.setattr(calibration, "IN_MEMORY", 0)
     model = random_model("gqa", num_hidden_layers=6)
     batches = [make_batch(6, 24, seed=seed) for seed in range(9)]
     for batch in batches:
@@ -168,8 +169,10 @@ def test_the_text_between_layers_has_no_name_on_disk(tmp_path, monkeypatch):
     seen.close()
 
 
-def test_scratch_is_a_mapping_that_uses_its_room_again(tmp_path):
-    """`Scratch` is a mapping, and a value that fits overwrites its predecessor."""
+@pytest.mark.parametrize("in_memory", [0, 3000])
+def test_scratch_is_a_mapping_that_uses_its_room_again(in_memory, tmp_path, monkeypatch):
+    """`Scratch` is a mapping, and a value that fits overwrites its predecessor, in memory or in the file."""
+    monkeypatch.setattr(calibration, "IN_MEMORY", in_memory)
     with open(tmp_path / "file", "w+b") as file:
         files = Scratch(file, torch.device("cpu"))
         expected = {}
@@ -183,8 +186,9 @@ def test_scratch_is_a_mapping_that_uses_its_room_again(tmp_path):
         assert 3 not in files and len(files) == 2
 
 
-def test_a_full_disk_is_said():
+def test_a_full_disk_is_said(monkeypatch):
     """A full temporary folder is named in one line."""
+    monkeypatch.setattr(calibration, "IN_MEMORY", 0)
     with open("/dev/full", "r+b", buffering=0) as full:
         files = Scratch(full, torch.device("cpu"))
         with pytest.raises(ConversionError, match=f"cannot be written to {gettempdir()} .No space.*: set TMPDIR"):

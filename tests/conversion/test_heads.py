@@ -29,6 +29,8 @@ from attention_oracle import (
 from modeling_gqa.conversion import convert_model, target_config
 from modeling_gqa.conversion.layers.heads import permute_heads, read_heads, write_grouped
 
+pytestmark = pytest.mark.usefixtures("one_layer_alone")
+
 
 def fewer(model, number: int, method: str, **arguments):
     """Conversion with all of CALIBRATION, without any search."""

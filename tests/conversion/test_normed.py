@@ -36,7 +36,7 @@ from modeling_gqa.conversion.checkpoints.exporting import export_config
 from modeling_gqa.conversion.layers.heads import read_heads
 from modeling_gqa.conversion.layers.normed import latent_source
 
-pytestmark = pytest.mark.compat
+pytestmark = [pytest.mark.compat, pytest.mark.usefixtures("one_layer_alone")]
 
 QK_NORM = {"qk_norm": True}
 

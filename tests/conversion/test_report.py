@@ -214,9 +214,10 @@ def test_equal_layers_are_described_together():
     assert [where for where, _ in describe_layers(make_model("mixed").config)] == ["0", "1", "2"]
 
 
-def report_of(kl: float | None, **command) -> dict:
-    options = {"attention_kind": "gqa", "budget": None, "refine": 0, "refit": None, **command}
-    return {"kl": kl, "perplexity_before": 8.0, "perplexity_after": 9.5, "command": options}
+def report_of(kl: float | None, refine: int = 1, **command) -> dict:
+    options = {"attention_kind": "gqa", "budget": None, "refit": None, **command}
+    setting = {"refine": refine}
+    return {"kl": kl, "perplexity_before": 8.0, "perplexity_after": 9.5, "setting": setting, "command": options}
 
 
 def test_a_warning_begins_beyond_its_bound():
@@ -231,16 +232,16 @@ def test_a_warning_begins_beyond_its_bound():
 @pytest.mark.parametrize(
     ("command", "named"),
     [
-        ({}, ["--budget", "--refine 24"]),
-        ({"budget": 900, "attention_kind": "mla"}, ["--refine 24"]),
-        ({"attention_kind": "mqa"}, ["--refine 24"]),
-        ({"refine": 24}, ["--budget"]),
-        ({"refine": 24, "refit": True}, ["--budget"]),
-        ({"refit": False}, ["--budget", "--refine 24", "--no-refit"]),
+        ({}, ["--budget", "--refine 4"]),
+        ({"budget": 900, "attention_kind": "mla"}, ["--refine 4"]),
+        ({"attention_kind": "mqa"}, ["--refine 4"]),
+        ({"refine": 4}, ["--budget"]),
+        ({"refine": 4, "refit": True}, ["--budget"]),
+        ({"refit": False}, ["--budget", "--refine 4", "--no-refit"]),
     ],
 )
 def test_a_warning_names_what_was_not_tried(command, named):
     """Options that the command had are not proposed again."""
     said = warning(report_of(1.0, **command))
     assert said is not None and "--layers" in said
-    assert [option for option in ("--budget", "--refine 24", "--no-refit") if option in said] == named
+    assert [option for option in ("--budget", "--refine 4", "--no-refit") if option in said] == named

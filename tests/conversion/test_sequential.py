@@ -11,6 +11,7 @@ from small_models import make_batch
 
 from modeling_gqa.conversion import ConversionError, convert_model, target_config
 from modeling_gqa.conversion.sequential import refit_outputs
+from modeling_gqa.conversion.text import calibration
 
 MLA: dict[str, Any] = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
 
@@ -38,8 +39,9 @@ def held(model, target, batches, folder=None) -> list[int]:
     return found
 
 
-def test_memory_grows_by_the_new_layers_alone(tmp_path):
-    """Neither with the text nor with the layers; where there is a folder, new layers are in it."""
+def test_memory_grows_by_the_new_layers_alone(tmp_path, monkeypatch):
+    """Neither with the text nor with the layers once states go to a file; where there is a folder, layers are in it."""
+    monkeypatch.setattr(calibration, "IN_MEMORY", 0)
     model = random_model("mha", num_hidden_layers=6)
     target = target_config(model.config, "gqa", num_key_value_heads=2)
     batches = [make_batch(6, 24, seed=seed) for seed in range(9)]
@@ -94,7 +96,7 @@ def test_a_finished_conversion_can_be_fitted(kind, sizes):
     """`refit_outputs` does to one changed layer what `convert_model` does, and leaves the others as they are."""
     model = random_model("mha").double()
     target = target_config(model.config, kind, layers=[1], **sizes)
-    expected, _ = convert_model(model, target, CALIBRATION)
+    expected, _ = convert_model(model, target, CALIBRATION, refine=0)
     found, _ = convert_model(model, target, CALIBRATION, refit=False)
     before = found.model.layers[1].self_attn.o_proj.weight.clone()
     refit_outputs(model, found, CALIBRATION)

@@ -25,12 +25,13 @@ def refine(attention: Attention, examples: Callable[[], Iterable[Example]], step
 
     Args:
         attention: the module, in the dtype of the model. It computes in this dtype, and its parameters are kept in
-            float32 meanwhile.
+            at least float32 meanwhile.
         examples: returns them in order; it is called again when they are used up.
         steps: number of steps of Adam (1412.6980).
     """
     dtype = attention.o_proj.weight.dtype
-    attention.float()
+    computed = torch.promote_types(dtype, torch.float32)
+    attention.to(computed)
     trained = [x for name, x in attention.named_parameters() if not name.startswith("o_proj")]
     optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1 / max(steps, 1), total_iters=steps)
@@ -38,10 +39,10 @@ def refine(attention: Attention, examples: Callable[[], Iterable[Example]], step
         parameter.requires_grad_(True)
     for x, arguments, target, weight in islice(cycle(examples), steps):
         with torch.enable_grad():
-            with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
+            with torch.autocast(x.device.type, dtype, enabled=dtype != computed):
                 output, _ = attention(x, **arguments)
-            error = (output.float() - target.float()).square().sum(-1)  # (B, T)
-            loss = (weight * error).sum() / (weight * target.float().square().sum(-1)).sum()
+            error = (output.to(computed) - target.to(computed)).square().sum(-1)  # (B, T)
+            loss = (weight * error).sum() / (weight * target.to(computed).square().sum(-1)).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
