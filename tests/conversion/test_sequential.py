@@ -9,7 +9,7 @@ import torch
 from attention_oracle import CALIBRATION, distance, random_model
 from small_models import make_batch
 
-from modeling_gqa.conversion import ConversionError, convert_model, target_config
+from modeling_gqa.conversion import ConversionError, compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.sequential import refit_outputs
 from modeling_gqa.conversion.text import calibration
 
@@ -113,3 +113,18 @@ def test_refining_needs_text_and_steps():
         convert_model(model, target, refine=3)
     with pytest.raises(ConversionError, match="refine=-1 must not be negative"):
         convert_model(model, target, CALIBRATION, refine=-1)
+
+
+def test_a_token_of_zeros_does_not_count_infinitely():
+    """Where a document begins with a token whose embedding is zeros, the fit is finite and comes nearer."""
+    model = random_model("mha").eval()
+    model.model.embed_tokens.weight.data[3] = 0
+    batches = [{"input_ids": batch["input_ids"].clone()} for batch in CALIBRATION]
+    for batch in batches:
+        batch["input_ids"][:, 0] = 3
+    target = target_config(model.config, "gqa", num_key_value_heads=2)
+    kls = [
+        compare_predictions(model, convert_model(model, target, batches, refit=refit)[0], batches)["kl"]
+        for refit in (True, False)
+    ]
+    assert kls[0] < kls[1]
