@@ -80,11 +80,14 @@ def transmla(
         freqfold: frequencies F that share one PCA.
     """
     parts = {
-        index: rorope(plain_heads(model, index), seen, rope_size, freqfold) for index, seen in collect(model, batches)
+        index: rorope(plain_heads(model, index), seen, rope_size, freqfold)
+        for index, seen in collect(model, batches, first_share=0.0)
     }
     sources = ((plain_heads(model, index), part) for index, part in parts.items())
     derotated = assembled(model, ((heads, part, unreduced(heads, part)) for heads, part in sources))
-    seen_there = ((plain_heads(model, index), parts[index], seen) for index, seen in collect(derotated, batches))
+    seen_there = (
+        (plain_heads(model, index), parts[index], seen) for index, seen in collect(derotated, batches, first_share=0.0)
+    )
     return assembled(
         model, ((heads, part, balanced_latent(heads, part, seen, rank)) for heads, part, seen in seen_there)
     )

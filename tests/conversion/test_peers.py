@@ -177,7 +177,7 @@ def test_rotating_all_planes_changes_nothing_before_the_latent_is_reduced(name):
     model = random_model(name, **BIASES)
     size = 2 * 7 * len(grouped(model, 0).k)
     layers = []
-    for index, seen in collect(model, CALIBRATION):
+    for index, seen in collect(model, CALIBRATION, first_share=0.0):
         heads = plain_heads(model, index)
         partial = rorope(heads, seen, size, 1)
         layers.append((heads, partial, unreduced(heads, partial)))

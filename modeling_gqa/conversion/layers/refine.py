@@ -4,6 +4,7 @@ Shapes: B rows, T tokens, E hidden size.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 
 import torch
@@ -39,7 +40,7 @@ def refine(attention: Attention, examples: Callable[[], Iterable[Example]], step
         parameter.requires_grad_(True)
     for x, arguments, target, weight in islice(cycle(examples), steps):
         with torch.enable_grad():
-            with torch.autocast(x.device.type, dtype, enabled=dtype != computed):
+            with torch.autocast(x.device.type, dtype) if dtype != computed else nullcontext():
                 output, _ = attention(x, **arguments)
             error = (output.to(computed) - target.to(computed)).square().sum(-1)  # (B, T)
             loss = (weight * error).sum() / (weight * target.to(computed).square().sum(-1)).sum()

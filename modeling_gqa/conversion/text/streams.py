@@ -34,7 +34,7 @@ class Passage:
     Args:
         number: of the batch.
         kept: (B, T), which tokens are not padding.
-        first: (B, T), which tokens are the first of their document.
+        weight: (B, T), what each token counts: 1, 0 for padding, and more for the first token of a document.
         arguments: of each layer's forward, as `GQAModel.layer_arguments` returns them.
         states: the hidden states (B, T, E) of the conversion, and those of the source where they are others; then what
             `Streams` has added.
@@ -42,16 +42,19 @@ class Passage:
 
     number: int
     kept: torch.Tensor
-    first: torch.Tensor
+    weight: torch.Tensor
     arguments: list[dict[str, Any]]
     states: tuple[torch.Tensor, ...]
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """What each token counts, (B, T): 1, 0 for padding, and more for the first token of a document."""
-        document, counts = self.first.cumsum(-1), self.kept.new_zeros(self.kept.shape, dtype=torch.float32)
-        length = torch.nn.functional.pad(counts, (0, 1)).scatter_add(1, document, self.kept.float()).gather(1, document)
-        return torch.where(self.first, (FIRST_SHARE * length).clamp(min=1), 1.0) * self.kept
+
+def token_weights(first: torch.Tensor, kept: torch.Tensor, share: float) -> torch.Tensor:
+    """Return what each token counts (B, T), where `first` (B, T) begin documents and `kept` (B, T) are not padding.
+
+    A first token counts as `share` of the tokens of its document.
+    """
+    document, counts = first.cumsum(-1), kept.new_zeros(len(kept), kept.shape[1] + 1, dtype=torch.float32)
+    length = counts.scatter_add(1, document, kept.float()).gather(1, document)
+    return torch.where(first, (share * length).clamp(min=1), 1.0) * kept
 
 
 class Streams:
@@ -64,10 +67,14 @@ class Streams:
         model: the source.
         batches: model inputs.
         states: holds each batch's states between two steps.
+        first_share: of a document's tokens that its first one counts as; `None` for `FIRST_SHARE`.
     """
 
-    def __init__(self, model: GQAForCausalLM, batches: Sequence[Batch], states: Scratch) -> None:
+    def __init__(
+        self, model: GQAForCausalLM, batches: Sequence[Batch], states: Scratch, first_share: float | None = None
+    ) -> None:
         self.model, self.batches, self.states = model, batches, states
+        self.first_share = FIRST_SHARE if first_share is None else first_share
 
     @torch.no_grad()
     def passages(self) -> Iterator[Passage]:
@@ -79,7 +86,8 @@ class Streams:
             mask = inputs.get("attention_mask")
             kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
             first = kept & (kept.cumsum(-1) == 1 if "position_ids" not in inputs else inputs["position_ids"] == 0)
-            yield Passage(number, kept, first, self.model.model.layer_arguments(states[0], **inputs), states)
+            weight = token_weights(first, kept, self.first_share)
+            yield Passage(number, kept, weight, self.model.model.layer_arguments(states[0], **inputs), states)
 
     @torch.no_grad()
     def pass_on(self, index: int) -> None:
@@ -147,10 +155,10 @@ class Streams:
 
 
 @contextmanager
-def streams(model: GQAForCausalLM, batches: Sequence[Batch]) -> Iterator[Streams]:
+def streams(model: GQAForCausalLM, batches: Sequence[Batch], first_share: float | None = None) -> Iterator[Streams]:
     """Open `Streams` for `model`, which is in evaluation mode meanwhile."""
     with evaluating(model), scratch(model.device) as states:
-        yield Streams(model, batches, states)
+        yield Streams(model, batches, states, first_share)
 
 
 def collect(
@@ -159,6 +167,7 @@ def collect(
     layers: Iterable[int] | None = None,
     *,
     root: bool = False,
+    first_share: float | None = None,
     progress: Progress = iter,
 ) -> Iterator[tuple[int, Statistics]]:
     """Send `batches` through `model` a layer at a time and yield each layer's index and statistics.
@@ -168,13 +177,14 @@ def collect(
         batches: model inputs: "input_ids" (B, T), and "attention_mask" or "position_ids" where they are needed.
         layers: indices of the layers whose statistics are wanted; `None` for all.
         root: whether the statistics get the square root of the covariance, for the metric "root".
+        first_share: of a document's tokens that its first one counts as; `None` for `FIRST_SHARE`.
         progress: wraps the iteration over the layers.
 
     Raises:
         ConversionError: there is no text, or activations are not finite.
     """
     wanted = set(range(model.config.num_hidden_layers) if layers is None else layers)
-    with streams(model, batches) as text:
+    with streams(model, batches, first_share) as text:
         for index in progress(range(max(wanted, default=-1) + 1)):
             if index in wanted:
                 yield index, text.see(index, root)
