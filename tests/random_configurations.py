@@ -118,6 +118,11 @@ def sound(draw) -> dict[str, Any]:
     by_layer = {}
     if layers > 1 and draw(st.booleans()):
         by_layer = draw(st.dictionaries(st.integers(0, layers - 1), attentions(heads), max_size=layers))
+    if given["attention_kind"] == "mla" and given.get("qk_norm"):  # which layers that do not name it inherit
+        for layer in by_layer.values():
+            if layer["attention_kind"] == "mla" and not layer.get("qk_norm"):
+                layer.pop("latent_norm", None)
+                layer.pop("q_lora_rank", None)
     frequencies = draw(st.booleans()) and draw(st.booleans())
     if frequencies:
         given = with_frequencies(draw, given)
