@@ -112,7 +112,7 @@ def repeated(command: list[str], cwd: Path | str) -> None:
 
 def package_pages(name: str, folder: Path) -> list[str]:
     """Return the pages of a documentation package of Debian, which is unpacked in `folder` without being installed."""
-    repeated(["apt-get", "download", name], cwd=folder)
+    repeated(["bash", "-c", f"apt-get download {name} || (apt-get update && apt-get download {name})"], cwd=folder)
     (package,) = folder.glob(f"{name}_*.deb")
     unpacked = folder / name
     subprocess.run(["dpkg-deb", "-x", package, unpacked], check=True)
