@@ -179,17 +179,18 @@ def refit_outputs(
                 text.pass_on(index)
 
 
-def fit(text: Streams, index: int, attention: Attention) -> None:
+def fit(text: Streams, index: int, attention: Attention, keep: bool = True) -> float:
     """Fit the output projection of `attention`, the new one of layer `index`, to bring the stream back.
 
     Residual r and inputs are those of the converted stream: r = (source after attention) - (converted before it) - out.
+    `keep`: as for `Streams.attend`. Returns the mean squared error that is left, relative to the stream's power.
     """
     regression = Regression(attention.o_proj)
-    for passage, heads in text.attend(index, attention):
+    for passage, heads in text.attend(index, attention, keep):
         hidden, after = passage.states
         residual = after - hidden - attention.o_proj(heads)
         regression.add(heads[passage.kept], residual[passage.kept], token_weights(passage)[passage.kept])
-    regression.solve()
+    return regression.solve()
 
 
 def examples(text: Streams, index: int) -> Iterator[Example]:
@@ -249,7 +250,8 @@ def convert_layer(
             heads, moments = latent_source(heads, statistics, setting.metric)
             rank, size = fields["kv_lora_rank"], fields["qk_rope_head_dim"]
             if setting.rotary_factor and lossy:
-                rank, size = divided(rank + size, heads.planes, len(heads.k), heads.k.shape[1], setting.rotary_factor)
+                shapes = heads.planes, len(heads.k), heads.k.shape[1], heads.k.shape[2]
+                rank, size = divided(rank + size, *shapes, setting.rotary_factor)
                 fields = fields | latent_fields(model.config, index, rank, size, None)
             state, found, loss = to_latent(heads, moments, rank, size, setting.gain, setting.alpha)
         else:

@@ -33,7 +33,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.conversion import convert_model, target_config
 from modeling_gqa.conversion.layers.heads import read_heads
-from modeling_gqa.conversion.layers.latent import GAINS, divided, latent_loss, to_latent
+from modeling_gqa.conversion.layers.latent import GAINS, divided, to_latent
 from modeling_gqa.conversion.layers.moments import compute_moments
 
 pytestmark = pytest.mark.usefixtures("one_layer_alone")
@@ -132,9 +132,8 @@ def test_the_loss_is_the_error_measured(name):
         assert distance(outputs[1], outputs[0]) < 1e-5
 
 
-def smallest_loss(layer, x: torch.Tensor, turned: torch.Tensor, rank: int, size: int, weight: float) -> float:
-    """What sizes R and P must lose, keys' errors worth `weight` of the values': eigenvalues of what the heads make of
-    the text."""
+def smallest_loss(layer, x: torch.Tensor, turned: torch.Tensor, rank: int, size: int) -> float:
+    """What sizes R and P must lose: eigenvalues of what the heads make of the text."""
     projections, _, lost = components(layer, x, turned, size // 2)
     q, k = layer.complex_planes(layer.q), layer.complex_planes(layer.k)
     left = k - torch.einsum("nab,bne->ane", projections, k)
@@ -147,15 +146,14 @@ def smallest_loss(layer, x: torch.Tensor, turned: torch.Tensor, rank: int, size:
         readers = [h for h, shared in enumerate(layer.shared) if shared == g]
         heard = [(value_metric[h] * covariance(layer.heads(x, "v")[g])).sum() / 14 for h in readers]
         key_metric = sum(t * covariance(queries[h], centered=False) for t, h in zip(heard, readers, strict=True))
-        for rows, metric in ((weight * left[g], key_metric), (layer.v[g], value_metric[readers].sum(0))):
+        for rows, metric in ((left[g], key_metric), (layer.v[g], value_metric[readers].sum(0))):
             values, vectors = torch.linalg.eigh(metric)
             made.append(x @ rows.T @ vectors * values.clamp(min=0).sqrt())
-    return weight**2 * lost + torch.linalg.eigvalsh(covariance(torch.cat(made, dim=1)))[:-rank].sum().item()
+    return lost + torch.linalg.eigvalsh(covariance(torch.cat(made, dim=1)))[:-rank].sum().item()
 
 
-@pytest.mark.parametrize("weight", [1.0, 0.2, 0.03])
-def test_the_loss_of_a_size_is_its_dropped_eigenvalues(weight):
-    """The loss by which layers share a budget equals that of explicit keys and values."""
+def test_the_loss_of_a_size_is_its_dropped_eigenvalues():
+    """The reported loss equals that of explicit keys and values."""
     model = random_model("gqa").double()
     for index, x in enumerate(layer_inputs(model, CALIBRATION)):
         layer = grouped(model, index)
@@ -163,16 +161,17 @@ def test_the_loss_of_a_size_is_its_dropped_eigenvalues(weight):
         heads, statistics = read_heads(model, index), collected(model, CALIBRATION)[index]
         statistics = replace(statistics, second=covariance(x, centered=False), mean=x.mean(0))
         for size in (2, 8, 24):
-            loss = latent_loss(heads, compute_moments(heads, statistics), 32 - size, size, weight)
-            assert loss == pytest.approx(smallest_loss(layer, x, turned, 32 - size, size, weight), rel=1e-2)
+            _, _, loss = to_latent(heads, compute_moments(heads, statistics), 32 - size, size, gain="mean")
+            assert loss == pytest.approx(smallest_loss(layer, x, turned, 32 - size, size), rel=1e-2)
 
 
 def test_how_a_cache_is_divided():
     """P is a fifth of R + P, and a twentieth more for each halving of the source's cache, and even."""
     for total, expected in ((384, 76), (192, 48), (96, 28), (48, 16), (4, 2), (3, 2)):
-        assert divided(total, 32, 3, 64) == (total - expected, expected)
-    assert divided(96, 32, 3, 64, factor=0.5) == (82, 14)
-    assert divided(96, 2, 3, 64) == (84, 12)  # no more planes than there are
+        assert divided(total, 32, 3, 64, 576) == (total - expected, expected)
+    assert divided(96, 32, 3, 64, 576, factor=0.5) == (82, 14)
+    assert divided(96, 2, 3, 64, 576) == (84, 12)  # no more planes than there are
+    assert divided(1000, 32, 9, 64, 576) == (576, 424)  # no more than there is to hold
 
 
 @pytest.mark.parametrize("method", ["lowrank", "auto"])

@@ -229,9 +229,9 @@ class Options:
 
     @property
     def shares_cache(self) -> bool:
-        """Whether R and P are chosen layer by layer, by what each would lose on the text, instead of given."""
-        chosen = self.attention_kind == "mla" and self.kv_lora_rank is None and self.qk_rope_head_dim is None
-        return chosen and bool(self.text)
+        """Whether the conversion divides the cache between R and P; they may be given, and a budget chooses them."""
+        given = (self.kv_lora_rank, self.qk_rope_head_dim, self.budget) != (None, None, None)
+        return self.attention_kind == "mla" and not given and bool(self.text)
 
     def as_json(self) -> dict[str, Any]:
         """Return the options in types that JSON has; files and folders by their names, without this machine's paths."""

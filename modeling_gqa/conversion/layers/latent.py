@@ -134,7 +134,9 @@ def to_latent(
     return *write_latent(heads, rotary, latent, turn), rotary.loss + lost
 
 
-def divided(total: int, planes: int, key_heads: int, head_dim: int, factor: float = 1.0) -> tuple[int, int]:
+def divided(
+    total: int, planes: int, key_heads: int, head_dim: int, largest: int, factor: float = 1.0
+) -> tuple[int, int]:
     """Return the sizes R and P, of sum `total`, with which a layer as MLA was found to lose least.
 
     P is a fifth of the total, and a twentieth more for each halving of the source's cache: a smaller cache takes more
@@ -145,32 +147,13 @@ def divided(total: int, planes: int, key_heads: int, head_dim: int, factor: floa
         planes: rotary planes of a head.
         key_heads: number of key/value heads.
         head_dim: size D of a head.
+        largest: R that holds all that there is, the size of what the latent is made of.
         factor: of P.
     """
     share = factor * (0.2 + 0.05 * math.log2(max(2 * key_heads * head_dim / total, 1)))
     most = min(2 * planes * key_heads, (total - 1) // 2 * 2)
-    size = min(max(2 * round(share * total / 2), 2), most)
+    size = min(max(2 * round(share * total / 2), 2, -(-(total - largest) // 2) * 2), most)
     return total - size, size
-
-
-def latent_loss(heads: Heads, moments: Moments, rank: int, size: int, weight: float, gain: str = "mean") -> float:
-    """Return what a layer loses as MLA of sizes R `rank` and P `size`, in the metric of its output.
-
-    Args:
-        heads: the layer's weights.
-        moments: of the layer.
-        rank, size: R and P.
-        weight: squared errors of keys, those by lost rotation included, are multiplied by weight^2 before they are
-            added to those of values. It is below 1, because the softmax bounds the effect of large errors.
-        gain: a name in `GAINS`.
-    """
-    rotary, turn = rotary_key(moments, size), query_turn(heads, moments, gain)
-    keys = unrotated_keys(heads, rotary)
-    root = square_root(unrotated_metric(moments, turn, keys.shape[1]), DAMPING)
-    _, weighed = weighed_rows(heads, moments, keys, weight * root)
-    values, _ = leading_vectors(weighed, moments.input_covariance, rank)
-    power = (weighed @ moments.input_covariance * weighed).sum()
-    return weight**2 * rotary.loss + (power - values.sum()).item()
 
 
 def query_turn(heads: Heads, moments: Moments, gain: str) -> torch.Tensor:

@@ -29,7 +29,6 @@ class Statistics:
         second: (E, E) mean of x x^T over the tokens, the first of a document counting more.
         mean: (E,) mean of x likewise.
         lags: (H, S) each head's attention by distance in tokens; a row sums to 1.
-        residual: mean squared norm of the residual stream after the attention's output is added.
         length: tokens of the longest row.
         window: number of tokens that a token attends to; `None` for all before it.
         root: (E, E) square root of the covariance; `None` where it was not asked for, since it takes the longest.
@@ -40,7 +39,6 @@ class Statistics:
     second: torch.Tensor
     mean: torch.Tensor
     lags: torch.Tensor
-    residual: float
     length: int
     window: int | None = None
     root: torch.Tensor | None = None
@@ -86,7 +84,7 @@ def without_data(hidden: int, heads: int, length: int, device: torch.device, win
     """Return the statistics of unknown inputs: uncorrelated, of mean zero, with attention spread over all lags."""
     second = torch.eye(hidden, dtype=torch.float64, device=device)
     lags = causal_lags(length, window).to(device).expand(heads, -1)
-    return Statistics(second, second.new_zeros(hidden), lags, 1.0, length, window, root=second)
+    return Statistics(second, second.new_zeros(hidden), lags, length, window, root=second)
 
 
 def causal_lags(length: int, window: int | None) -> torch.Tensor:

@@ -23,6 +23,7 @@ class Regression:
         self.linear = linear
         self.second = torch.zeros(size, size, dtype=torch.float64, device=device)
         self.cross = torch.zeros(size, linear.out_features, dtype=torch.float64, device=device)
+        self.power = self.weight = 0.0
 
     def add(self, inputs: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
         """Add inputs (tokens, M), the residuals (tokens, E) of their projection, and what each token counts."""
@@ -31,11 +32,21 @@ class Regression:
         # Products in float32, sums in float64.
         self.second += (weighed @ inputs).double()
         self.cross += (weighed @ residual.float()).double()
+        self.power += (weight.float() @ residual.float().square().sum(-1)).item()
+        self.weight += weight.sum().item()
 
-    def solve(self) -> None:
-        """Add the least squares solution to the layer's weight and bias, in place."""
+    def solve(self) -> float:
+        """Add the least squares solution to the layer's weight and bias, in place.
+
+        Returns:
+            The weighted mean of the squared norms of the residuals that are left.
+        """
         ridge = RIDGE * self.second.diagonal()[:-1].mean() * torch.ones_like(self.second.diagonal())
-        change = torch.linalg.solve(self.second + torch.diag(ridge), self.cross).mT  # (E, M + 1)
+        solution = torch.linalg.solve(self.second + torch.diag(ridge), self.cross)  # (M + 1, E)
+        change = solution.mT
         self.linear.weight.copy_(self.linear.weight + change[:, :-1])
         if self.linear.bias is not None:
             self.linear.bias.copy_(self.linear.bias + change[:, -1])
+        # |r - W x|^2 = |r|^2 - 2 tr(W x r^T) + tr(W x x^T W^T)
+        saved = (solution * (2 * self.cross - self.second @ solution)).sum().item()
+        return max(self.power - saved, 0.0) / self.weight

@@ -143,7 +143,7 @@ class Sums:
         self.second = torch.zeros(hidden, hidden, dtype=torch.float64, device=device)
         self.total = torch.zeros(hidden, dtype=torch.float64, device=device)
         self.lags = torch.zeros(heads, 0, dtype=torch.float64, device=device)
-        self.residual, self.weight, self.tokens, self.length = 0.0, 0.0, 0, 0
+        self.weight, self.tokens, self.length = 0.0, 0, 0
         self.normed: NormedSums | None = None
 
     def see(
@@ -153,10 +153,11 @@ class Sums:
 
         Each counts its `weight` (B, T); `arguments` are those of the attention's forward.
         """
-        rows, root = x[kept].float(), weight[kept].float().sqrt()[:, None]
+        root = weight[kept].float().sqrt()[:, None]
+        rows = root * x[kept].float()
         # Products in float32, sums in float64.
-        self.second += ((root * rows).mT @ (root * rows)).double()
-        self.total += (root.square() * rows).sum(0, dtype=torch.float64)
+        self.second += (rows.mT @ rows).double()
+        self.total += (rows.mT @ root)[:, 0].double()
         self.weight += weight[kept].sum(dtype=torch.float64).item()
         self.tokens += len(rows)
         self.length = max(self.length, x.shape[1])
@@ -173,9 +174,9 @@ class Sums:
         length = weights.shape[-1]
         if length > self.lags.shape[1]:
             self.lags = torch.nn.functional.pad(self.lags, (0, length - self.lags.shape[1]))
-        positions = torch.arange(length, device=weights.device)
-        lag = (positions[:, None] - positions).clamp(min=0).flatten()  # (T T,), what lies ahead has no weight
-        self.lags.index_add_(1, lag, weights.flatten(1).double())
+        # Row i is moved i places to the right, so that what has one lag stands in one column.
+        moved = torch.nn.functional.pad(weights.flip(-1), (0, length)).flatten(1)[:, :-length]
+        self.lags[:, :length] += moved.unflatten(1, (length, -1))[..., length - 1 :].sum(1).double()
 
     def statistics(self, root: bool) -> Statistics:
         """Return the means; raises `ConversionError` where there are none, or one is not finite."""
@@ -187,9 +188,7 @@ class Sums:
                 "is too narrow; choose float32 or bfloat16"
             )
         lags, weight = self.lags / self.lags.sum(-1, keepdim=True), self.weight
-        seen = Statistics(
-            self.second / weight, self.total / weight, lags, self.residual / self.tokens, self.length, self.window
-        )
+        seen = Statistics(self.second / weight, self.total / weight, lags, self.length, self.window)
         normed = None if self.normed is None else self.normed.statistics(seen, weight, root)
         return replace(seen, root=square_root(seen.covariance) if root else None, normed=normed)
 

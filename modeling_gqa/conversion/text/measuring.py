@@ -3,7 +3,7 @@
 Shapes: B batch, T tokens, n predicted tokens of a batch.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,9 +67,7 @@ def compare_predictions(
             before = source_states[index] if source_states else predicted_states(source, batch)
             hidden = (before, predicted_states(converted, batch))
             heads = [model.get_output_embeddings() for model in (source, converted)]
-            for target, *states in zip(*(x.split(TOKENS_AT_ONCE) for x in (targets, *hidden)), strict=True):
-                old, new = (log_softmax(head(x)) for head, x in zip(heads, states, strict=True))
-                totals += compare(old, new.to(old.device), target.to(old.device)).cpu()
+            totals += compare_states(heads, hidden, targets)
             tokens += len(targets)
     if not tokens:
         raise ConversionError("no token to measure on: every one is padding or the first of its document")
@@ -89,6 +87,17 @@ def compare_predictions(
         "top1_agreement": agreement,
         "tokens": tokens,
     }
+
+
+def compare_states(
+    heads: Sequence[torch.nn.Module], hidden: Sequence[torch.Tensor], targets: torch.Tensor
+) -> torch.Tensor:
+    """Return what `compare` does for the last hidden states (n, hidden) of source and conversion, and their heads."""
+    totals = torch.zeros(4, dtype=torch.float64)
+    for target, *states in zip(*(x.split(TOKENS_AT_ONCE) for x in (targets, *hidden)), strict=True):
+        old, new = (log_softmax(head(x)) for head, x in zip(heads, states, strict=True))
+        totals += compare(old, new.to(old.device), target.to(old.device)).cpu()
+    return totals
 
 
 def compare(before: torch.Tensor, after: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

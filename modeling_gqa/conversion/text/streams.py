@@ -7,9 +7,10 @@ between two layers are in a temporary file.
 Shapes: B rows, T tokens, E hidden size, M = heads times value size.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -35,16 +36,21 @@ class Passage:
         number: of the batch.
         kept: (B, T), which tokens are not padding.
         weight: (B, T), what each token counts: 1, 0 for padding, and more for the first token of a document.
-        arguments: of each layer's forward, as `GQAModel.layer_arguments` returns them.
         states: the hidden states (B, T, E) of the conversion, and those of the source where they are others; then what
             `Streams` has added.
+        prepare: returns `arguments`.
     """
 
     number: int
     kept: torch.Tensor
     weight: torch.Tensor
-    arguments: list[dict[str, Any]]
     states: tuple[torch.Tensor, ...]
+    prepare: Callable[[], list[dict[str, Any]]]
+
+    @cached_property
+    def arguments(self) -> list[dict[str, Any]]:
+        """Of each layer's forward; masks are made only where they are used."""
+        return self.prepare()
 
 
 def token_weights(first: torch.Tensor, kept: torch.Tensor, share: float) -> torch.Tensor:
@@ -87,7 +93,7 @@ class Streams:
             kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
             first = kept & (kept.cumsum(-1) == 1 if "position_ids" not in inputs else inputs["position_ids"] == 0)
             weight = token_weights(first, kept, self.first_share)
-            yield Passage(number, kept, weight, self.model.model.layer_arguments(states[0], **inputs), states)
+            yield Passage(number, kept, weight, states, partial(self.model.model.layer_arguments, states[0], **inputs))
 
     @torch.no_grad()
     def pass_on(self, index: int) -> None:
@@ -115,20 +121,23 @@ class Streams:
             before = source[0] if source else hidden
             output, _ = layer.self_attn(layer.input_layernorm(before) if source else x, **arguments)
             after = before + output
-            sums.residual += after[passage.kept].double().pow(2).sum().item()
             self.states[passage.number] = hidden, after
         return sums.statistics(root)
 
     @torch.no_grad()
-    def attend(self, index: int, attention: Attention) -> Iterator[tuple[Passage, torch.Tensor]]:
-        """Yield each batch and the heads' outputs (B, T, M) of `attention`, which takes layer `index`'s place."""
+    def attend(self, index: int, attention: Attention, keep: bool = True) -> Iterator[tuple[Passage, torch.Tensor]]:
+        """Yield each batch and the heads' outputs (B, T, M) of `attention`, which takes layer `index`'s place.
+
+        `keep`: whether these outputs go to the states, for `finish`.
+        """
         layer, given = self.model.model.layers[index], []
         with hooks(attention.o_proj.register_forward_pre_hook(lambda _, arguments: given.append(arguments[0]))):
             for passage in self.passages():
                 given.clear()  # what the caller has sent through the projection meanwhile
                 attention(layer.input_layernorm(passage.states[0]), **passage.arguments[index])
                 (heads,) = given
-                self.states[passage.number] = (*passage.states, heads)
+                if keep:
+                    self.states[passage.number] = (*passage.states, heads)
                 yield passage, heads
 
     def send(self, index: int, attention: Attention) -> None:
