@@ -11,6 +11,7 @@ from small_models import make_batch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from modeling_gqa.conversion import ConversionError, compare_predictions, convert_model, target_config
+from modeling_gqa.conversion.layers.refit import Regression
 from modeling_gqa.conversion.sequential import refit_outputs
 from modeling_gqa.conversion.text import calibration
 
@@ -114,6 +115,22 @@ def test_refining_needs_text_and_steps():
         convert_model(model, target, refine=3)
     with pytest.raises(ConversionError, match="refine=-1 must not be negative"):
         convert_model(model, target, CALIBRATION, refine=-1)
+
+
+def test_a_fit_says_what_error_is_left():
+    """It is the weighted mean of the squared norms of the residuals under the corrected projection."""
+    generator = torch.Generator().manual_seed(0)
+    for bias in (True, False):
+        linear = torch.nn.Linear(5, 3, bias=bias).requires_grad_(False)
+        x, target = torch.randn(40, 5, generator=generator), torch.randn(40, 3, generator=generator)
+        weight = torch.rand(40, generator=generator)
+        regression = Regression(linear)
+        for part in (slice(0, 25), slice(25, 40)):
+            regression.add(x[part], (target - linear(x))[part], weight[part])
+        left = regression.solve()
+        assert left == pytest.approx(
+            (weight * (target - linear(x)).square().sum(-1)).sum().item() / weight.sum().item()
+        )
 
 
 def test_a_token_of_zeros_does_not_count_infinitely():

@@ -1,13 +1,10 @@
 """Target configurations: sizes that follow, what is refused, and sizes by layer within a budget."""
 
-from itertools import product
 from typing import ClassVar
 
 import pytest
 import torch
 from attention_oracle import CALIBRATION, PARTIAL, random_model
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from small_models import make_config, make_model
 from transformers import LlamaConfig
 
@@ -15,7 +12,6 @@ from modeling_gqa import ATTENTION_CLASSES, GQAConfig, configuration_checks
 from modeling_gqa.accounting import cache_bytes_per_token
 from modeling_gqa.attention import GroupedAttention
 from modeling_gqa.conversion import ConversionError, allocate, convert_model, export_config, target_config
-from modeling_gqa.conversion.allocation import SizeChoice, numbers_per_token, spend
 from modeling_gqa.conversion.command.inspection import inspect_checkpoint
 from modeling_gqa.conversion.layers.heads import read_heads
 from modeling_gqa.conversion.targets import exact_latent_sizes, lossy_layers
@@ -158,132 +154,6 @@ def test_impossible_targets_are_refused(name):
     with pytest.raises(ConversionError, match=message) as error:
         target_config(make_config(model, **fields), kind, **arguments)
     assert "\n" not in str(error.value)
-
-
-# -- sizes by layer
-
-
-def uneven_model(name: str = "mha", **fields):
-    """A model whose first layer's heads are nearly copies of each other, and whose last layer says little."""
-    model = random_model(name, **fields)
-    first, last = model.model.layers[0].self_attn, model.model.layers[2].self_attn
-    with torch.no_grad():
-        for linear in (first.k_proj, first.v_proj):
-            heads = linear.weight.view(-1, 14, 66)
-            heads.copy_(heads[:1] + 0.05 * heads)
-        last.o_proj.weight.mul_(0.05)
-    return model
-
-
-def relative_losses(model, config) -> float:
-    """Summed losses of a conversion, each relative to the stream that the layer adds to."""
-    _, report = convert_model(model, config, CALIBRATION, selection=CALIBRATION, method="lowrank", regroup=True)
-    streams = []
-    hooks = [
-        layer.post_attention_layernorm.register_forward_pre_hook(
-            lambda _, args: streams.append(args[0].square().sum(-1).mean().item())
-        )
-        for layer in model.model.layers
-    ]
-    with torch.no_grad():
-        for batch in CALIBRATION:
-            model(**batch)
-    for hook in hooks:
-        hook.remove()
-    stream = torch.tensor(streams).view(len(CALIBRATION), 3).mean(0).tolist()
-    return sum((layer["loss"] or 0.0) / s for layer, s in zip(report["layers"], stream, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("kind", "uniform"),
-    [("gqa", {"num_key_value_heads": 3}), ("gqa", {"num_key_value_heads": 2}), ("mla", {"cache_size": 42})],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_budget_is_kept_and_well_spent(kind, uniform, dtype):
-    """The cache keeps to the budget, and the layers lose less than with equal sizes."""
-    model = uneven_model()
-    equal = target_config(model.config, kind, **uniform)
-    budget = cache_bytes_per_token(equal, dtype)
-    config = allocate(model, kind, budget, CALIBRATION, dtype=dtype)
-    assert cache_bytes_per_token(config, dtype) <= budget
-    assert sizes(config) != sizes(equal)
-    if dtype == torch.bfloat16:
-        assert relative_losses(model, config) < relative_losses(model, equal)
-
-
-def test_layers_that_may_not_change_are_counted():
-    """The cache of unchanged layers counts towards the budget."""
-    model = uneven_model()
-    for index in range(3):
-        config = allocate(model, "gqa", 3 * 500, CALIBRATION, layers=[0, index], dtype=torch.float16)
-        assert cache_bytes_per_token(config, torch.float16) <= 3 * 500
-        assert all(sizes(config)[i] == ("mha", 6, None, None) for i in range(3) if i not in (0, index))
-
-
-def test_a_layer_without_smaller_sizes_stays_whatever_it_is():
-    """A layer that cannot become smaller keeps its attention."""
-    model = random_model("mixed-window")  # the last layer is MLA with a latent norm, smaller than one key/value head
-    least = (2 * 2 * 14 + numbers_per_token(model.config.per_layer_config[2])) * 2
-    config = allocate(model, "gqa", least, CALIBRATION, dtype=torch.bfloat16)
-    assert sizes(config)[:2] == [("mqa", 1, None, None)] * 2 and sizes(config)[2] == sizes(model.config)[2]
-
-
-def test_a_large_budget_changes_nothing():
-    """With room for all caches every layer keeps its attention."""
-    model = uneven_model()
-    for kind in ("gqa", "mla"):
-        assert sizes(allocate(model, kind, 3 * 2 * 6 * 14 * 4, CALIBRATION)) == sizes(model.config)
-
-
-@pytest.mark.parametrize(("kind", "layers", "least"), [("gqa", None, 3 * 56), ("gqa", [1], 2 * 336 + 56)])
-def test_a_small_budget_is_refused_and_the_least_is_enough(kind, layers, least):
-    """One byte less than the least is refused, which the message names; the least is enough."""
-    model = uneven_model()
-    message = f"a budget of {least - 1} bytes per token is too small: the least with {kind} in these layers is {least}"
-    given = {"layers": layers, "dtype": torch.bfloat16}
-    with pytest.raises(ConversionError, match=f"{message}, and the source takes 1008$"):
-        allocate(model, kind, least - 1, CALIBRATION, **given)
-    assert cache_bytes_per_token(allocate(model, kind, least, CALIBRATION, **given), torch.bfloat16) == least
-
-
-@pytest.mark.parametrize(
-    ("kind", "layers", "text", "message"),
-    [
-        ("mha", None, CALIBRATION, "a budget chooses sizes of gqa or mla, and mha has none to choose"),
-        ("gqa", [3], CALIBRATION, "layers has 3, but the model's 3 layers are 0 to 2"),
-        ("gqa", [-1], CALIBRATION, "layers has -1"),
-        ("gqa", None, [], "the calibration text is empty"),
-    ],
-)
-def test_impossible_budgets_are_refused(kind, layers, text, message):
-    """Kinds without sizes, unknown layers and missing text are refused."""
-    with pytest.raises(ConversionError, match=message):
-        allocate(random_model("gqa"), kind, 1000, text, layers=layers)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(
-    curves=st.lists(st.lists(st.integers(1, 50), min_size=3, max_size=5), min_size=1, max_size=4),
-    share=st.floats(0.0, 1.0),
-)
-def test_spending_is_best_for_losses_that_fall_ever_slower(curves, share):
-    """Best of all choices, where steps are equally large and each of a layer's saves less than the one before."""
-    options = {}
-    for index, savings in enumerate(curves):
-        losses = [float(sum(sorted(savings, reverse=True)[taken:])) for taken in range(len(savings) + 1)]
-        options[index] = [SizeChoice(2 * (i + 1), loss, {}) for i, loss in enumerate(losses)]
-    least = sum(layer[0].numbers for layer in options.values())
-    most = sum(layer[-1].numbers for layer in options.values())
-    budget = least + round(share * (most - least))
-    picked = spend(options, budget)
-    assert sum(option.numbers for option in picked.values()) <= budget
-    best = min(
-        sum(option.loss for option in choice)
-        for choice in product(*options.values())
-        if sum(option.numbers for option in choice) <= budget
-    )
-    assert sum(option.loss for option in picked.values()) == pytest.approx(best)
 
 
 def test_a_conversion_of_an_old_checkpoint_has_the_present_format():
