@@ -19,6 +19,7 @@ from .layers.latent import divided, latent_loss
 from .layers.merging import Group
 from .layers.moments import Statistics, compute_moments
 from .layers.normed import latent_source
+from .placement import check_placement
 from .targets import (
     Fields,
     check_kind,
@@ -77,7 +78,7 @@ def allocate(
         progress: wraps the iteration over the layers.
 
     Raises:
-        ConversionError: the budget is too small, or the kind has no sizes to choose.
+        ConversionError: the budget is too small, the kind has no sizes to choose, or the model is spread over devices.
 
     Example:
         ```python
@@ -94,6 +95,7 @@ def allocate(
         assert cache_bytes_per_token(target) <= cache_bytes_per_token(model.config) // 2
         ```
     """
+    check_placement(model)
     dtype = dtype or model.dtype
     smallest_target(model.config, attention_kind, bytes_per_token, layers=layers, dtype=dtype)  # or it is refused
     fields, chosen = layer_fields(model.config), chosen_layers(model.config, layers)
