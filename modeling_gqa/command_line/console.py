@@ -11,7 +11,7 @@ import torch
 import typer
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBars
 from safetensors import SafetensorError
 
@@ -57,7 +57,7 @@ def user_errors(target: Path | None = None) -> Iterator[None]:
             stop(str(error))
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        stop(f"there is not enough memory{kept()}; a smaller --batch-size may help: {str(error)[:200]}")
+        stop(f"there is not enough memory{kept()}; a smaller --batch-size or --device cpu may help: {str(error)[:200]}")
     except KeyboardInterrupt:
         stop(f"stopped by Ctrl-C{kept()}", 130)
     except SystemExit as error:  # raised by `main`'s handler of signals
@@ -94,8 +94,8 @@ def progress_bars() -> Iterator[ShowProgress]:
     if not err.is_terminal:
         yield progress_lines(lambda line: err.print(line, soft_wrap=True))
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = ProgressBars(*columns, console=err)
+    times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"))
+    progress = ProgressBars(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times, console=err)
 
     def show_progress(description: str) -> Progress:
         progress.start()

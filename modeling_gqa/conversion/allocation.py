@@ -20,6 +20,7 @@ from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from .layers.latent import ROTARY_FACTORS, divided
+from .placement import check_placement
 from .sequential import Setting, convert_layer, fit, new_attention
 from .targets import (
     Fields,
@@ -89,7 +90,7 @@ def allocate(
         progress: wraps the iteration over the layers.
 
     Raises:
-        ConversionError: the budget is too small, or the kind has no sizes to choose.
+        ConversionError: the budget is too small, the kind has no sizes to choose, or the model is spread over devices.
 
     Example:
         ```python
@@ -106,6 +107,7 @@ def allocate(
         assert cache_bytes_per_token(target) <= cache_bytes_per_token(model.config) // 2
         ```
     """
+    check_placement(model)
     dtype = dtype or model.dtype
     smallest_target(model.config, attention_kind, bytes_per_token, layers=layers, dtype=dtype)  # or it is refused
     fields, chosen = layer_fields(model.config), chosen_layers(model.config, layers)

@@ -17,6 +17,7 @@ from ..configuration_overrides import PER_LAYER_FIELDS
 from ..modeling_gqa import GQAForCausalLM
 from .kept import Kept
 from .layers.latent import ROTARY_FACTORS
+from .placement import check_placement
 from .search import Search
 from .sequential import Setting
 from .targets import (
@@ -132,10 +133,9 @@ def convert_model(
 
 
 def check_source(model: GQAForCausalLM, target: GQAConfig, method: str) -> None:
-    """Raise `ConversionError` for another model than this package's, weights not in memory, and unknown methods."""
+    """Raise `ConversionError` for another model than this package's, one that is spread, and unknown methods."""
     check_ours(model.config)
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise ConversionError("the model's weights are not in memory (offloaded, or on the meta device): load them all")
+    check_placement(model)
     if method not in METHODS:
         near = did_you_mean(str(method), METHODS)
         raise ConversionError(f"method={method!r} is unknown{near}: choose one of {', '.join(METHODS)}")

@@ -14,7 +14,7 @@ from safetensors.torch import load, save_file
 
 from ..common.errors import ConversionError
 from ..common.files import write_text
-from .checkpoints.files import disk_errors
+from .checkpoints.writing import disk_errors
 from .sequential import NewLayer, Setting
 
 PLAN, MEASURED = "plan.json", "measured.json"
@@ -111,7 +111,7 @@ def kept_in(folder: Path, plan: Any) -> Iterator[Path]:
     """Make and yield `folder` for a conversion that is described by `plan`, in types that JSON has.
 
     A folder that an interrupted conversion of the same plan has left is taken up again, one of another plan is emptied.
-    It is deleted when the conversion has succeeded or was refused, and when it ends before a layer is finished.
+    It is deleted when the result stands or was refused, and when the conversion ends before a layer is finished.
 
     Raises:
         ConversionError: the folder holds other files than a conversion leaves.

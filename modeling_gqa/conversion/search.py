@@ -59,19 +59,24 @@ class Search:
 
     def best_of(self, settings: Iterable[Setting]) -> Setting:
         """Try the settings that were not tried yet and return the best of all tried."""
+        tried = {setting for _, setting in self.tried}
+        for setting in self.show_progress("trying settings")([setting for setting in settings if setting not in tried]):
+            if (kl := self.layers.measured(setting)) is None:
+                self.see_source()
+                candidate, _, _ = self.converted(setting, share=True)
+                kl = compare_predictions(self.model, candidate, self.selection, source_states=self.source_states)["kl"]
+                self.layers.measure(setting, kl)
+                del candidate  # before there is another one
+            self.tried.append((kl, setting))
+        return min(self.tried, key=lambda pair: pair[0])[1]
+
+    def see_source(self) -> None:
+        """Fill `source_states`, once."""
         if not self.source_states:
             with evaluating(self.model):
                 self.source_states.update(
                     (number, predicted_states(self.model, batch)) for number, batch in enumerate(self.selection)
                 )
-        tried = {setting for _, setting in self.tried}
-        for setting in self.show_progress("trying settings")([setting for setting in settings if setting not in tried]):
-            if (kl := self.layers.measured(setting)) is None:
-                candidate, _, _ = self.converted(setting, share=True)
-                kl = compare_predictions(self.model, candidate, self.selection, source_states=self.source_states)["kl"]
-                self.layers.measure(setting, kl)
-            self.tried.append((kl, setting))
-        return min(self.tried, key=lambda pair: pair[0])[1]
 
     def run(self, start: Setting, to_mla: set[bool], regroup: bool | None) -> Setting:
         """Search greedily: one choice after another, each with the best of those before it.

@@ -113,11 +113,12 @@ def convert_layers(
     changed = changed_layers(model.config, target)
     lossy = [index for index in changed if not is_exact(model.config, target, index)]
     blank = blank_statistics(model.config, changed, model.device)
-    with streams(model, text) if text and lossy else nullcontext() as streaming:
-        for index in progress(range(len(fields)) if streaming else changed):
+    last = max((index for index in lossy if text and index not in done), default=-1)  # that needs the text
+    with streams(model, text) if text and last >= 0 else nullcontext() as streaming:
+        for index in progress(range(len(fields)) if text and lossy else changed):
             if index in changed:
                 new = known = done.get(index)
-                if streaming and index in lossy:
+                if streaming and index in lossy and index <= last:
                     new = convert_on_text(model, index, fields[index], streaming, setting, known)
                 elif known is None:
                     new = convert_layer(model, index, fields[index], blank[index], setting, index in lossy)
@@ -126,7 +127,7 @@ def convert_layers(
                 fields[index] = {**fields[index], **new.fields}
             else:
                 fields[index] = {**before[index], **rotation(fields[index])}
-            if streaming and index not in lossy and index < lossy[-1]:
+            if streaming and index not in lossy and index < last:
                 streaming.pass_on(index)
     return fields
 

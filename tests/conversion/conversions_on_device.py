@@ -6,10 +6,18 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1]))  # as pytest does
 
+import pytest
 import torch
 from attention_oracle import CALIBRATION, random_model
 
-from modeling_gqa.conversion import allocate, compare_predictions, convert_model, layer_errors, target_config
+from modeling_gqa.conversion import (
+    ConversionError,
+    allocate,
+    compare_predictions,
+    convert_model,
+    layer_errors,
+    target_config,
+)
 from modeling_gqa.conversion.text import calibration
 
 CASES: list[tuple[str, dict, dict, dict]] = [
@@ -46,8 +54,24 @@ def compare(name: str, fields: dict, changes: dict, options: dict, device: str) 
     assert on_device["exact"] == on_cpu["exact"] and on_device["setting"] == on_cpu["setting"]
 
 
+def spread(device: str) -> None:
+    """A model of which a layer is on another device is refused, and the message names both."""
+    model, whole = random_model("mha"), random_model("mha").to(device)
+    model.model.layers[1].to(device)
+    calls = (
+        lambda: convert_model(model, target_config(model.config, "mqa"), CALIBRATION),
+        lambda: allocate(model, "gqa", 900, CALIBRATION),
+        lambda: compare_predictions(whole, model, CALIBRATION),
+        lambda: layer_errors(model, whole, CALIBRATION),
+    )
+    for call in calls:
+        with pytest.raises(ConversionError, match=rf"on several devices \(cpu, {device}:0\)"):
+            call()
+
+
 def main(device: str) -> None:
     with context(device):
+        spread(device)
         for case in CASES:
             compare(*case, device)
         for kind in ("gqa", "mla"):

@@ -11,7 +11,8 @@ from small_models import make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from modeling_gqa.conversion import ConversionError, sequential
+from modeling_gqa.conversion import ConversionError, search, sequential
+from modeling_gqa.conversion.command import job
 from modeling_gqa.conversion.command.job import Job
 from modeling_gqa.conversion.kept import Kept, LayerFiles, kept_in
 from modeling_gqa.conversion.sequential import NewLayer, Setting
@@ -35,10 +36,10 @@ def source(tmp_path_factory) -> Path:
 
 def convert(source: Path, target: Path, **options) -> None:
     tokens: dict[str, Any] = {"sequence_length": 32, "calibration_tokens": 512, "evaluation_tokens": 128}
-    job = Job(
-        source=str(source / "model"), target=target, device="cpu", text=[source / "text.txt"], **tokens, **options
+    options = tokens | options
+    Job(source=str(source / "model"), target=target, device="cpu", text=[source / "text.txt"], **options).run(
+        False, lambda _: iter
     )
-    job.run(False, lambda _: iter)
 
 
 def counted(monkeypatch, stop: int = 0) -> list[int]:
@@ -89,6 +90,30 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bits(options, stop, left,
     reached = counted(monkeypatch)
     convert(source, tmp_path / "one" / "out", **options)
     assert reached == left
+    convert(source, tmp_path / "two" / "out", **options)
+    assert results(tmp_path / "one" / "out") == results(tmp_path / "two" / "out")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("step", ["compare_predictions", "layer_errors", "write_model"])
+@pytest.mark.parametrize("options", [MLA, {**GQA, "method": "auto"}], ids=["mla", "auto"])
+def test_after_the_last_layer_no_layer_is_converted_again(step, options, source, tmp_path, monkeypatch):
+    """Nor does the calibration text pass through the model again, and candidates are not measured again."""
+
+    def stop(*arguments, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, step, stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, tmp_path / "one" / "out", **options)
+    assert [path.name for path in (tmp_path / "one").iterdir()] == [".out.layers"]
+    reached = counted(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(sequential, "streams", stop)
+        patch.setattr(search, "compare_predictions", stop)
+        convert(source, tmp_path / "one" / "out", **options)
+    assert reached == []
     convert(source, tmp_path / "two" / "out", **options)
     assert results(tmp_path / "one" / "out") == results(tmp_path / "two" / "out")
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["out"]

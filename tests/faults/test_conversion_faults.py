@@ -25,7 +25,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from modeling_gqa.command_line import main as command
-from modeling_gqa.conversion import load_source
+from modeling_gqa.conversion import load_source, sequential
+from modeling_gqa.conversion.command import job
 
 FORK = multiprocessing.get_context("fork")
 # What changes files, as Python announces it before it is done.
@@ -145,7 +146,7 @@ class Place:
         assert lines == [] if code == 0 else len(lines) == 1 and lines[0].startswith("error: "), said
         # An empty lock is left where a signal comes while it is made; finished layers, where a command can go on.
         allowed = {"target", *([] if code in (0, 1) else [".target.lock"])}
-        if code != 0 and self.name == "measured":
+        if code != 0 and self.name in ("convert", "measured"):
             allowed.add(".target.layers")
         assert {path.name for path in self.results.iterdir()} <= allowed, said
         if code == 1:
@@ -226,6 +227,47 @@ def test_a_killed_conversion_goes_on_from_its_layers(sources, tmp_path):
     for name in ("model.safetensors", "config.json"):
         assert (target / name).read_bytes() == (whole / name).read_bytes()
     assert [path.name for path in target.parent.iterdir()] == ["target"]
+
+
+LATE = {
+    "measuring": lambda: killing(job, "compare_predictions"),
+    "measuring layers": lambda: killing(job, "layer_errors"),
+    "saving": lambda: killing(job, "write_model"),
+    "writing the report": lambda: killing(job, "write_report"),
+}
+
+
+def killing(module, name: str) -> None:
+    """A fault: the process is killed where it calls `module.name`."""
+    setattr(module, name, lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@pytest.mark.parametrize("fault", LATE.values(), ids=LATE)
+def test_killed_after_the_last_layer(fault, sources, tmp_path):
+    """The next command converts no layer, and all bits are those of a conversion that was not killed."""
+    options = ("--attention-kind", "mla", "--cache-size", 20, "--text", sources / "text.txt", *TOKENS)
+    whole, target = tmp_path / "whole" / "target", tmp_path / "killed" / "target"
+    assert call("convert", sources / "gqa", whole, *options) == (0, [])
+    assert call("convert", sources / "gqa", target, *options, fault=fault)[0] is None
+    assert len(list((target.parent / ".target.layers").glob("*.safetensors"))) == 3 and not target.exists()
+    fault = lambda: killing(sequential, "convert_layer")  # noqa: E731
+    assert call("convert", sources / "gqa", target, *options, fault=fault) == (0, [])
+    for name in ("model.safetensors", "config.json"):
+        assert (target / name).read_bytes() == (whole / name).read_bytes()
+    assert [path.name for path in target.parent.iterdir()] == ["target"]
+
+
+def test_killed_when_the_layers_are_no_longer_needed(sources, tmp_path):
+    """The target stands before its layers are deleted, and what is left of them does not disturb the next command."""
+    target = tmp_path / "target"
+    command = ("convert", sources / "gqa", target, "--attention-kind", "mqa", "--method", "mean")
+    fault = at_event(
+        tmp_path / ".target.layers", 0, lambda count: count == 2 and send(signal.SIGKILL)(1), {"os.remove"}
+    )
+    assert call(*command, fault=fault)[0] is None
+    assert load_source(target).config.attention_kind == "mqa" and (tmp_path / ".target.layers").exists()
+    assert call(*command, "--force") == (0, [])
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
 def test_killed_at_any_moment(draw, sources, tmp_path):

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -42,12 +42,13 @@ RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)
 
 
 @contextmanager
-def written_aside(target: str | Path, force: bool = False) -> Iterator[Path]:
+def written_aside(target: str | Path, force: bool = False, held: ExitStack | None = None) -> Iterator[Path]:
     """Yield a new folder beside `target` that takes its place at the end; on any failure all is as it was.
 
     Args:
         target: the folder to write.
         force: whether a checkpoint at `target` is replaced.
+        held: closed when the new folder has taken its place, or has failed to, and before another process may write it.
 
     Raises:
         ConversionError: `target` cannot be written or replaced (see `check_target`), at the start or at the end; or
@@ -57,7 +58,7 @@ def written_aside(target: str | Path, force: bool = False) -> Iterator[Path]:
     made = [folder for folder in target.parents if not folder.exists()]
     aside, old = (beside(target, role, os.getpid()) for role in ("new", "old"))
     try:
-        with writing(target) as left:
+        with writing(target) as left, held or nullcontext():
             if left:  # without a lock left beside them, folders of such names are the user's
                 recover(target)
             check_target(target, force)

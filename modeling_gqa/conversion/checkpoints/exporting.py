@@ -19,9 +19,10 @@ from ...configuration_gqa import GQAConfig
 from .aside import refuse_overlap, written_aside
 from .checkpoint import meta_model, open_checkpoint, own_tensors
 from .families import SHARED
-from .files import MAX_SHARD_SIZE, LazyTensor, write_checkpoint
+from .files import LazyTensor
 from .obstacles import GROUPED_FAMILIES, LATENT_FAMILIES, obstacles, scale_ratio
 from .padding import padded_latent, zero_where_missing
+from .writing import MAX_SHARD_SIZE, write_checkpoint
 
 # The way out where MLA was converted: also exact MLA repeats each frequency for each key/value head of its source.
 CHOSEN_FREQUENCIES = (

@@ -1,28 +1,22 @@
-"""Checkpoint folders: found, read tensor by tensor, and written."""
+"""Checkpoint folders: found, and read tensor by tensor; the files beside the weights, copied."""
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import snapshot_download, split_state_dict_into_shards_factory
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
 from ...common.errors import ConversionError, one_line
 from ...common.files import within, write_text
-from ...common.progress import Progress
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-MAX_SHARD_SIZE = 4 * 2**30  # bytes; what is held in memory while writing
 TEMPLATES = "additional_chat_templates"  # the only folder in a checkpoint
 LICENCES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
 # Files that are copied with the weights; a tokenizer with code of its own needs that code.
@@ -189,52 +183,6 @@ def _open_shard(path: Path) -> dict[str, LazyTensor]:
     return tensors
 
 
-def write_checkpoint(
-    folder: Path,
-    model: PreTrainedModel,
-    tensors: Mapping[str, LazyTensor],
-    source: Path,
-    progress: Progress = iter,
-    max_shard_size: int = MAX_SHARD_SIZE,
-) -> None:
-    """Write a complete repository: configuration, code, weights, tokenizer and licence.
-
-    Args:
-        folder: to write to.
-        model: whose configuration is saved, and its code where it has any; it may be on the meta device.
-        tensors: the weights by name.
-        source: folder whose tokenizer, generation configuration and licence are copied.
-        progress: wraps the iteration over the tensors' names.
-        max_shard_size: bytes of a file, and of the tensors held in memory at a time.
-    """
-    with disk_errors(folder):
-        model.save_pretrained(folder, state_dict={})
-        (folder / WEIGHTS).unlink(missing_ok=True)  # an empty one
-        copy_files(source, folder, COMPANIONS)
-        write_tensors(folder, tensors, progress, max_shard_size)
-
-
-def write_tensors(folder: Path, tensors: Mapping[str, LazyTensor], progress: Progress, max_shard_size: int) -> None:
-    """Write tensors as safetensors, in shards of at most `max_shard_size` bytes; one shard is in memory at a time."""
-    plan = split_state_dict_into_shards_factory(
-        dict(tensors),  # type: ignore[arg-type]
-        get_storage_size=lambda tensor: tensor.nbytes,  # type: ignore[attr-defined]
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
-    )
-    shard: dict[str, torch.Tensor] = {}
-    for name in progress([name for names in plan.filename_to_tensors.values() for name in names]):
-        filename = plan.tensor_to_filename[name] if plan.is_sharded else WEIGHTS
-        shard[name] = tensors[name].load().contiguous()
-        check_finite(name, shard[name])
-        if name == plan.filename_to_tensors[filename][-1]:
-            save_file(shard, folder / filename, metadata={"format": "pt"})
-            shard = {}
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
 def check_finite(name: str, tensor: torch.Tensor) -> None:
     """Raise `ConversionError` for a tensor with nan or inf: a single one makes every output of a model nan."""
     # A sum takes one pass and no memory. It can overflow, so the elements are looked at where it is not finite.
@@ -243,17 +191,6 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
     value, dtype = "nan" if tensor.isnan().any() else "inf", str(tensor.dtype).removeprefix("torch.")
     too_small = ", or its numbers are too large for this dtype" if tensor.dtype == torch.float16 else ""
     raise ConversionError(f"{name} holds {value} in {dtype}: the checkpoint is damaged{too_small}")
-
-
-@contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
-    """Raise what safetensors says of a full disk as the `OSError` that it comes from."""
-    try:
-        yield
-    except SafetensorError as error:
-        if number := re.search(r"\(os error (\d+)\)", str(error)):
-            raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
-        raise
 
 
 def copy_files(source: Path, target: Path, patterns: Iterable[str]) -> None:

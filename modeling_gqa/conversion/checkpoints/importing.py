@@ -11,8 +11,8 @@ from ...configuration_gqa import GQAConfig
 from ...modeling_gqa import GQAForCausalLM
 from .aside import refuse_overlap, written_aside
 from .checkpoint import meta_model, open_checkpoint
-from .files import MAX_SHARD_SIZE, write_checkpoint
 from .gguf import is_gguf
+from .writing import MAX_SHARD_SIZE, write_checkpoint
 
 
 def import_checkpoint(

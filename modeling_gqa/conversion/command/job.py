@@ -3,7 +3,7 @@
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -16,21 +16,22 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from ... import __version__
 from ...accounting import cache_bytes_per_token, count_parameters
 from ...common.errors import ConversionError, one_line
-from ...common.progress import Progress, ShowProgress
+from ...common.progress import ShowProgress
 from ...configuration_gqa import GQAConfig
 from ...modeling_gqa import GQAForCausalLM
-from ..allocation import allocate, numbers_per_token, smallest_target
+from ..allocation import allocate
 from ..checkpoints.aside import check_target, refuse_overlap, written_aside
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
-from ..checkpoints.files import LazyTensor, write_checkpoint
+from ..checkpoints.writing import write_model
 from ..convert import SELECTION_TOKENS, convert_model, describe
 from ..kept import kept_in, layers_folder
-from ..targets import chosen_layers, exact_latent_sizes, layer_fields, lossy_layers, target_config
+from ..targets import layer_fields
 from ..text.calibration import Batch
 from ..text.measuring import compare_predictions, layer_errors
 from ..text.packing import read_batches
-from .options import SIZES, Options
+from .options import Options
 from .report import FORMAT_VERSION, Report, write_card, write_report
+from .sizing import find_target, layers_after
 
 # "auto" compares settings on a quarter of the tokens that calibrate them.
 SELECTION_SHARE = 4
@@ -60,28 +61,19 @@ class Job(Options):
         """
         check_target(self.target.resolve(), force)
         checkpoint = self.open(download=False)
-        target, exact = self.find_target(checkpoint)
+        target, exact = find_target(self, checkpoint.config, checkpoint.dtype)
         if checkpoint.tensors:
             self.read_text(checkpoint, exact)
         config = checkpoint.config
         report = self.describe(checkpoint, target or config)
         later = target is None or (self.shares_cache and not exact)
-        pairs = zip(layer_fields(config), self.layers_after(config, target, later), strict=True)
+        pairs = zip(layer_fields(config), layers_after(self, config, target, later), strict=True)
         report["layers"] = [{"layer": i, "from": describe(old), "to": new} for i, (old, new) in enumerate(pairs)]
         if later:
             report["parameters_after"] = None
         if target is None:
             report["cache_bytes_per_token_after"] = self.budget
         return report | {"exact": exact, "method": self.method}
-
-    def layers_after(self, source: GQAConfig, target: GQAConfig | None, later: bool) -> list[str]:
-        """Return what each layer will be; `later`: sizes of those that change are chosen by what they would lose."""
-        after = [describe(layer) for layer in layer_fields(target or source)]
-        for index in chosen_layers(source, self.layers) if later else ():
-            layer = target.per_layer_config[index] if target else None
-            size = f"R + P = {layer.kv_lora_rank + layer.qk_rope_head_dim}" if layer else "chosen by loss"
-            after[index] = f"{self.attention_kind}, {size}"
-        return after
 
     def run(self, force: bool, show_progress: ShowProgress) -> Report:
         """Convert, measure and save; the target appears complete at the end, or not at all.
@@ -98,26 +90,27 @@ class Job(Options):
             OSError: a file cannot be read or written.
         """
         checkpoint = self.open(download=False)  # what can be refused early is
-        target, exact = self.find_target(checkpoint)
-        with written_aside(self.target, force) as aside:
+        target, exact = find_target(self, checkpoint.config, checkpoint.dtype)
+        held = ExitStack()
+        with written_aside(self.target, force, held) as aside:
             if not checkpoint.tensors:
                 assumed, checkpoint = checkpoint.dtype, self.open()
                 refuse_overlap(checkpoint.folder, self.target)
                 if checkpoint.dtype != assumed:  # config.json does not name it
-                    target, exact = self.find_target(checkpoint)
+                    target, exact = find_target(self, checkpoint.config, checkpoint.dtype)
             with self.timed("reading text"):
                 batches = self.read_text(checkpoint, exact)
             with self.timed("loading"):
                 model = checkpoint.load(checkpoint.dtype, self.device).eval()
             with self.timed("converting"):
-                converted, done = self.convert(model, target, checkpoint, batches, show_progress)
+                converted, done = self.convert(model, target, checkpoint, batches, held, show_progress)
             report = self.describe(checkpoint, converted.config)
             report.update(done)
             if batches:
                 with self.timed("measuring"):
                     self.measure(report, model, converted, batches, show_progress)
             with self.timed("saving"):
-                save(aside, converted, checkpoint.folder, show_progress("saving"))
+                write_model(aside, converted, checkpoint.folder, show_progress("saving"))
             report["seconds"] = self.seconds
             write_report(aside, report)
             card_report = report | {"source": self.source}  # by which a local source is told from one on the Hub
@@ -131,54 +124,6 @@ class Job(Options):
         ignored = self.ignore_field or ()
         checkpoint = open_checkpoint(self.source, download=download, ignore_fields=ignored, dtype=dtype)
         return replace(checkpoint, dtype=dtype) if dtype else checkpoint
-
-    def find_target(self, checkpoint: Checkpoint) -> tuple[GQAConfig | None, bool]:
-        """Return the result's configuration (`None`: a budget is to be shared out), and whether it is exact."""
-        config, dtype = checkpoint.config, checkpoint.dtype
-        target, exact = None, False
-        if self.budget is not None:
-            least = smallest_target(config, self.attention_kind, self.budget, layers=self.layers, dtype=dtype)
-            lossy_layers(config, least)  # raises where it cannot be had
-            present = cache_bytes_per_token(config, dtype)
-            if self.budget >= present:
-                raise ConversionError(
-                    f"a budget of {self.budget} bytes per token changes nothing: the source takes {present}"
-                )
-        else:
-            target = self.sized_target(config, dtype)
-            exact = not lossy_layers(config, target)
-        if self.attention_kind == "mla" and not exact and self.method not in ("auto", "lowrank"):
-            raise ConversionError(f"--method={self.method} merges heads, which MLA does not: choose auto or lowrank")
-        return target, exact
-
-    def sized_target(self, config: GQAConfig, dtype: torch.dtype) -> GQAConfig:
-        """Return the result's configuration by the sizes that were given."""
-        sizes = {name: getattr(self, name) for name in SIZES if name != "cache_bytes"}
-        if self.cache_bytes is None:
-            target = target_config(config, self.attention_kind, layers=self.layers, **sizes)
-            self.refuse_larger(config, self.cache_size, f"--cache-size={self.cache_size}")
-            return target
-        sizes["cache_size"] = self.cache_bytes // dtype.itemsize
-        try:
-            target = target_config(config, self.attention_kind, layers=self.layers, **sizes)
-        except ConversionError as error:
-            # The user gave bytes, so the message names them.
-            said = str(error).replace(f"cache_size={sizes['cache_size']}", f"--cache-bytes={self.cache_bytes}")
-            raise ConversionError(f"{said} (a number takes {dtype.itemsize} bytes)") from error
-        self.refuse_larger(config, sizes["cache_size"], f"--cache-bytes={self.cache_bytes}", dtype.itemsize)
-        return target
-
-    def refuse_larger(self, config: GQAConfig, size: int | None, given: str, unit: int = 1) -> None:
-        """Raise `ConversionError` for a cache that is larger than the source's and than exact MLA's."""
-        layers = {index: config.per_layer_config[index] for index in chosen_layers(config, self.layers)}
-        most = {i: max(numbers_per_token(layer), sum(exact_latent_sizes(layer))) for i, layer in layers.items()}
-        if size is not None and size > max(most.values()):
-            index = max(most, key=lambda index: most[index])
-            now = numbers_per_token(layers[index]) * unit
-            raise ConversionError(
-                f"{given} is more than layer {index} caches now, which is {now}, and saves nothing: choose at most "
-                f"{most[index] * unit}, where MLA can be exact, or less"
-            )
 
     def read_text(self, checkpoint: Checkpoint, exact: bool) -> Batches:
         """Return the parts "calibration", "selection" and "evaluation" of the text; only the last where exact."""
@@ -213,12 +158,13 @@ class Job(Options):
         target: GQAConfig | None,
         checkpoint: Checkpoint,
         batches: Batches,
+        held: ExitStack,
         show_progress: ShowProgress,
     ) -> tuple[GQAForCausalLM, Any]:
         """Return what `convert_model` returns; without a target, for the one that the budget allows.
 
-        Meanwhile `.TARGET.layers` beside the target holds the layers that are finished. After an interruption the same
-        command goes on from them.
+        Until `held` is closed, `.TARGET.layers` beside the target holds the layers that are finished. After an
+        interruption the same command goes on from them.
         """
         calibration = batches.get("calibration")
         if target is None:
@@ -232,22 +178,22 @@ class Job(Options):
                 dtype=checkpoint.dtype,
                 progress=progress,
             )
-        with kept_in(layers_folder(self.target), self.identity(checkpoint, target, batches)) as folder:
-            return convert_model(
-                model,
-                target,
-                calibration,
-                selection=batches.get("selection"),
-                method=self.method,
-                regroup=self.regroup,
-                refit=self.refit,
-                refine=self.refine,
-                share_cache=self.shares_cache,
-                share_weights=True,
-                seed=self.seed,
-                folder=folder,
-                show_progress=show_progress,
-            )
+        plan = self.identity(checkpoint, target, batches)
+        return convert_model(
+            model,
+            target,
+            calibration,
+            selection=batches.get("selection"),
+            method=self.method,
+            regroup=self.regroup,
+            refit=self.refit,
+            refine=self.refine,
+            share_cache=self.shares_cache,
+            share_weights=True,
+            seed=self.seed,
+            folder=held.enter_context(kept_in(layers_folder(self.target), plan)),
+            show_progress=show_progress,
+        )
 
     def identity(self, checkpoint: Checkpoint, target: GQAConfig, batches: Batches) -> list[Any]:
         """Return what decides the new layers: two conversions with equal ones may take each other's layers."""
@@ -318,17 +264,6 @@ class Job(Options):
         start = time.perf_counter()
         yield
         self.seconds[name] = round(time.perf_counter() - start, 3)
-
-
-def save(folder: Path, model: GQAForCausalLM, source: Path, progress: Progress) -> None:
-    """Write `model` with its code, and the tokenizer and generation configuration in the folder `source`."""
-    tied = model.all_tied_weights_keys
-    tensors = {
-        name: LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.cpu)
-        for name, tensor in model.state_dict().items()
-        if name not in tied
-    }
-    write_checkpoint(folder, model, tensors, source, progress)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

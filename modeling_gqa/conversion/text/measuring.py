@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from ...common.errors import ConversionError
 from ...common.progress import Progress
 from ...modeling_gqa import GQADecoderLayer, GQAForCausalLM, GQAModel
+from ..placement import check_placement
 from .calibration import MODEL_INPUTS, Batch, evaluating, hooks
 
 # Logits are computed for this number of tokens at a time; more no longer fit into the processor's caches, and take
@@ -43,7 +44,7 @@ def compare_predictions(
         likely in both; `tokens`, the number of tokens predicted.
 
     Raises:
-        ConversionError: there is nothing to predict, or logits are not finite.
+        ConversionError: there is nothing to predict, logits are not finite, or a model is spread over devices.
 
     Example:
         ```python
@@ -59,6 +60,7 @@ def compare_predictions(
         assert measured["kl"] > 0 and measured["tokens"] == 30
         ```
     """
+    check_placement(source, converted)
     totals = torch.zeros(4, dtype=torch.float64)
     tokens = 0
     with evaluating(source, converted):
@@ -161,6 +163,7 @@ def layer_errors(
 
     Raises:
         ValueError: the attention implementations differ.
+        ConversionError: a model is spread over devices.
 
     Example:
         ```python
@@ -176,6 +179,7 @@ def layer_errors(
         assert errors[0] == 0 < errors[1]
         ```
     """
+    check_placement(source, converted)
     if source.config._attn_implementation != converted.config._attn_implementation:
         raise ValueError("layer_errors needs one attention implementation: call set_attn_implementation on one model")
     sums = torch.zeros(len(source.model.layers), 2, dtype=torch.float64)

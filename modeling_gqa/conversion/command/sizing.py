@@ -1,0 +1,80 @@
+"""The configuration that the options of a conversion lead to, and what they ask in vain."""
+
+import torch
+
+from ...accounting import cache_bytes_per_token
+from ...common.errors import ConversionError
+from ...configuration_gqa import GQAConfig
+from ..allocation import numbers_per_token, smallest_target
+from ..convert import describe
+from ..targets import chosen_layers, exact_latent_sizes, layer_fields, lossy_layers, target_config
+from .options import SIZES, Options
+
+
+def find_target(options: Options, config: GQAConfig, dtype: torch.dtype) -> tuple[GQAConfig | None, bool]:
+    """Return the result's configuration (`None`: a budget is to be shared out), and whether it is exact.
+
+    Args:
+        options: of the conversion.
+        config: the source's.
+        dtype: of the result.
+
+    Raises:
+        ConversionError: it cannot be had from this source, or caches more than the source.
+    """
+    target, exact = None, False
+    if options.budget is not None:
+        least = smallest_target(config, options.attention_kind, options.budget, layers=options.layers, dtype=dtype)
+        lossy_layers(config, least)  # raises where it cannot be had
+        present = cache_bytes_per_token(config, dtype)
+        if options.budget >= present:
+            raise ConversionError(
+                f"a budget of {options.budget} bytes per token changes nothing: the source takes {present}"
+            )
+    else:
+        target = sized_target(options, config, dtype)
+        exact = not lossy_layers(config, target)
+    if options.attention_kind == "mla" and not exact and options.method not in ("auto", "lowrank"):
+        raise ConversionError(f"--method={options.method} merges heads, which MLA does not: choose auto or lowrank")
+    return target, exact
+
+
+def sized_target(options: Options, config: GQAConfig, dtype: torch.dtype) -> GQAConfig:
+    """Return the result's configuration by the sizes that were given."""
+    sizes = {name: getattr(options, name) for name in SIZES if name != "cache_bytes"}
+    if options.cache_bytes is None:
+        target = target_config(config, options.attention_kind, layers=options.layers, **sizes)
+        refuse_larger(options, config, options.cache_size, f"--cache-size={options.cache_size}")
+        return target
+    sizes["cache_size"] = options.cache_bytes // dtype.itemsize
+    try:
+        target = target_config(config, options.attention_kind, layers=options.layers, **sizes)
+    except ConversionError as error:
+        # The user gave bytes, so the message names them.
+        said = str(error).replace(f"cache_size={sizes['cache_size']}", f"--cache-bytes={options.cache_bytes}")
+        raise ConversionError(f"{said} (a number takes {dtype.itemsize} bytes)") from error
+    refuse_larger(options, config, sizes["cache_size"], f"--cache-bytes={options.cache_bytes}", dtype.itemsize)
+    return target
+
+
+def refuse_larger(options: Options, config: GQAConfig, size: int | None, given: str, unit: int = 1) -> None:
+    """Raise `ConversionError` for a cache that is larger than the source's and than exact MLA's."""
+    layers = {index: config.per_layer_config[index] for index in chosen_layers(config, options.layers)}
+    most = {i: max(numbers_per_token(layer), sum(exact_latent_sizes(layer))) for i, layer in layers.items()}
+    if size is not None and size > max(most.values()):
+        index = max(most, key=lambda index: most[index])
+        now = numbers_per_token(layers[index]) * unit
+        raise ConversionError(
+            f"{given} is more than layer {index} caches now, which is {now}, and saves nothing: choose at most "
+            f"{most[index] * unit}, where MLA can be exact, or less"
+        )
+
+
+def layers_after(options: Options, source: GQAConfig, target: GQAConfig | None, later: bool) -> list[str]:
+    """Return what each layer will be; `later`: sizes of those that change are chosen by what they would lose."""
+    after = [describe(layer) for layer in layer_fields(target or source)]
+    for index in chosen_layers(source, options.layers) if later else ():
+        layer = target.per_layer_config[index] if target else None
+        size = f"R + P = {layer.kv_lora_rank + layer.qk_rope_head_dim}" if layer else "chosen by loss"
+        after[index] = f"{options.attention_kind}, {size}"
+    return after
