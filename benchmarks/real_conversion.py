@@ -15,7 +15,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -97,10 +97,18 @@ class Bench:
         evaluation_tokens: to measure on, of each file.
         length: tokens of a block.
         batch_size: blocks of a batch.
+        evaluations: files of the text that is measured on, by suffix of their columns.
     """
 
     def __init__(
-        self, folder: str, text: Path, tokens: int, evaluation_tokens: int, length: int = 1024, batch_size: int = 4
+        self,
+        folder: str,
+        text: Path,
+        tokens: int,
+        evaluation_tokens: int,
+        length: int = 1024,
+        batch_size: int = 4,
+        evaluations: Mapping[str, str] = EVALUATIONS,
     ) -> None:
         self.source, tokenizer = load_source(folder).eval(), AutoTokenizer.from_pretrained(folder)
         packed: dict[str, Any] = {"tokenizer": tokenizer, "sequence_length": length, "batch_size": batch_size}
@@ -109,7 +117,7 @@ class Bench:
             return read_batches([text / f"{name}.jsonl"], tokens={part: wanted}, **packed)[part]
 
         self.calibration = read("calibration", "calibration", tokens)
-        self.evaluations = {key: read(name, "evaluation", evaluation_tokens) for key, name in EVALUATIONS.items()}
+        self.evaluations = {key: read(name, "evaluation", evaluation_tokens) for key, name in evaluations.items()}
 
     @cached_property
     def states(self) -> dict[str, dict[int, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.report
 
-draws the documentation's picture from `benchmarks/results`, and prints the documentation's tables as Markdown.
+draws the documentation's pictures from `benchmarks/results`, and prints the documentation's tables as Markdown.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from transformers import HfArgumentParser
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 RESULTS = Path("benchmarks/results")
 PICTURE = Path("docs/assets/decode_mla.png")
+HEALED, HEALING_PICTURE = RESULTS / "healing.json", Path("docs/assets/healing.png")
 # The cells of the documentation's table of decoding: dtype, batch, length.
 DECODE_CELLS = [
     ("float32", 1, 128), ("float32", 1, 4096), ("float32", 8, 2048), ("float32", 8, 8192),
@@ -206,6 +207,69 @@ def healing_table(rows: list[dict]) -> str:
     return markdown(["", "pretraining tokens", "perplexity before", "after", "gap closed", "KL after"], lines)
 
 
+def healed_tables(stored: dict) -> list[str]:
+    """The sweep, the curve and the answers of `benchmarks.healing`, as far as there are rows."""
+    found = []
+    if swept := [row for row in stored["sweep"] if row["kl"] is not None]:
+        header = ["", "learning rate", "stage 1", "trained", "KL", "perplexity"]
+        lines = [
+            [row["model"], f"{row['learning_rate']:g}", f"{row['layerwise_fraction']:.0%}" if "kl" in row and
+             "layerwise_fraction" in row else "", row["trainable"], f"{row['kl']:.3f}", f"{row['perplexity']:.2f}"]
+            for row in swept
+        ]  # fmt: skip
+        found.append(markdown(header, lines))
+    if curve := by_model(stored["curve"]):
+        points = sorted({row["tokens"] for line in curve.values() for row in line})
+        cells = {(row["model"], row["tokens"]): row for line in curve.values() for row in line}
+        header = ["perplexity (KL, top-1) after", *(f"{tokens:,} tokens" for tokens in points)]
+        found.append(markdown(header, [[model, *(point(cells.get((model, n))) for n in points)] for model in curve]))
+        told = [row for line in curve.values() for row in (line[0], line[-1])[: len(line)]]
+        found.append("\n\n".join(quoted(row) for row in told))
+    return found
+
+
+def by_model(rows: list[dict]) -> dict[str, list[dict]]:
+    """The rows of the curve by model, in the order of their tokens."""
+    models = dict.fromkeys(row["model"] for row in rows)
+    return {
+        model: sorted((row for row in rows if row["model"] == model), key=lambda row: row["tokens"]) for model in models
+    }
+
+
+def point(row: dict | None) -> str:
+    if row is None or row["kl"] is None:
+        return ""
+    return f"{row['perplexity']:.2f} ({row['kl']:.3f}, {row['top1']:.1%})"
+
+
+def quoted(row: dict) -> str:
+    """A model's answer as a block, in which nothing is Markdown."""
+    name = "the source" if row["model"] == "control" and not row["tokens"] else row["model"]
+    title = f"{name}, after {row['tokens']:,} tokens:" if row["tokens"] else f"{name}:"
+    return f"{title}\n\n~~~text\n{row.get('answer', '')}\n~~~"
+
+
+def plot_healing(rows: list[dict], path: Path) -> None:
+    """Perplexity on held-out pages against the tokens that a model is trained on."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+    axis, curve = figure.subplots(), by_model([row for row in rows if row["kl"] is not None])
+    ticks = sorted({row["tokens"] for row in rows})
+    for model, line in curve.items():
+        places = [ticks.index(row["tokens"]) for row in line]
+        label = "the source itself" if model == "control" else model
+        axis.plot(places, [row["perplexity"] for row in line], "o-", markersize=4, label=label)
+    axis.set(yscale="log", xlabel="tokens of training", ylabel="perplexity")
+    axis.set_xticks(range(len(ticks)), labels=[f"{tick:,}" for tick in ticks])
+    for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        formatter(lambda value, _: f"{value:g}")
+    axis.legend(fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    print(f"wrote {path}", flush=True)
+
+
 def tables() -> list[str]:
     """The documentation's tables, from the saved results."""
     decode, real, conversion = (
@@ -218,9 +282,12 @@ def tables() -> list[str]:
         real_table(real["rows"]),
         conversion_table(conversions),
         healing_table(healing),
+        *(healed_tables(json.loads(HEALED.read_text(encoding="utf-8"))) if HEALED.is_file() else []),
     ]
 
 
 if __name__ == "__main__":
     plot_mla(json.loads((RESULTS / "decode.json").read_text(encoding="utf-8"))["rows"], PICTURE)
+    if HEALED.is_file():
+        plot_healing(json.loads(HEALED.read_text(encoding="utf-8"))["curve"], HEALING_PICTURE)
     print("\n\n".join(tables()))

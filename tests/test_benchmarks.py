@@ -9,10 +9,22 @@ import pytest
 import tokenizers
 import torch
 from tokenizers import Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks import attention, conversion, decode, measure, models, prefill, real_conversion, report, training
+from benchmarks import (
+    attention,
+    conversion,
+    decode,
+    healing,
+    measure,
+    models,
+    prefill,
+    real_conversion,
+    report,
+    training,
+)
 from modeling_gqa import GQAConfig, GQAForCausalLM
+from training.publish import repository
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -33,7 +45,7 @@ MACHINE = {"read_gb_s": 10.0, "matmul_gflop_s": {"float32": 100.0, "bfloat16": 1
 def quick_machine(monkeypatch):
     """The machine's rates take seconds to measure."""
     described = MACHINE | {"machine": "any", "torch": torch.__version__, "load_before": 0.0}
-    for module in (attention, decode, prefill, real_conversion, training):
+    for module in (attention, decode, healing, prefill, real_conversion, training):
         monkeypatch.setattr(module, "describe_machine", lambda device, dtypes: described)
 
 
@@ -174,8 +186,8 @@ def small_llama(tmp_path) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "Llama-3.2-1B")
     generator = np.random.default_rng(0)
     (tmp_path / "text").mkdir()
-    for name in ("calibration", "test", "test-other", "test-code"):
-        rows = [" ".join(map(str, row)) for row in generator.integers(101, size=(24, 40))]
+    for name in ("calibration", "tuning", "test", "test-other", "test-code"):
+        rows = [" ".join(map(str, row)) for row in generator.integers(100, size=(24, 40))]
         content = "".join(json.dumps({"text": row}) + "\n" for row in rows)
         (tmp_path / "text" / f"{name}.jsonl").write_text(content, encoding="utf-8")
     return tmp_path
@@ -203,6 +215,82 @@ def test_real_conversion(small_llama, capsys):
     assert "9.75 to 16.14" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="name another file"):
         real_conversion.main([*common, "--length", "16"])
+
+
+@pytest.fixture
+def heal(small_llama, monkeypatch):
+    """Runs the benchmark on a small random model; the second and further arguments are more of the command line."""
+    folder = small_llama / "Llama-3.2-1B"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for message in messages %}7 8 {{ message['content'] }} 9{% endfor %}"
+    tokenizer.eos_token = "100"  # which no text holds
+    tokenizer.save_pretrained(folder)
+    monkeypatch.setattr(repository, "load_as_stranger", lambda folder, prompt: "a sample")
+    monkeypatch.setattr(healing, "ANSWER_TOKENS", 5)
+    sizes = {"calibration": 256, "evaluation": 128, "sweep": 128}
+    command = [str(folder), f"--text={small_llama / 'text'}", f"--work={small_llama / 'work'}", "--targets", "mla-1/4"]
+    command += [f"--{name}-tokens={number}" for name, number in sizes.items()] + ["--length=32", "--train-length=32"]
+    command += ["--learning-rates", "1e-3", "1e-2", "--set", "use_cpu=true", "validation_fraction=0.1"]
+
+    def run(name: str, *more: str) -> dict[str, list[dict]]:
+        return healing.main([*command, f"--json={small_llama / name}.json", *more])
+
+    return run
+
+
+def test_healing(heal, small_llama, monkeypatch):
+    """Both parts: the sweep chooses on the tuning pages, and what is done is not done again."""
+    swept = heal("found", "--sweep")["sweep"]
+    tried = [tuple(row.get(name) for name in ("model", "learning_rate", "trainable")) for row in swept]
+    best = min(swept[:6], key=lambda row: row["kl"])
+    assert tried[:2] == [("mla-1/4", 1e-3, "attention"), ("mla-1/4", 1e-2, "attention")]
+    assert [row["layerwise_fraction"] for row in swept[:4]] == [0.25, 0.25, 0.0, 0.5]
+    assert tried[4:6] == [("mla-1/4", 1e-3, "all"), ("mla-1/4", 1e-2, "all")]
+    assert tried[6:] == [("control", rate, best["trainable"]) for rate in (1e-3, 1e-2)]
+    assert not list((small_llama / "work" / "runs").iterdir())
+
+    rows = heal("found", "--curve", "--tokens", "128")
+    assert rows == {name: read(small_llama / "found.json")[name] for name in ("sweep", "curve")}
+    assert rows["sweep"] == swept
+    points = {(row["model"], row["tokens"]): row for row in rows["curve"]}
+    assert points.keys() == {(model, tokens) for model in ("control", "mla-1/4") for tokens in (0, 128)}
+    assert points["control", 0]["kl"] == pytest.approx(0, abs=1e-6) and points["mla-1/4", 0]["kl"] > 0
+    healed = points["mla-1/4", 128]
+    assert all(healed[name] == best[name] for name in ("learning_rate", "layerwise_fraction", "trainable"))
+    assert healed["tokens_per_second"] > 0 and healed["kl_code"] > 0 and healed["perplexity"] != best["perplexity"]
+    assert all(len(row["answer"].split()) <= 5 for row in rows["curve"]) and healed["answer"]
+
+    monkeypatch.setattr(healing, "uptrain", None)
+    monkeypatch.setattr(healing, "ours", None)
+    assert heal("found", "--tokens", "128") == rows
+    with pytest.raises(SystemExit, match="name another file"):
+        heal("found", "--train-batch", "3")
+
+
+def test_healing_shows_the_rows_that_there_are(heal, small_llama, monkeypatch, tmp_path):
+    assert report.healed_tables({"sweep": [], "curve": []}) == []
+    monkeypatch.setattr(healing, "uptrain", lambda arguments: pytest.fail("nothing is trained"))
+    stored = {"sweep": [], "curve": heal("untrained", "--curve", "--tokens")["curve"]}
+    table, answers = report.healed_tables(stored)
+    assert len(table.splitlines()) == 4 and "mla-1/4" in table and stored["curve"][1]["answer"] in answers
+    report.plot_healing(stored["curve"], tmp_path / "healing.png")
+    assert (tmp_path / "healing.png").stat().st_size > 1000
+
+
+def test_a_run_that_diverges_is_a_row(heal, monkeypatch):
+    """It is not chosen, and does not end the sweep."""
+    real = healing.uptrain
+
+    def diverge(arguments: list[str]) -> None:
+        if "--learning_rate=0.01" in arguments:
+            raise healing.NonFiniteLoss("non-finite loss at step 1")
+        real(arguments)
+
+    monkeypatch.setattr(healing, "uptrain", diverge)
+    rows = heal("diverges", "--sweep")["sweep"]
+    failed = [row for row in rows if row.get("failed")]
+    assert len(failed) == 3 and all(row["learning_rate"] == 1e-2 for row in failed)
+    assert all(row["learning_rate"] == 1e-3 for row in rows[2:4])
 
 
 def test_the_conversions_shown_keep_what_is_promised():

@@ -8,8 +8,8 @@ from transformers.utils import logging
 SCRIPTS = {
     "pretrain": "Train a new model from a RECIPE: tiny, base-124m, quickstart, or a YAML file. `pretrain --help` shows "
     "its options.",
-    "uptrain": "Heal a converted model from a RECIPE: uptrain-tiny, uptrain-1b, or a YAML file. `uptrain --help` shows "
-    "its options.",
+    "uptrain": "Heal a converted model from a RECIPE: uptrain-tiny, uptrain-smollm2, uptrain-1b, or a YAML file. "
+    "`uptrain --help` shows its options.",
 }
 
 

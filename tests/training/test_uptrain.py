@@ -44,7 +44,7 @@ LAYERS = {
 }
 LICENCES = ("LICENSE.txt", "USE_POLICY.md", "NOTICE")
 # Recipes and their steps for a teacher that has seen 1,638,400 tokens.
-STEPS = {"uptrain-tiny": 80, "uptrain-1b": 1500}
+STEPS = {"uptrain-tiny": 80, "uptrain-1b": 1500, "uptrain-smollm2": 1000}
 
 
 def build(kinds: list[str], seed: int, **fields):

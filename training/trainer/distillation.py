@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy, kl_div, log_softmax, pad
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
@@ -146,27 +146,89 @@ def prediction_losses(
         temperature: both logits are divided by it for the KL, which is multiplied by its square (1503.02531).
     """
     targets = pad(labels[:, 1:], (0, 1), value=-100).flatten()  # (B T,)
-    rows = max(1, LOGITS_AT_ONCE // logits.shape[-1])
-    sums = partial(token_sums, teacher_head, temperature)
-    total = torch.zeros(3, device=logits.device)
-    parts = (x.split(rows) for x in (logits.flatten(0, 1), teacher_states.flatten(0, 1), targets))
-    for part in zip(*parts, strict=True):
-        # Each part's softmaxes are computed again in the backward pass and never exist together.
-        total = total + checkpoint(sums, *part, use_reentrant=False, preserve_rng_state=False)
-    return total
-
-
-def token_sums(
-    head: nn.Module, temperature: float, logits: torch.Tensor, teacher_states: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
-    """Return the three sums of `prediction_losses` for n tokens: logits (n, V), states (n, E), targets (n,)."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    with torch.no_grad():
-        teacher_logits = head(teacher_states).to(dtype)  # (n, V)
-    logits = logits.to(dtype)  # (n, V)
-    loss, teacher_loss = (
-        cross_entropy(x, targets, ignore_index=-100, reduction="sum") for x in (logits, teacher_logits)
+    # On a CPU, parts that stay in its caches take half the time.
+    rows = max(1, LOGITS_AT_ONCE // (4 if logits.device.type == "cpu" else 1) // logits.shape[-1])
+    return PredictionSums.apply(
+        logits.flatten(0, 1), teacher_states.flatten(0, 1), targets, teacher_head, temperature, rows
     )
-    student, teacher = (log_softmax(x / temperature, dim=-1) for x in (logits, teacher_logits))
-    kl = kl_div(student, teacher, log_target=True, reduction="none").sum(-1)[targets != -100].sum()
-    return torch.stack([loss, kl * temperature**2, teacher_loss])
+
+
+class PredictionSums(torch.autograd.Function):
+    """The three sums of `prediction_losses`, and the gradient of the first two by the logits.
+
+    With s and t the logits of student and teacher, and y the next token, the sums are of log sum exp s - s_y, of
+    KL(p || q) for p = softmax(t / temperature) and q = softmax(s / temperature), and of log sum exp t - t_y. The
+    gradient by s of the first is softmax(s) - onehot(y), that of the second, times temperature^2, is
+    temperature * (q - p). The softmaxes of a part of the tokens are computed in the forward pass and again in the
+    backward pass, from their normalizers, and never exist together.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        states: torch.Tensor,
+        targets: torch.Tensor,
+        head: nn.Module,
+        temperature: float,
+        rows: int,
+    ) -> torch.Tensor:
+        """Return the sums of n tokens: logits (n, V), states (n, E) of the teacher, targets (n,), `rows` at a time."""
+        ctx.save_for_backward(logits, states, targets)
+        kind = logits.device.type
+        autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind)}
+        ctx.autocast = autocast | {"enabled": torch.is_autocast_enabled(kind)}
+        ctx.head, ctx.temperature, ctx.rows = head, temperature, rows
+        ctx.normalizers = []
+        total = torch.zeros(3, device=logits.device)
+        for student, teacher, target in parts((logits, states, targets), head, rows):
+            predicted = target >= 0
+            chosen = target.clamp(min=0)[:, None]
+            losses = [x.logsumexp(-1) - x.gather(1, chosen)[:, 0] for x in (student, teacher)]
+            if temperature != 1:
+                student, teacher = student / temperature, teacher / temperature
+            ours, theirs = (x.logsumexp(-1, keepdim=True) for x in (student, teacher))
+            weights = torch.sub(teacher, theirs).exp_()
+            # The logits' difference first: its weighted sum is small where the models agree.
+            kl = weights.mul_(teacher.sub_(student)).sum(-1) + (ours - theirs)[:, 0]
+            sums = (losses[0], kl * temperature**2, losses[1])
+            total = total + torch.stack([x[predicted].sum() for x in sums])
+            ctx.normalizers.append((ours, theirs))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        """Return the gradient by the logits; `gradient` (3,) is that by the sums."""
+        of_loss, of_kl, _ = gradient.tolist()
+        of_kl *= ctx.temperature
+        result = torch.empty_like(ctx.saved_tensors[0])
+        with torch.autocast(**ctx.autocast), torch.no_grad():
+            read = parts(ctx.saved_tensors, ctx.head, ctx.rows)
+            found = zip(result.split(ctx.rows), read, ctx.normalizers, strict=True)
+            for place, (student, teacher, target), (ours, theirs) in found:
+                chosen = target.clamp(min=0)[:, None]
+                if ctx.temperature == 1:
+                    change = torch.sub(student, ours).exp_().mul_(of_loss + of_kl)
+                else:
+                    change = student.softmax(-1).mul_(of_loss)
+                    change.add_(torch.sub(student / ctx.temperature, ours).exp_(), alpha=of_kl)
+                change.sub_((teacher / ctx.temperature).sub_(theirs).exp_(), alpha=of_kl)
+                change.scatter_add_(1, chosen, torch.full_like(ours, -of_loss))
+                place.copy_(change.mul_((target >= 0)[:, None]))
+        return result, None, None, None, None, None
+
+
+def parts(
+    tensors: tuple[torch.Tensor, ...], head: nn.Module, rows: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield both models' logits (n, V), in at least float32, and the targets (n,) of `rows` tokens at a time.
+
+    Args:
+        tensors: the student's logits, the teacher's states, and the targets, of all tokens.
+        head: makes the teacher's logits of its states.
+        rows: number of tokens n.
+    """
+    for logits, states, targets in zip(*(x.split(rows) for x in tensors), strict=True):
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        yield logits.to(dtype), head(states).to(dtype), targets
