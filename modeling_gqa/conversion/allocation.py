@@ -33,7 +33,7 @@ from .targets import (
     layer_head_dim,
     rotary_planes,
 )
-from .text.calibration import Batch
+from .text.calibration import Batch, first_batches
 from .text.measuring import compare_states, predicted_positions, predicted_states
 from .text.streams import Streams, streams
 
@@ -195,16 +195,6 @@ def measured_choices(
                 )
                 choices[index] = [*smaller, present]
     return choices
-
-
-def first_batches(batches: Sequence[Batch], tokens: int) -> list[Batch]:
-    """Return the batches from the first to the one with which `tokens` tokens are reached."""
-    found, room = [], tokens
-    for batch in batches:
-        if room > 0:
-            found.append(batch)
-            room -= batch["input_ids"].numel()
-    return found
 
 
 def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.Tensor]) -> list[SizeChoice]:

@@ -12,8 +12,11 @@ from .kept import Kept
 from .layers.latent import ALPHAS, ROTARY_FACTORS
 from .sequential import Setting, assemble, convert_layers
 from .targets import Fields, configuration
-from .text.calibration import Batch, evaluating
+from .text.calibration import Batch, evaluating, first_batches
 from .text.measuring import compare_predictions, predicted_states
+
+# Tokens that a setting is tried on where trials are made without gradient steps.
+TRIAL_TOKENS = 16384
 
 
 @dataclass
@@ -40,30 +43,34 @@ class Search:
     show_progress: ShowProgress = no_progress
     tried: list[tuple[float, Setting]] = field(default_factory=list)
 
-    def converted(self, setting: Setting, share: bool) -> tuple[GQAForCausalLM, list[Fields], dict[int, float | None]]:
+    def converted(
+        self, setting: Setting, share: bool, trial: bool = False
+    ) -> tuple[GQAForCausalLM, list[Fields], dict[int, float | None]]:
         """Convert the model by `setting`.
 
         Args:
             setting: the setting.
             share: whether the result's other tensors are the source's own, instead of copies.
+            trial: whether `TRIAL_TOKENS` tokens of the text are enough.
 
         Returns:
             The converted model, the fields of all its layers, and the loss of each layer that changed.
         """
         progress, done = self.show_progress("converting layers"), self.layers.of(setting)
-        fields = convert_layers(self.model, self.target, self.calibration, setting, done, progress)
+        text = first_batches(self.calibration, TRIAL_TOKENS) if trial and self.calibration else self.calibration
+        fields = convert_layers(self.model, self.target, text, setting, done, progress)
         layers = dict(done)
         states = {index: layer.state for index, layer in layers.items()}
         losses = {index: layer.loss for index, layer in layers.items()}
         return assemble(self.model, configuration(self.target, fields), states, share), fields, losses
 
-    def best_of(self, settings: Iterable[Setting]) -> Setting:
-        """Try the settings that were not tried yet and return the best of all tried."""
+    def best_of(self, settings: Iterable[Setting], trial: bool) -> Setting:
+        """Try the settings that were not tried yet and return the best of all tried; `trial` as for `converted`."""
         tried = {setting for _, setting in self.tried}
         for setting in self.show_progress("trying settings")([setting for setting in settings if setting not in tried]):
             if (kl := self.layers.measured(setting)) is None:
                 self.see_source()
-                candidate, _, _ = self.converted(setting, share=True)
+                candidate, _, _ = self.converted(setting, share=True, trial=trial)
                 kl = compare_predictions(self.model, candidate, self.selection, source_states=self.source_states)["kl"]
                 self.layers.measure(setting, kl)
                 del candidate  # before there is another one
@@ -81,18 +88,21 @@ class Search:
     def run(self, start: Setting, to_mla: set[bool], regroup: bool | None) -> Setting:
         """Search greedily: one choice after another, each with the best of those before it.
 
+        Settings are tried without gradient steps, which take most of the time, and then on less text.
+
         Args:
             start: the setting to begin with.
             to_mla: whether the layers that change with loss become MLA; both values for a mixed model.
             regroup: of the settings; `None` to try both.
         """
-        best = start
+        first = best = replace(start, refine=0)
+        trial = first != start
         if False in to_mla:
             groupings = [True, False] if regroup is None else [regroup]
-            settings = [replace(start, weighted=weighted, regroup=r) for weighted in (True, False) for r in groupings]
-            best = self.best_of([*settings, replace(start, method="procrustes", regroup=groupings[0])])
+            settings = [replace(first, weighted=weighted, regroup=r) for weighted in (True, False) for r in groupings]
+            best = self.best_of([*settings, replace(first, method="procrustes", regroup=groupings[0])], trial)
         if True in to_mla:
             if start.rotary_factor:
-                best = self.best_of(replace(best, rotary_factor=factor) for factor in ROTARY_FACTORS)
-            best = self.best_of(replace(best, alpha=alpha) for alpha in ALPHAS)
-        return best
+                best = self.best_of((replace(best, rotary_factor=factor) for factor in ROTARY_FACTORS), trial)
+            best = self.best_of((replace(best, alpha=alpha) for alpha in ALPHAS), trial)
+        return replace(best, refine=start.refine)

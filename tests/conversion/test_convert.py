@@ -115,7 +115,8 @@ def test_the_report_of_an_automatic_search():
     model = random_model("mha")
     for kind, number in (("mqa", 3), ("gqa", 5)):  # weighted or not, grouped or not; procrustes
         sizes = {"num_key_value_heads": 2} if kind == "gqa" else {}  # MQA has one group, however it is made
-        other, report = convert_model(model, target(model, kind, layers=[0], **sizes), CALIBRATION, method="auto")
+        wanted = target(model, kind, layers=[0], **sizes)
+        other, report = convert_model(model, wanted, CALIBRATION, method="auto", refine=0)
         names = [candidate["name"] for candidate in report["candidates"]]
         assert len(names) == len(set(names)) == number
     kls = [candidate["kl"] for candidate in report["candidates"]]
@@ -130,6 +131,19 @@ def test_the_report_of_an_automatic_search():
         "loss": 0,
     }
     json.dumps(report, allow_nan=False)
+
+
+def test_settings_are_tried_without_gradient_steps():
+    """The result has the best candidate's setting, and the gradient steps that were asked for."""
+    model = random_model("mha")
+    settings = []
+    for refine in (None, 0, 2):
+        _, report = convert_model(model, target(model, "mqa"), CALIBRATION, method="auto", refine=refine)
+        best = min(report["candidates"], key=lambda candidate: candidate["kl"])["name"]
+        settings.append(report["setting"])
+        assert all(candidate["name"].endswith("refine=0") for candidate in report["candidates"])
+        assert " ".join(f"{k}={v}" for k, v in (settings[-1] | {"refine": 0}).items() if k != "seed") == best
+    assert [setting["refine"] for setting in settings] == [1, 0, 2]
 
 
 def test_the_search_for_mla_tries_weights():
@@ -156,7 +170,7 @@ def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():
     """For a target of GQA and MLA both searches run, and the result has the least KL of all candidates."""
     model = random_model("mha")
     both = target(random_model("gqa"), "mla", **MLA, layers=[0])
-    other, report = convert_model(model, both, CALIBRATION, method="auto")
+    other, report = convert_model(model, both, CALIBRATION, method="auto", refine=0)
     kls = [candidate["kl"] for candidate in report["candidates"]]
     assert len(kls) == 5 + 1  # the best of the first is not tried again
     assert compare_predictions(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)

@@ -3,7 +3,7 @@
 Shapes: B rows, T tokens, E hidden size, H query heads, S lags.
 """
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from io import BytesIO
@@ -23,6 +23,16 @@ Batch = dict[str, torch.Tensor]
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 # Attention by lag is taken from one row of a batch, from at most this number of tokens.
 LAGS_SEEN = 512
+
+
+def first_batches(batches: Sequence[Batch], tokens: int) -> list[Batch]:
+    """Return the batches from the first to the one with which `tokens` tokens are reached."""
+    found, room = [], tokens
+    for batch in batches:
+        if room > 0:
+            found.append(batch)
+            room -= batch["input_ids"].numel()
+    return found
 
 
 # -- context managers for models
