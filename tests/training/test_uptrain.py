@@ -209,6 +209,16 @@ def test_prediction_losses(packed, temperature, monkeypatch):
     torch.testing.assert_close(gradients[0], temperature * (q - p) * predicted[..., None], atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_gradients_of_all_three_sums_are_those_of_differences(temperature, monkeypatch):
+    """In float64, in parts of one token on a CPU: the teacher's loss has no gradient by the student's logits."""
+    monkeypatch.setattr(distillation, "LOGITS_AT_ONCE", 4 * 7)
+    head, labels = torch.nn.Linear(3, 7, dtype=torch.float64), torch.tensor([[1, 6, -100, 2], [-100, 0, 3, 3]])
+    states = torch.randn(2, 4, 3, dtype=torch.float64)
+    logits = torch.randn(2, 4, 7, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: prediction_losses(x, states, head, labels, temperature), logits)
+
+
 def test_stages_of_the_trainer(pair, packed, tmp_path):
     """Which loss is trained on at which step, scaled for accumulation."""
     teacher, student = (AutoModelForCausalLM.from_pretrained(path).eval() for path in pair)
