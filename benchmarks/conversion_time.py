@@ -40,8 +40,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--batches", type=int, default=8, help="batches of calibration text; a quarter selects")
+    parser.add_argument("--batches", type=int, default=16, help="batches of calibration text; a quarter selects")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens in a batch, one row")
+    parser.add_argument("--targets", nargs="+", default=[*TARGETS], choices=[*TARGETS])
     parser.add_argument("--methods", nargs="+", default=["lowrank", "auto"])
     parser.add_argument("--output", default="benchmarks/results")
     arguments = parser.parse_args()
@@ -54,10 +55,11 @@ def main() -> None:
     text = [{"input_ids": ids} for ids in torch.randint(SHAPE["vocab_size"], shape)]
     print(f"{model.num_parameters() / 1e9:.2f}B parameters, {arguments.dtype}")
     rows = []
-    for target, changes in TARGETS.items():
+    for target in arguments.targets:
         for method in arguments.methods:
             held, begin = reset_peak(arguments.device), time.perf_counter()
-            convert_model(model, target_config(model.config, **changes), text, method=method, share_cache=True)
+            shared: dict[str, Any] = {"share_cache": True, "share_weights": True}  # as the command does
+            convert_model(model, target_config(model.config, **TARGETS[target]), text, method=method, **shared)
             row = {"target": target, "method": method, "calibration_tokens": arguments.batches * arguments.tokens}
             row |= {"minutes": (time.perf_counter() - begin) / 60}
             rows.append(row | {"gib_beside_the_source": (peak_bytes(arguments.device) - held) / 2**30})

@@ -62,7 +62,7 @@ class Healing:
         self.source = Path(options.model or real_model())
         self.text = options.text or real_text()
         self.path = options.json or RESULTS / f"{options.name}.json"
-        names = ("recipe", "calibration_tokens", "evaluation_tokens", "length", "train_length", "train_batch")
+        names = ("recipe", "calibration_tokens", "evaluation_tokens", "length", "train_length", "train_batch", "set")
         self.settings = {"model": self.source.name, **{name: getattr(options, name) for name in names}}
         self.rows: dict[str, list[dict]] = {"sweep": [], "curve": []}
         if self.path.is_file():
@@ -122,8 +122,6 @@ class Healing:
                 shutil.rmtree(checkpoint)
         return output / "final", json.loads((output / "results.json").read_text(encoding="utf-8"))
 
-    # -- rows
-
     def add(self, part: str, key: dict[str, Any], measure: Callable[[], dict]) -> dict:
         """Return the row of `part` that has `key`; one that is missing is measured and written."""
         for row in self.rows[part]:
@@ -132,9 +130,9 @@ class Healing:
         row = measure() | key
         shown = {name: form for name, form in (SWEEP | CURVE).items() if row.get(name) is not None}
         print("  ".join(f"{name} {format(row[name], form)}" for name, form in shown.items()), flush=True)
-        point = (row["model"], row["tokens"])
-        # The curve has one row for a point; another setting replaces it.
-        self.rows[part] = [x for x in self.rows[part] if part == "sweep" or (x["model"], x["tokens"]) != point] + [row]
+        if part == "curve":  # which has one row for a model and its tokens; another setting replaces it
+            self.rows[part] = [x for x in self.rows[part] if any(x[name] != row[name] for name in ("model", "tokens"))]
+        self.rows[part].append(row)
         write(self.path, self.command, self.machine, settings=self.settings, **self.rows)
         return row
 
@@ -146,8 +144,8 @@ class Healing:
                 folder, results = self.heal(student, tokens, setting)
             except NonFiniteLoss:
                 return {"kl": None, "perplexity": None, "failed": "the loss is not finite"}
-            seconds = results["training_seconds"]
-            row = {"seconds": seconds, "tokens_per_second": results["tokens_seen"] / seconds}
+            row = {"seconds": results["training_seconds"]}
+            row["tokens_per_second"] = results["tokens_seen"] / row["seconds"]
             healed = load_source(folder).eval()
             if part == "curve":
                 return row | self.test.measure(healed) | {"answer": self.answer(healed)}
@@ -169,7 +167,8 @@ class Healing:
 
     def sweep(self) -> dict[str, dict[str, Any]]:
         """Return the best settings: of students under "", and of the control."""
-        target, tokens, tried = self.options.targets[-1], self.options.sweep_tokens, []
+        target, tokens = self.options.targets[-1], self.options.sweep_tokens
+        tried: list[tuple[float, dict[str, Any]]] = []
 
         def best(model: str, settings: Iterator[dict[str, Any]], measure: str) -> dict[str, Any]:
             folder = self.source if model == CONTROL else self.student(target)

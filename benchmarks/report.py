@@ -213,10 +213,16 @@ def healed_tables(stored: dict) -> list[str]:
     if swept := [row for row in stored["sweep"] if row["kl"] is not None]:
         header = ["", "learning rate", "stage 1", "trained", "KL", "perplexity"]
         lines = [
-            [row["model"], f"{row['learning_rate']:g}", f"{row['layerwise_fraction']:.0%}" if "kl" in row and
-             "layerwise_fraction" in row else "", row["trainable"], f"{row['kl']:.3f}", f"{row['perplexity']:.2f}"]
+            [
+                row["model"],
+                f"{row['learning_rate']:g}",
+                f"{row['layerwise_fraction']:.0%}" if "layerwise_fraction" in row else "",  # the control has no stages
+                row["trainable"],
+                f"{row['kl']:.3f}",
+                f"{row['perplexity']:.2f}",
+            ]
             for row in swept
-        ]  # fmt: skip
+        ]
         found.append(markdown(header, lines))
     if curve := by_model(stored["curve"]):
         points = sorted({row["tokens"] for line in curve.values() for row in line})

@@ -260,6 +260,10 @@ def test_healing(heal, small_llama, monkeypatch):
     assert healed["tokens_per_second"] > 0 and healed["kl_code"] > 0 and healed["perplexity"] != best["perplexity"]
     assert all(len(row["answer"].split()) <= 5 for row in rows["curve"]) and healed["answer"]
 
+    swept_table, curve_table, answers = report.healed_tables(rows)
+    assert len(swept_table.splitlines()) == 2 + len(swept) and f"{best['kl']:.3f}" in swept_table
+    assert f"{healed['perplexity']:.2f} ({healed['kl']:.3f}, " in curve_table and healed["answer"] in answers
+
     monkeypatch.setattr(healing, "uptrain", None)
     monkeypatch.setattr(healing, "ours", None)
     assert heal("found", "--tokens", "128") == rows

@@ -163,7 +163,7 @@ class Options:
             show_default=True,
         ),
     ] = 32768
-    evaluation_tokens: Annotated[int, _text(min=1, help="Tokens to measure on.", show_default=True)] = 65536
+    evaluation_tokens: Annotated[int, _text(min=1, help="Tokens to measure on.", show_default=True)] = 16384
     sequence_length: Annotated[
         int | None, _text(min=2, help="Tokens of a block. Default: 2048, or max_position_embeddings if that is less.")
     ] = None
