@@ -28,7 +28,7 @@ from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.accounting import cache_bytes_per_token
 from modeling_gqa.common.errors import ConversionError
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, load_source, target_config
-from modeling_gqa.conversion.sequential import refit_outputs
+from modeling_gqa.conversion.fitting import refit_outputs
 from modeling_gqa.conversion.text.calibration import Batch, evaluating
 from modeling_gqa.conversion.text.measuring import predicted_states
 from modeling_gqa.conversion.text.packing import read_batches

@@ -19,9 +19,10 @@ from ..common.errors import ConversionError
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
+from .fitting import fit
 from .layers.latent import ROTARY_FACTORS, divided
 from .placement import check_placement
-from .sequential import Setting, convert_layer, fit, new_attention
+from .sequential import Setting, convert_layer, new_attention
 from .targets import (
     Fields,
     check_kind,

@@ -21,8 +21,9 @@ from modeling_gqa.conversion.allocation import (
     spend,
     spread,
 )
+from modeling_gqa.conversion.fitting import fit
 from modeling_gqa.conversion.layers.latent import ROTARY_FACTORS
-from modeling_gqa.conversion.sequential import assemble, convert_layer, fit, new_attention
+from modeling_gqa.conversion.sequential import assemble, convert_layer, new_attention
 from modeling_gqa.conversion.targets import configuration, layer_fields
 from modeling_gqa.conversion.text.measuring import predicted_states
 from modeling_gqa.conversion.text.streams import streams

@@ -11,8 +11,8 @@ from small_models import make_batch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from modeling_gqa.conversion import ConversionError, compare_predictions, convert_model, target_config
+from modeling_gqa.conversion.fitting import refit_outputs
 from modeling_gqa.conversion.layers.refit import Regression
-from modeling_gqa.conversion.sequential import refit_outputs
 from modeling_gqa.conversion.text import calibration
 
 MLA: dict[str, Any] = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}

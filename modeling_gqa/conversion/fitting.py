@@ -1,0 +1,97 @@
+"""What a converted layer is trained and fitted on: the text's states in the conversion, and those of the source.
+
+Shapes: B rows, T tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..attention import Attention
+from ..common.progress import Progress
+from ..modeling_gqa import GQAForCausalLM
+from .layers.refine import Example
+from .layers.refit import Regression
+from .targets import changed_layers
+from .text.calibration import Batch, evaluating
+from .text.streams import Passage, Streams, streams
+
+STEP_TOKENS = 1024  # of a gradient step
+LEAST_POWER = 0.01  # of a token's states that an error is compared with, as a share of the median
+
+
+def fit(text: Streams, index: int, attention: Attention, keep: bool = True) -> float:
+    """Fit the output projection of `attention`, the new one of layer `index`, to bring the stream back.
+
+    Residual r and inputs are those of the converted stream: r = (source after attention) - (converted before it) - out.
+    `keep`: as for `Streams.attend`. Returns the error that is left, as `Regression.solve`.
+    """
+    regression = Regression(attention.o_proj)
+    for passage, heads in text.attend(index, attention, keep):
+        hidden, after = passage.states
+        residual = after - hidden - attention.o_proj(heads)
+        regression.add(heads[passage.kept], residual[passage.kept], token_weights(passage)[passage.kept])
+    return regression.solve()
+
+
+def examples(text: Streams, index: int) -> Iterator[Example]:
+    """Yield what `refine` trains layer `index` on, some rows of a batch at a time."""
+    norm = text.model.model.layers[index].input_layernorm
+    for passage in text.passages():
+        hidden, after = passage.states
+        weight, mask = token_weights(passage), passage.arguments[index]["attention_mask"]
+        whole = not (mask is None or isinstance(mask, torch.Tensor))  # masks of flex attention are not cut
+        for own in [slice(None)] if whole else pieces(passage.kept):
+            arguments = {name: row_of(x, own, len(hidden)) for name, x in passage.arguments[index].items()}
+            yield norm(hidden[own]), arguments, (after - hidden)[own], weight[own]
+
+
+def pieces(tokens: torch.Tensor) -> list[slice]:
+    """Divide the rows of a batch (B, T) into pieces of about `STEP_TOKENS` tokens."""
+    rows, length = tokens.shape
+    number = max(round(STEP_TOKENS / length), 1)
+    return [slice(start, start + number) for start in range(0, rows, number)]
+
+
+def row_of(value: Any, row: slice, rows: int) -> Any:
+    """Return what belongs to one of `rows` rows in tensors, alone or in tuples, that may hold one row for all."""
+    if isinstance(value, tuple):
+        return tuple(row_of(x, row, rows) for x in value)
+    return value[row] if isinstance(value, torch.Tensor) and len(value) == rows else value
+
+
+def token_weights(passage: Passage) -> torch.Tensor:
+    """Return what each token's squared error counts, (B, T), relative to its stream's power.
+
+    Layers read the stream through an RMSNorm, so that relative errors matter.
+    """
+    power = passage.states[1].float().square().mean(-1)  # (B, T)
+    # The states of a token whose embedding is zeros, as padding's is, must not count infinitely.
+    least = LEAST_POWER * power[passage.kept].median() if passage.kept.any() else power.new_ones(())
+    return passage.weight / power.clamp(min=max(least.item(), torch.finfo(torch.float32).tiny))
+
+
+@torch.no_grad()
+def refit_outputs(
+    source: GQAForCausalLM, converted: GQAForCausalLM, batches: Sequence[Batch], progress: Progress = iter
+) -> None:
+    """Fit the output projections of a converted model, in place, as `convert_model` fits them.
+
+    Whoever has another way to convert layers can add the fit to it.
+
+    Args:
+        source: the model that was converted.
+        converted: its conversion, in which only attention has changed.
+        batches: model inputs.
+        progress: wraps the iteration over the layers.
+    """
+    changed = changed_layers(source.config, converted.config)
+    with streams(source, batches) as text, evaluating(converted):
+        for index in progress(range(len(source.model.layers))):
+            if index in changed:
+                text.see(index)
+                fit(text, index, converted.model.layers[index].self_attn)
+                text.finish(index, converted.model.layers[index].self_attn)
+            else:
+                text.pass_on(index)
