@@ -414,7 +414,8 @@ def test_dry_run_announces_and_touches_nothing(options, checkpoints, corpus, tmp
         patch.setattr(Checkpoint, "load", lambda *_: pytest.fail("a dry run reads no weights"))
         planned = run(*arguments, "--dry-run", "--text", corpus, *TEXT_OPTIONS)
     assert "Nothing was written" in planned and not list(tmp_path.iterdir())
-    run(*arguments)
+    assert "by accounting, of which the source takes" in " ".join(planned.split())
+    assert "Memory on cpu: about 0.5 GiB by accounting" in run(*arguments)
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert f"{report['cache_bytes_per_token_before']:,}" in planned
     assert f"{report['cache_bytes_per_token_after']:,}" in planned
@@ -603,6 +604,7 @@ WRONG = {
     "huge seed": (None, "mha", (*MQA, "--seed", 2**70), f"--seed={2**70} must be from 0 to 2**63 - 1"),
     "negative seed": (None, "mha", (*MQA, "--seed", -1), "--seed=-1 must be from 0"),
     "no memory": (None, "mha", (*MQA, "--device", "meta"), "--device=meta cannot be used"),
+    "two devices": (None, "mha", (*MQA, "--device", "cuda:0,cuda:1"), "cannot be used: give one device, such as cpu"),
     "large for float16": (
         large_weight,
         "mha",

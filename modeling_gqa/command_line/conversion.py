@@ -66,10 +66,11 @@ def convert(
             plan = job.plan(force)
             show(plan)
             how = f"by {plan['method']}" + (", calibrated on the text" if job.text else "")
+            out.print(job.describe_memory(), soft_wrap=True)
             out.print(f"Dry run: would convert {'exactly' if plan['exact'] else how}. Nothing was written.")
             return
         with progress_bars() as show_progress:
-            report = job.run(force, show_progress)
+            report = job.run(force, show_progress, lambda line: out.print(line, soft_wrap=True))
         show(report)
         out.print(describe_cost(report))
         if said := warning(report):

@@ -30,6 +30,7 @@ from .targets import (
     configuration,
     grouped_fields,
     latent_fields,
+    latent_input,
     layer_fields,
     layer_head_dim,
     rotary_planes,
@@ -163,9 +164,8 @@ def layer_sizes(config: GQAConfig, index: int, kind: str, factor: float = ROTARY
     layer = config.per_layer_config[index]
     heads, size, sizes = layer.num_key_value_heads, layer_head_dim(layer), {}
     if kind == "mla":
-        largest = 2 * heads * size if layer.qk_norm else config.hidden_size
         for numbers in sorted({max(4, round(share * 2 * heads * size)) for share in SHARES}):
-            rank, rope = divided(numbers, rotary_planes(layer), heads, size, largest, factor)
+            rank, rope = divided(numbers, rotary_planes(layer), heads, size, latent_input(layer), factor)
             sizes[numbers] = latent_fields(config, index, rank, rope, None)
     else:
         for number in (number for number in range(1, heads) if heads % number == 0):

@@ -335,6 +335,11 @@ def exact_latent_sizes(layer: GQAConfig) -> tuple[int, int]:
     return min(2 * (size - planes) * key_heads, layer.hidden_size), 2 * planes * key_heads
 
 
+def latent_input(layer: GQAConfig) -> int:
+    """Return the size of what the layer's latent is made of as MLA: its input, or keys and values behind norms."""
+    return 2 * layer.num_key_value_heads * layer_head_dim(layer) if layer.qk_norm else layer.hidden_size
+
+
 def check_kind(layer: GQAConfig, index: int) -> None:
     """Raise `ConversionError` for a layer of a kind that is not in `KNOWN_KINDS`."""
     if layer.attention_kind not in KNOWN_KINDS:

@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -29,9 +29,10 @@ from ..targets import layer_fields
 from ..text.calibration import Batch
 from ..text.measuring import compare_predictions, layer_errors
 from ..text.packing import read_batches
+from .memory import Memory, count_memory
 from .options import Options
 from .report import FORMAT_VERSION, Report, write_card, write_report
-from .sizing import find_target, layers_after
+from .sizing import expected_target, find_target, layers_after
 
 # "auto" compares settings on a quarter of the tokens that calibrate them.
 SELECTION_SHARE = 4
@@ -46,9 +47,11 @@ class Job(Options):
 
     Attributes:
         seconds: wall time of each step that was done.
+        memory: what the conversion takes, once `plan` or `run` has counted it.
     """
 
     seconds: dict[str, float] = field(default_factory=dict, init=False)
+    memory: Memory | None = field(default=None, init=False)
 
     def plan(self, force: bool) -> Report:
         """Return the report as far as it is known before anything is converted.
@@ -65,6 +68,7 @@ class Job(Options):
         if checkpoint.tensors:
             self.read_text(checkpoint, exact)
         config = checkpoint.config
+        self.memory = self.count_memory(checkpoint, target)
         report = self.describe(checkpoint, target or config)
         later = target is None or (self.shares_cache and not exact)
         pairs = zip(layer_fields(config), layers_after(self, config, target, later), strict=True)
@@ -75,12 +79,13 @@ class Job(Options):
             report["cache_bytes_per_token_after"] = self.budget
         return report | {"exact": exact, "method": self.method}
 
-    def run(self, force: bool, show_progress: ShowProgress) -> Report:
+    def run(self, force: bool, show_progress: ShowProgress, say: Callable[[str], None] = lambda line: None) -> Report:
         """Convert, measure and save; the target appears complete at the end, or not at all.
 
         Args:
             force: whether a checkpoint at the target is replaced.
             show_progress: returns, for a description, what wraps an iterable to show progress.
+            say: is given a line about what follows, before it takes long.
 
         Returns:
             The report that is saved as `conversion.json`.
@@ -100,6 +105,8 @@ class Job(Options):
                     target, exact = find_target(self, checkpoint.config, checkpoint.dtype)
             with self.timed("reading text"):
                 batches = self.read_text(checkpoint, exact)
+            self.memory = self.count_memory(checkpoint, target)
+            say(self.describe_memory())
             with self.timed("loading"):
                 model = checkpoint.load(checkpoint.dtype, self.device).eval()
             with self.timed("converting"):
@@ -125,12 +132,25 @@ class Job(Options):
         checkpoint = open_checkpoint(self.source, download=download, ignore_fields=ignored, dtype=dtype)
         return replace(checkpoint, dtype=dtype) if dtype else checkpoint
 
+    def count_memory(self, checkpoint: Checkpoint, target: GQAConfig | None) -> Memory:
+        """Return what the conversion takes, by accounting; `target` is as `find_target` returns it."""
+        config, dtype = checkpoint.config, checkpoint.dtype
+        after = expected_target(self, config, target, dtype)
+        return count_memory(config, after, dtype, self.batch_size if self.text else 0, self.block_length(config))
+
+    def describe_memory(self) -> str:
+        return f"Memory on {self.device}: {self.memory}."
+
+    def block_length(self, config: GQAConfig) -> int:
+        """Return how many tokens of text a block has."""
+        return self.sequence_length or min(LONGEST_BLOCK, config.max_position_embeddings)
+
     def read_text(self, checkpoint: Checkpoint, exact: bool) -> Batches:
         """Return the parts "calibration", "selection" and "evaluation" of the text; only the last where exact."""
         if not self.text:
             return {}
         longest = checkpoint.config.max_position_embeddings
-        length = self.sequence_length or min(LONGEST_BLOCK, longest)
+        length = self.block_length(checkpoint.config)
         if length > longest:
             raise ConversionError(f"--sequence-length={length} is more than max_position_embeddings={longest}")
         self.sequence_length = length

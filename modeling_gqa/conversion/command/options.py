@@ -196,7 +196,9 @@ class Options:
         try:
             torch.zeros(1, device=self.device).item()
         except (RuntimeError, AssertionError, ImportError) as error:
-            raise ConversionError(f"--device={self.device} cannot be used: {one_line(error)}") from error
+            raise ConversionError(
+                f"--device={self.device} cannot be used: give one device, such as cpu or cuda:1 ({one_line(error)})"
+            ) from error
 
     def _check_sizes_and_method(self) -> None:
         sizes = [spelled(name) for name in SIZES if getattr(self, name) is not None]

@@ -7,7 +7,19 @@ from ...common.errors import ConversionError
 from ...configuration_gqa import GQAConfig
 from ..allocation import numbers_per_token, smallest_target
 from ..convert import describe
-from ..targets import chosen_layers, exact_latent_sizes, layer_fields, lossy_layers, target_config
+from ..layers.latent import divided
+from ..targets import (
+    chosen_layers,
+    configuration,
+    exact_latent_sizes,
+    is_exact,
+    latent_fields,
+    latent_input,
+    layer_fields,
+    lossy_layers,
+    rotary_planes,
+    target_config,
+)
 from .options import SIZES, Options
 
 
@@ -78,3 +90,29 @@ def layers_after(options: Options, source: GQAConfig, target: GQAConfig | None, 
         size = f"R + P = {layer.kv_lora_rank + layer.qk_rope_head_dim}" if layer else "chosen by loss"
         after[index] = f"{options.attention_kind}, {size}"
     return after
+
+
+def expected_target(options: Options, config: GQAConfig, target: GQAConfig | None, dtype: torch.dtype) -> GQAConfig:
+    """Return the configuration that the result will have or, where its sizes are chosen later, one about as large.
+
+    Args:
+        options: of the conversion.
+        config: the source's.
+        target: as `find_target` returns it.
+        dtype: of the result.
+    """
+    fields = layer_fields(target or config)
+    if target is None and options.attention_kind == "gqa":  # whose layers are no larger than the source's
+        return smallest_target(config, "gqa", options.budget or 0, layers=options.layers, dtype=dtype)
+    later = options.shares_cache or target is None
+    for index in chosen_layers(config, options.layers) if later else ():
+        layer = config.per_layer_config[index]
+        if layer.attention_kind == "mla" or (target and is_exact(config, target, index)):
+            continue
+        after = target.per_layer_config[index] if target else None
+        share = (options.budget or 0) / cache_bytes_per_token(config, dtype)
+        total = after.kv_lora_rank + after.qk_rope_head_dim if after else round(share * numbers_per_token(layer))
+        shape = rotary_planes(layer), layer.num_key_value_heads, layer.head_dim, latent_input(layer)
+        sizes = divided(max(total, 4), *shape)
+        fields[index] |= latent_fields(config, index, *sizes, None)
+    return configuration(target or config, fields)

@@ -1,0 +1,137 @@
+"""The accounting of a conversion's memory, against the tensors that live while a model is converted and measured."""
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from modeling_gqa import GQAConfig, GQAForCausalLM
+from modeling_gqa.accounting import cache_bytes_per_token
+from modeling_gqa.conversion import compare_predictions, convert_model, target_config
+from modeling_gqa.conversion.command import memory, sizing
+from modeling_gqa.conversion.command.memory import GIB, count_memory
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 700,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 16,
+    "vocab_size": 1000,
+}
+MLA: dict[str, Any] = {"attention_kind": "mla", "cache_size": 128}
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 131072,
+}
+
+
+class Living(TorchDispatchMode):
+    """Follows the bytes of all tensors but those of a model; `peak` is the most that there were at once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.kept = [tensor.untyped_storage() for tensor in model.state_dict().values()]
+        self.sizes, self.bytes, self.peak = {storage._cdata: 0 for storage in self.kept}, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[override]
+        result = function(*args, **(kwargs or {}))
+        for storage in (x.untyped_storage() for x in tree_leaves(result) if isinstance(x, torch.Tensor)):
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.bytes += storage.nbytes()
+                self.peak = max(self.peak, self.bytes)
+                weakref.finalize(storage, self.gone, storage._cdata)
+        return result
+
+    def gone(self, key: int) -> None:
+        self.bytes -= self.sizes.pop(key)
+
+
+def options(**values) -> Any:
+    return SimpleNamespace(**{"budget": None, "layers": None, "shares_cache": False, **values})
+
+
+def expected(config: GQAConfig, kind: str, **changes) -> GQAConfig:
+    """The configuration by which the command counts a conversion with text."""
+    target = target_config(config, kind, **changes)
+    shares = options(attention_kind=kind, shares_cache=kind == "mla")
+    return sizing.expected_target(shares, config, target, torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", [(4, 16), (8, 256)], ids=["few tokens", "many tokens"])
+@pytest.mark.parametrize(
+    "changes",
+    [MLA, {"attention_kind": "gqa", "num_key_value_heads": 2}, {**MLA, "num_attention_heads": 8}],
+    ids=["mla", "gqa", "mla of mha"],
+)
+def test_what_lives_is_at_most_what_is_counted(changes, shape, monkeypatch):
+    """And not much less. Tensors inside torch's own functions are not seen."""
+    own = {name: changes[name] for name in changes if name in SIZES and name != "num_key_value_heads"}
+    changes = {name: value for name, value in changes.items() if name not in own}
+    torch.manual_seed(0)
+    model = GQAForCausalLM(GQAConfig(**{**SIZES, **own})).bfloat16().eval()
+    text = [{"input_ids": torch.randint(1000, shape)} for _ in range(2)]
+    states = 2 * len(text) * text[0]["input_ids"].numel() * (2 * 256 + model.config.num_attention_heads * 16)
+    monkeypatch.setattr(memory, "IN_MEMORY", states)
+    kind = changes.pop("attention_kind")
+    count = count_memory(model.config, expected(model.config, kind, **changes), torch.bfloat16, *shape)
+    counted = count.peak - count.source - memory.PROGRAM
+    target = target_config(model.config, kind, **changes)
+    with Living(model) as living:
+        converted, _ = convert_model(model, target, text, share_cache=kind == "mla", share_weights=True)
+    attention = sum(x.nbytes for layer in converted.model.layers for x in layer.self_attn.parameters())
+    assert attention == pytest.approx(count.attention, rel=0.01)  # an output bias may be new
+    # Without a folder the new layers are in memory too; the model without weights that takes them is never written to.
+    empty = 4 * converted.num_parameters()
+    most = max(counted + count.attention, empty + count.attention)
+    assert 0.4 * counted < living.peak < most, (living.peak, counted, empty)
+    measuring = Living(model)
+    with measuring:
+        compare_predictions(model, converted, text)
+    assert measuring.peak < counted
+
+
+def test_log_probabilities_are_counted(monkeypatch):
+    """What is measured with a large vocabulary takes most there; two comparisons in turn take no more than one."""
+    monkeypatch.setattr(memory, "IN_MEMORY", 0)
+    sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 32768}
+    model = GQAForCausalLM(GQAConfig(**sizes)).bfloat16().eval()
+    text = [{"input_ids": torch.randint(1000, (1, 513))}]
+    with Living(model) as living:
+        compare_predictions(model, model, text)
+    counted = count_memory(model.config, expected(model.config, "mqa"), torch.bfloat16, 1, 513)
+    assert 0.7 * (counted.peak - counted.source - memory.PROGRAM - counted.attention) < living.peak
+    assert living.peak < counted.peak - counted.source - memory.PROGRAM
+
+
+def test_sizes_chosen_later_are_guessed():
+    """Under a budget the new attention is about that of equal shares, and gqa's is no larger than the source's."""
+    config = GQAConfig(**SIZES)
+    half = cache_bytes_per_token(config) // 2
+    guess = sizing.expected_target(options(attention_kind="mla", budget=half), config, None, torch.bfloat16)
+    assert guess.per_layer_config[1].attention_kind == "mla" and cache_bytes_per_token(guess) == half
+    guess = sizing.expected_target(options(attention_kind="gqa", budget=half), config, None, torch.bfloat16)
+    assert guess.per_layer_config[1].num_key_value_heads < 8
+
+
+def test_llama_8b_as_the_docs_say():
+    """The numbers of docs/converting.md, in bfloat16 by the command's defaults."""
+    config = GQAConfig(**LLAMA_8B)
+    count = count_memory(config, expected(config, "mla", cache_size=1024), torch.bfloat16, 4, 2048)
+    assert [round(x / GIB, 1) for x in count] == [15.0, 4.6, 21.4]
+    assert str(count).startswith(
+        "about 21.4 GiB by accounting, of which the source takes 15.0 and the new attention 4."
+    )
