@@ -3,6 +3,12 @@
     python -m training.pretrain tiny --preset tiny-mha
     python -m benchmarks.conversion
 
+The twin whose queries and keys have a norm on each head is converted to MLA alone, and nothing is healed:
+
+    python -m training.pretrain tiny --preset tiny-mha --model_overrides '{"qk_norm": true}' \\
+        --output_dir runs/tiny-mha-norms
+    python -m benchmarks.conversion --run runs/tiny-mha-norms --calibration-blocks 256 --name conversion_norms
+
 KL(source || converted) and perplexity are of validation text, which neither calibration nor the choice of settings has
 seen. "random" is averaged over three seeds; so are methods that calibrate, over three draws of the calibration text.
 """
@@ -107,6 +113,7 @@ class Bench:
             reports.append(report)
         name = " ".join([method, *(key for key in ("regroup", "refit") if keywords.get(key))])
         name += " (weights only)" if keywords.get("calibrated") is False else ""
+        name += " (closed form)" if keywords.get("refit") is False else ""
         seconds = (time.perf_counter() - begin) / len(models)
         self.add(target, name, models, seconds, setting=reports[0]["setting"], candidates=reports[0]["candidates"])
         return models[0]
@@ -154,6 +161,16 @@ def to_mla(bench: Bench) -> dict[str, GQAForCausalLM]:
         kept[target] = bench.convert(target, config, "lowrank", bench.seeds, share_cache=True)
         bench.convert(target, config, "auto", range(1), share_cache=True)
     return kept
+
+
+def behind_norms(bench: Bench) -> None:
+    """MLA at a half, a quarter and an eighth of the cache of a model with norms: in closed form, and by default."""
+    layer = bench.source.config.per_layer_config[0]
+    for share in (2, 4, 8):
+        size = 2 * layer.num_key_value_heads * layer.head_dim // share
+        config = target_config(bench.source.config, "mla", cache_size=size)
+        for options in ({"refit": False, "refine": 0}, {}):
+            bench.convert(f"mla-1/{share}", config, "lowrank", bench.seeds, share_cache=True, **options)
 
 
 def under_budget(bench: Bench) -> None:
@@ -224,14 +241,19 @@ def main() -> None:
     bench = Bench(arguments.run, arguments.calibration_blocks, arguments.seeds)
     source = bench.measure(bench.source)
     print(f"source: perplexity {source['perplexity_before']:.2f} on {source['tokens']:,} tokens")
-    models = fewer_heads(bench) | to_mla(bench)
-    under_budget(bench)
-    with tempfile.TemporaryDirectory() as folder:
-        names = ("gqa-2", "mqa", "mla-1/8")
-        wanted: dict[str, GQAForCausalLM] = {name: models[name] for name in names if name in models}
-        healing = heal(bench, wanted, Path(folder))
+    healing: list[dict] = []
+    if bench.source.config.qk_norm:
+        behind_norms(bench)
+    else:
+        models = fewer_heads(bench) | to_mla(bench)
+        under_budget(bench)
+        with tempfile.TemporaryDirectory() as folder:
+            names = ("gqa-2", "mqa", "mla-1/8")
+            wanted: dict[str, GQAForCausalLM] = {name: models[name] for name in names if name in models}
+            healing = heal(bench, wanted, Path(folder))
     print_table("Conversions, before any training", bench.rows, COLUMNS)
-    print_table("Healing", healing, HEALING)
+    if healing:
+        print_table("Healing", healing, HEALING)
     minutes = (time.perf_counter() - begin) / 60
     print(f"{minutes:.1f} minutes")
     save(

@@ -7,6 +7,8 @@ draws the documentation's pictures from `benchmarks/results`, and prints the doc
 
 import argparse
 import json
+import statistics
+import textwrap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +25,8 @@ DECODE_CELLS = [
     ("float32", 1, 128), ("float32", 1, 4096), ("float32", 8, 2048), ("float32", 8, 8192),
     ("bfloat16", 1, 4096), ("bfloat16", 8, 2048), ("bfloat16", 8, 8192),
 ]  # fmt: skip
+# The cells of the documentation's table of MLA of models with norms: batch, length, in bfloat16.
+NORMS_CELLS = [(1, 128), (1, 2048), (1, 8192), (8, 2048), (8, 8192)]
 COLORS = {"mha": "tab:red", "gqa": "tab:orange", "mqa": "tab:green", "mla": "tab:blue"}
 
 
@@ -158,6 +162,40 @@ def decode_table(rows: list[dict]) -> str:
     return markdown(["against", *(f"{short[d]} B{b} S{s}" for d, b, s in DECODE_CELLS)], lines)
 
 
+def norms_table(rows: list[dict]) -> str:
+    """What a token of GQA with norms, and of MLA in its place, needs, and its milliseconds (ratio) in bfloat16."""
+    found = {(row["model"], row["batch"], row["length"]): row for row in rows if row["dtype"] == "bfloat16"}
+    lines = []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        cells = [found[name, batch, length] for batch, length in NORMS_CELLS]
+        lines.append(
+            [
+                name,
+                f"{cells[0]['cached_bytes_per_token'] / 2**10:.1f} KiB",
+                f"{cells[0]['weights_read'] / 1e6:.1f}M",
+                f"{cells[0]['gflop']:.2f} / {cells[2]['gflop']:.2f} G",
+                *(f"{c['milliseconds']:.1f} ({times(c['ratio'])})" for c in cells),
+            ]
+        )
+    sizes = (f"B{batch} S{length}" for batch, length in NORMS_CELLS)
+    return markdown(["", "cached per token", "weights read", "FLOPs, B1 S128 / S8192", *sizes], lines)
+
+
+def norms_sentence(rows: list[dict]) -> str:
+    """What the norms cost a decoded token of MLA, as it stands in the documentation."""
+    normed, plain = ([row for row in rows if row["model"] == f"MLA {kind}"] for kind in ("with norms", "without norms"))
+    weights, slower = (
+        [row[key] / other[key] for row, other in zip(normed, plain, strict=True)]
+        for key in ("weights_read", "milliseconds")
+    )
+    return textwrap.fill(
+        f"A token of MLA with norms reads {weights[0]:.2f} times the weights of MLA without and takes "
+        f"{min(slower):.2f} to {max(slower):.2f} times as long, {statistics.median(slower):.2f} times in the median of "
+        f"all {len(slower)} cells.",
+        width=120,
+    )
+
+
 def conversion_table(rows: list[dict]) -> str:
     """KL in nats and perplexity, by method and target."""
     names = {
@@ -277,19 +315,23 @@ def plot_healing(rows: list[dict], path: Path) -> None:
 
 
 def tables() -> list[str]:
-    """The documentation's tables, from the saved results."""
+    """The documentation's tables, and a sentence below that of norms, from the saved results."""
     decode, real, conversion = (
         json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         for name in ("decode", "real_conversion", "conversion")
     )
     conversions, healing = conversion["conversions"], conversion["healing"]
-    return [
+    found = [
         decode_table(decode["rows"]),
         real_table(real["rows"]),
         conversion_table(conversions),
         healing_table(healing),
         *(healed_tables(json.loads(HEALED.read_text(encoding="utf-8"))) if HEALED.is_file() else []),
     ]
+    if (norms := RESULTS / "decode_norms.json").is_file():
+        rows = json.loads(norms.read_text(encoding="utf-8"))["rows"]
+        found += [norms_table(rows), norms_sentence(rows)]
+    return found
 
 
 if __name__ == "__main__":

@@ -84,6 +84,53 @@ def test_decode(tmp_path):
     assert (tmp_path / "decode.png").stat().st_size > 1000
 
 
+def test_decode_with_norms(tmp_path):
+    """Rows for GQA with norms, its MLA and MLA without norms, which cache a quarter, in layers of Qwen3's shape."""
+    arguments = decode.DecodeArguments(
+        lengths=[5, 9], batch_sizes=[1, 2], budget=0.01, device="cpu", output=str(tmp_path), norms=True
+    )
+    decode.main(arguments, models.Sizes(**SMALL | {"head_dim": 8}))
+    assert [path.name for path in tmp_path.iterdir()] == ["decode_norms.json"]
+    results = read(tmp_path / "decode_norms.json")
+    rows, names = results["rows"], ["GQA with norms", "MLA with norms", "MLA without norms"]
+    assert [row["model"] for row in rows] == names * 8 and {row["batch"] for row in rows} == {1, 2}
+    assert results["sizes"]["kv_lora_rank"] + results["sizes"]["qk_rope_head_dim"] == 2 * 2 * 8 // 4
+    hidden, heads, size, layers = 24, 4, 8, 2
+    query = size + results["sizes"]["qk_rope_head_dim"]
+    for row in rows:
+        grouped = row["model"].startswith("GQA")
+        assert row["milliseconds"] > 0 and row["floor_ms"] > 0
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"] and (not grouped or row["ratio"] == 1)
+        width = torch.finfo(getattr(torch, row["dtype"])).bits // 8
+        assert row["cached_bytes_per_token"] == layers * (32 if grouped else 8) * width
+    first = {row["model"]: row for row in rows[:3]}
+    # k_proj and v_proj stay before the smaller maps of the latent, and each query head has a map behind its norm.
+    more = hidden * 32 + 8 * 32 - hidden * 8 + hidden * heads * (size - query) + heads * size * query + 2 * size
+    norms, plain = first["MLA with norms"], first["MLA without norms"]
+    assert norms["weights_read"] - plain["weights_read"] == layers * more
+    assert norms["gflop"] - plain["gflop"] == pytest.approx(2e-9 * layers * (more - 2 * size))
+
+
+def test_the_table_and_the_sentence_of_norms():
+    found = {"cached_bytes_per_token": 2048, "gflop": 0.5, "dtype": "bfloat16"}
+    rows = [
+        found
+        | {"model": name, "weights_read": weights, "ratio": 1 / time, "milliseconds": time, "batch": b, "length": n}
+        for b, n in report.NORMS_CELLS
+        for name, weights, time in (
+            ("GQA with norms", 1e6, 1),
+            ("MLA with norms", 3e6, b),
+            ("MLA without norms", 2e6, 2),
+        )
+    ]
+    lines = report.norms_table(rows).splitlines()
+    assert (
+        lines[3] == "| MLA with norms | 2.0 KiB | 3.0M | 0.50 / 0.50 G |" + " 1.0 (1.0x) |" * 3 + " 8.0 (0.12x) |" * 2
+    )
+    assert "reads 1.50 times the weights" in report.norms_sentence(rows)
+    assert "0.50 to 4.00 times as long, 0.50 times in the median" in " ".join(report.norms_sentence(rows).split())
+
+
 def test_attention(tmp_path):
     arguments = attention.AttentionArguments(
         lengths=[9], batch_sizes=[2], budget=0.01, device="cpu", output=str(tmp_path)
@@ -155,23 +202,40 @@ def test_ratios_are_of_rounds_and_spread_over_them():
     assert measure.ratio([2.0, 6.0, 4.0], [1.0, 2.0, 4.0]) == {"ratio": 2.0, "ratio_low": 1.5, "ratio_high": 2.5}
 
 
-def test_conversion(tmp_path):
-    """Every target is measured; nothing is healed, which takes runs of the training script."""
+def small_bench(folder: Path, **changes: Any) -> conversion.Bench:
+    """A benchmark of conversions on what a pretraining run of a small model would leave in `folder`."""
     sizes = {k: v for k, v in SMALL.items() if k not in ("kv_lora_rank", "qk_rope_head_dim")}
     sizes |= {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 64}
-    GQAForCausalLM(GQAConfig(**sizes)).save_pretrained(tmp_path / "final")
-    (tmp_path / "data").mkdir()
+    GQAForCausalLM(GQAConfig(**sizes | changes)).save_pretrained(folder / "final")
+    (folder / "data").mkdir()
     generator = np.random.default_rng(0)
     for name, blocks in (("train", 96), ("validation", 32)):
         ids = generator.integers(101, size=(blocks, 16))
         positions = np.broadcast_to(np.arange(16), ids.shape)
-        np.save(tmp_path / "data" / f"{name}.npy", np.stack([ids, positions], axis=1))
-    bench = conversion.Bench(tmp_path, calibration_blocks=32, seeds=1)
+        np.save(folder / "data" / f"{name}.npy", np.stack([ids, positions], axis=1))
+    return conversion.Bench(folder, calibration_blocks=32, seeds=1)
+
+
+def test_conversion(tmp_path):
+    """Every target is measured; nothing is healed, which takes runs of the training script."""
+    bench = small_bench(tmp_path)
     converted = conversion.fewer_heads(bench) | conversion.to_mla(bench)
     conversion.under_budget(bench)
     assert converted.keys() == {"gqa-4", "gqa-2", "mqa", "mla-1/4", "mla-1/8"}
     assert len(bench.rows) == 3 * 7 + 2 * 5 + 4
     assert all(row["kl"] >= 0 and row["perplexity"] > 1 and row["bytes"] > 0 for row in bench.rows)
+
+
+def test_conversion_behind_norms(tmp_path):
+    bench = small_bench(tmp_path, qk_norm=True, initializer_range=0.3)
+    conversion.behind_norms(bench)
+    shares = {row["target"]: 2 * 8 * 6 // int(row["target"][-1]) for row in bench.rows}
+    assert shares.keys() == {"mla-1/2", "mla-1/4", "mla-1/8"}
+    names = ["lowrank (closed form)", "lowrank"]
+    assert [(row["target"], row["method"]) for row in bench.rows] == [(t, name) for t in shares for name in names]
+    for row in bench.rows:
+        assert row["bytes"] == 2 * shares[row["target"]] * 4 and 0 < row["kl"] < 20
+        assert row["setting"]["refit"] == bool(row["setting"]["refine"]) == (row["method"] == "lowrank")
 
 
 @pytest.fixture
