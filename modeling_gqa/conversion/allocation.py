@@ -7,7 +7,9 @@ is weighed by what one such error does to the model's predictions.
 Shapes: B rows, T tokens.
 """
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -20,9 +22,9 @@ from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from .fitting import fit
-from .layers.latent import ROTARY_FACTORS, divided
+from .layers.latent import divided
 from .placement import check_placement
-from .sequential import Setting, convert_layer, new_attention
+from .sequential import Setting, best_division, convert_layer, new_attention
 from .targets import (
     Fields,
     check_kind,
@@ -156,7 +158,7 @@ def numbers_per_token(layer: GQAConfig) -> int:
     return sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer))
 
 
-def layer_sizes(config: GQAConfig, index: int, kind: str, factor: float = ROTARY_FACTORS[0]) -> dict[int, Fields]:
+def layer_sizes(config: GQAConfig, index: int, kind: str, factor: float = 1.0) -> dict[int, Fields]:
     """Return the layer's fields by numbers per token, rising, for the sizes below the present one that it may have.
 
     `factor`: of MLA's P; see `divided`.
@@ -208,13 +210,13 @@ def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.T
 
     def tried(fields: Fields) -> tuple[float, Attention]:
         attention = new_attention(model, index, convert_layer(model, index, own | fields, statistics, FITTED, True))
-        return max(fit(text, index, attention, keep=False), torch.finfo(torch.float32).tiny), attention
+        return max(fit(text, index, attention, trial=math.inf), torch.finfo(torch.float32).tiny), attention
 
     some = spread(list(sizes))
     probe = some[:3][-1]  # small enough that its loss is far above the noise of rounding
     if kind == "mla":
-        by_factor = {factor: layer_sizes(model.config, index, kind, factor) for factor in ROTARY_FACTORS}
-        sizes = min(by_factor.values(), key=lambda fields: tried(fields[probe])[0])
+        factor, _ = best_division(text, index, own | sizes[probe], statistics, replace(FITTED, share_cache=True))
+        sizes = layer_sizes(model.config, index, kind, factor)
     errors = {numbers: tried(sizes[numbers]) for numbers in some}
     error, attention = errors[probe]
     loss_by_error = kl_alone(text, index, attention, ends) / error

@@ -16,7 +16,6 @@ from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 from ..modeling_gqa import GQAForCausalLM
 from .kept import Kept
-from .layers.latent import ROTARY_FACTORS
 from .placement import check_placement
 from .search import Search
 from .sequential import Setting
@@ -77,7 +76,8 @@ def convert_model(
             residual stream comes back to the source's; `None`: "auto", "lowrank" and "procrustes" do.
         refine: passes over `calibration` in which each converted layer's attention is trained by gradient steps before
             that fit, towards the same states; `None`: one where it is fitted, else none.
-        share_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew.
+        share_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: where it is
+            fitted by the error that is left on text, else by a rule.
         share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
         seed: of "random", and of regrouping.
         folder: an existing folder where each new layer is written when it is finished. The same call with a folder that
@@ -206,7 +206,7 @@ def first_setting(
         method="lowrank" if method == "auto" else method,
         metric="full" if calibrated else "identity",
         regroup=method in FITTED_METHODS if regroup is None else regroup,
-        rotary_factor=ROTARY_FACTORS[0] if share_cache else None,
+        share_cache=share_cache,
         refit=fitted,
         refine=int(fitted) if refine is None else refine,
         seed=seed,

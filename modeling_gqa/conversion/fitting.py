@@ -18,17 +18,18 @@ from .text.calibration import Batch, evaluating
 from .text.streams import Passage, Streams, streams
 
 STEP_TOKENS = 1024  # of a gradient step
+TRIAL_TOKENS = 4096  # on which two ways to convert a layer are compared
 LEAST_POWER = 0.01  # of a token's states that an error is compared with, as a share of the median
 
 
-def fit(text: Streams, index: int, attention: Attention, keep: bool = True) -> float:
+def fit(text: Streams, index: int, attention: Attention, trial: float | None = None) -> float:
     """Fit the output projection of `attention`, the new one of layer `index`, to bring the stream back.
 
     Residual r and inputs are those of the converted stream: r = (source after attention) - (converted before it) - out.
-    `keep`: as for `Streams.attend`. Returns the error that is left, as `Regression.solve`.
+    `trial`: as for `Streams.attend`. Returns the error that is left, as `Regression.solve` does.
     """
     regression = Regression(attention.o_proj)
-    for passage, heads in text.attend(index, attention, keep):
+    for passage, heads in text.attend(index, attention, trial):
         hidden, after = passage.states
         residual = after - hidden - attention.o_proj(heads)
         regression.add(heads[passage.kept], residual[passage.kept], token_weights(passage)[passage.kept])

@@ -9,7 +9,7 @@ from ..common.progress import ShowProgress, no_progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
 from .kept import Kept
-from .layers.latent import ALPHAS, ROTARY_FACTORS
+from .layers.latent import ALPHAS
 from .sequential import Setting, assemble, convert_layers
 from .targets import Fields, configuration
 from .text.calibration import Batch, evaluating, first_batches
@@ -102,7 +102,5 @@ class Search:
             settings = [replace(first, weighted=weighted, regroup=r) for weighted in (True, False) for r in groupings]
             best = self.best_of([*settings, replace(first, method="procrustes", regroup=groupings[0])], trial)
         if True in to_mla:
-            if start.rotary_factor:
-                best = self.best_of((replace(best, rotary_factor=factor) for factor in ROTARY_FACTORS), trial)
             best = self.best_of((replace(best, alpha=alpha) for alpha in ALPHAS), trial)
         return replace(best, refine=start.refine)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from ..common.errors import ConversionError
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
-from .fitting import examples, fit, pieces
+from .fitting import TRIAL_TOKENS, examples, fit, pieces
 from .layers.grouping import contiguous, merge_heads, regrouped
 from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
 from .layers.latent import ALPHAS, divided, to_latent
@@ -32,6 +32,8 @@ from .text.calibration import Batch
 from .text.streams import Streams, streams
 
 State = dict[str, torch.Tensor]
+# Factor between two sizes P that are tried for a layer.
+ROTARY_STEP = 1.4
 
 
 class NewLayer(NamedTuple):
@@ -59,8 +61,8 @@ class Setting:
         regroup: whether heads may be merged with others than their neighbours.
         gain: factor of the queries in planes that MLA no longer rotates; see `layers.latent.query_gain`.
         alpha: weight of the keys' errors against the values' in MLA's latent.
-        rotary_factor: MLA's cache is divided anew between R and P, with P this number of times what `divided`
-            says; `None` keeps the target's R and P.
+        share_cache: whether MLA's cache is divided anew between R and P: with `refit` by `best_division`, else by the
+            rule `divided`.
         refit: whether the output projections are fitted on text, to bring the residual stream back to the source's.
         refine: passes over the text in which each layer's new attention is trained by gradient steps, before the fit.
         seed: of regrouping and of the method "random".
@@ -72,7 +74,7 @@ class Setting:
     regroup: bool = True
     gain: str = "mean"
     alpha: float = ALPHAS[0]
-    rotary_factor: float | None = None
+    share_cache: bool = False
     refit: bool = False
     refine: int = 0
     seed: int = 0
@@ -138,7 +140,10 @@ def convert_on_text(
     `known` is the result where it was found before.
     """
     statistics = text.see(index, root=setting.metric == "root")
-    new = known or convert_layer(model, index, fields, statistics, setting, True)
+    if known is None and setting.share_cache and setting.refit and fields["attention_kind"] == "mla":
+        _, new = best_division(text, index, fields, statistics, setting)
+    else:
+        new = known or convert_layer(model, index, fields, statistics, setting, True)
     attention = new_attention(model, index, new)
     if setting.refine and known is None:
         steps = setting.refine * sum(len(pieces(batch["input_ids"])) for batch in text.batches)
@@ -153,8 +158,41 @@ def convert_on_text(
     return new
 
 
+def best_division(
+    text: Streams, index: int, fields: Fields, statistics: Statistics, setting: Setting
+) -> tuple[float, NewLayer]:
+    """Convert layer `index` to MLA with the R and P, of the sum in `fields`, of which the fit leaves the least error.
+
+    P begins as `divided` has it, and grows or else shrinks by `ROTARY_STEP` as long as that helps. Arguments are as for
+    `convert_layer`.
+
+    Returns:
+        The factor of P in `divided`, and the new layer, not yet fitted.
+    """
+
+    @cache
+    def tried(factor: float) -> tuple[float, NewLayer]:
+        new = convert_layer(text.model, index, fields, statistics, setting, True, factor)
+        copied = new._replace(state={name: x.clone() for name, x in new.state.items()})  # which the fit changes
+        return fit(text, index, new_attention(text.model, index, copied), trial=TRIAL_TOKENS), new
+
+    best = 1.0
+    for step in (ROTARY_STEP, 1 / ROTARY_STEP):
+        while tried(best * step)[0] < tried(best)[0]:
+            best *= step
+        if best != 1:
+            break
+    return best, tried(best)[1]
+
+
 def convert_layer(
-    model: GQAForCausalLM, index: int, fields: Fields, statistics: Statistics, setting: Setting, lossy: bool
+    model: GQAForCausalLM,
+    index: int,
+    fields: Fields,
+    statistics: Statistics,
+    setting: Setting,
+    lossy: bool,
+    factor: float = 1.0,
 ) -> NewLayer:
     """Convert layer `index` to what `fields` say.
 
@@ -165,6 +203,7 @@ def convert_layer(
         statistics: of the layer's input.
         setting: how to convert.
         lossy: whether the layer cannot keep its function.
+        factor: of P in `divided`, where the cache is shared.
     """
     before = layer_fields(model.config)[index]
     with living_layer(index) as computed:
@@ -172,9 +211,9 @@ def convert_layer(
         if fields["attention_kind"] == "mla":
             heads, moments = latent_source(heads, statistics, setting.metric)
             rank, size = fields["kv_lora_rank"], fields["qk_rope_head_dim"]
-            if setting.rotary_factor and lossy:
+            if setting.share_cache and lossy:
                 shapes = heads.planes, len(heads.k), heads.k.shape[1], heads.k.shape[2]
-                rank, size = divided(rank + size, *shapes, setting.rotary_factor)
+                rank, size = divided(rank + size, *shapes, factor)
                 fields = fields | latent_fields(model.config, index, rank, size, None)
             state, found, loss = to_latent(heads, moments, rank, size, setting.gain, setting.alpha)
         else:

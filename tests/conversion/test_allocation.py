@@ -1,5 +1,6 @@
 """Sizes by layer within a budget, and what they are measured by."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -22,8 +23,13 @@ from modeling_gqa.conversion.allocation import (
     spread,
 )
 from modeling_gqa.conversion.fitting import fit
-from modeling_gqa.conversion.layers.latent import ROTARY_FACTORS
-from modeling_gqa.conversion.sequential import assemble, convert_layer, new_attention
+from modeling_gqa.conversion.sequential import (
+    ROTARY_STEP,
+    assemble,
+    best_division,
+    convert_layer,
+    new_attention,
+)
 from modeling_gqa.conversion.targets import configuration, layer_fields
 from modeling_gqa.conversion.text.measuring import predicted_states
 from modeling_gqa.conversion.text.streams import streams
@@ -148,7 +154,7 @@ def test_what_one_layer_does_to_the_predictions(kind, index):
             text.pass_on(before)
         new = convert_layer(model, index, fields[index], text.see(index), FITTED, True)
         attention = new_attention(model, index, new)
-        fit(text, index, attention, keep=False)
+        fit(text, index, attention, trial=1000)
         ends = {number: predicted_states(model, batch) for number, batch in enumerate(CALIBRATION[:2])}
         found = kl_alone(text, index, attention, ends)
     fields[index] |= new.fields
@@ -165,9 +171,25 @@ def test_trying_sizes_leaves_the_text_as_it_was(kind):
     alone, together = measured([2])[2], measured([0, 1, 2])[2]
     assert [choice.loss for choice in alone] == pytest.approx([choice.loss for choice in together], rel=1e-4)
     assert alone[0].loss > alone[len(alone) // 2].loss > alone[-1].loss == 0
-    if kind == "mla":
-        divisions = [layer_sizes(model.config, 2, "mla", factor)[alone[20].numbers] for factor in ROTARY_FACTORS]
-        assert {name: alone[20].fields[name] for name in divisions[0]} in divisions
+
+
+@pytest.mark.parametrize("total", [21, 60, 120])
+def test_a_cache_is_divided_where_the_fit_leaves_least(total):
+    """No size P that is a step larger or smaller leaves a smaller error, and R + P is what was given."""
+    model, setting = random_model("mha"), replace(FITTED, share_cache=True)
+    fields = layer_fields(target_config(model.config, "mla", cache_size=total))[0]
+    with torch.no_grad(), streams(model, CALIBRATION) as text:
+        statistics = text.see(0)
+        factor, new = best_division(text, 0, fields, statistics, setting)
+
+        def error(factor: float) -> float:
+            other = convert_layer(model, 0, fields, statistics, setting, True, factor)
+            assert other.fields["kv_lora_rank"] + other.fields["qk_rope_head_dim"] == total
+            return fit(text, 0, new_attention(model, 0, other), trial=1000)
+
+        assert fit(text, 0, new_attention(model, 0, new), trial=1000) == error(factor)
+        assert error(factor) <= min(error(factor * ROTARY_STEP), error(factor / ROTARY_STEP), error(1.0))
+        assert [len(text.states[number]) for number in text.states] == [2] * len(CALIBRATION)
 
 
 def test_which_sizes_are_tried():

@@ -157,15 +157,6 @@ def test_the_search_for_mla_tries_weights():
     assert report["layers"][1]["to"] == "mla, 20 + 8"
 
 
-def test_the_search_for_mla_tries_shares_where_it_may():
-    """With a shared cache each factor of the rotary key's size is tried first, and no setting twice."""
-    model = random_model("gqa")
-    _, report = convert_model(model, target(model, "mla", cache_size=28), CALIBRATION, share_cache=True, method="auto")
-    tried = [dict(part.split("=") for part in candidate["name"].split()) for candidate in report["candidates"]]
-    assert [t["rotary_factor"] for t in tried[:3]] == ["1.0", "0.75", "1.4"]
-    assert len(tried) == len({tuple(t.items()) for t in tried}) == 3 + 1  # none of them twice
-
-
 def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():
     """For a target of GQA and MLA both searches run, and the result has the least KL of all candidates."""
     model = random_model("mha")

@@ -21,8 +21,6 @@ from .normed import add_norms
 GAINS = ("one", "mean", "head")
 # Weights of the keys' errors against the values' in the latent that a search tries; the first is the default.
 ALPHAS = (1.0, 0.3)
-# Factors of P in `divided` that a search tries; the first is the default.
-ROTARY_FACTORS = (1.0, 0.75, 1.4)
 
 
 @dataclass(frozen=True)

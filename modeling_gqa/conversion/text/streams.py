@@ -125,20 +125,25 @@ class Streams:
         return sums.statistics(root)
 
     @torch.no_grad()
-    def attend(self, index: int, attention: Attention, keep: bool = True) -> Iterator[tuple[Passage, torch.Tensor]]:
+    def attend(
+        self, index: int, attention: Attention, trial: float | None = None
+    ) -> Iterator[tuple[Passage, torch.Tensor]]:
         """Yield each batch and the heads' outputs (B, T, M) of `attention`, which takes layer `index`'s place.
 
-        `keep`: whether these outputs go to the states, for `finish`.
+        `trial`: tokens after which the batches end, and the outputs do not go to the states, for `finish`.
         """
-        layer, given = self.model.model.layers[index], []
+        layer, given, seen = self.model.model.layers[index], [], 0
         with hooks(attention.o_proj.register_forward_pre_hook(lambda _, arguments: given.append(arguments[0]))):
             for passage in self.passages():
                 given.clear()  # what the caller has sent through the projection meanwhile
                 attention(layer.input_layernorm(passage.states[0]), **passage.arguments[index])
                 (heads,) = given
-                if keep:
+                if trial is None:
                     self.states[passage.number] = (*passage.states, heads)
                 yield passage, heads
+                seen += passage.kept.numel()
+                if trial is not None and seen >= trial:
+                    return
 
     def send(self, index: int, attention: Attention) -> None:
         """Do what `attend` does, for its effect on the states alone."""
