@@ -24,7 +24,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "mla": (MLA, 22, 180),
     "mha": ({"attention_kind": "mha"}, 20, 145),
     "gqa-text": ({**GQA, **TEXT}, 30, 325),
-    "mla-text": ({**MLA, **TEXT}, 30, 305),
+    "mla-text": ({**MLA, **TEXT}, 30, 565),
 }
 
 
@@ -42,6 +42,7 @@ def test_a_conversion_enters_few_files(options, files, switches, tmp_path):
 
     A model of two layers is converted without text, and with text of one batch: with more, the same steps come again.
     Text takes eight more files, which read it, pack it, send it through the layers, fit these, and measure on it.
+    MLA tries three or more sizes in each layer.
     The bounds are what was measured, rounded up: where one is exceeded a function has moved away from its callers.
     """
     save_source(tmp_path / "source")
