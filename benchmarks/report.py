@@ -203,29 +203,18 @@ def conversion_table(rows: list[dict]) -> str:
         "mean_key (baseline)": "mean rotary key, SVD",
         "real_rotation (baseline)": "real rotations, PCA",
     }
-    found = {}
-    for row in rows:
-        method = row["method"].replace("lowrank regroup", "lowrank")  # which MLA has no choice of
-        found[names.get(method, method), row["target"]] = row
+    plain = [row | {"method": row["method"].replace("lowrank regroup", "lowrank")} for row in rows]  # MLA has no choice
+    return kl_table([row | {"method": names.get(row["method"], row["method"])} for row in plain])
+
+
+def kl_table(rows: list[dict]) -> str:
+    """KL in nats and perplexity on text that nothing else saw, by method and target."""
+    found = {(row["method"], row["target"]): row for row in rows}
     methods, targets = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
     lines = []
     for method in methods:
         cells = [found.get((method, target)) for target in targets]
         lines.append([method, *(f"{c['kl']:.3f} ({c['perplexity']:.1f})" if c else "" for c in cells)])
-    return markdown(["", *targets], lines)
-
-
-def real_table(rows: list[dict]) -> str:
-    """KL in nats and perplexity on held-out pages of the calibration's books, by method and target."""
-    found = {(row["method"], row["target"]): row for row in rows}
-    methods, targets = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
-    lines = [
-        [
-            method,
-            *(f"{c['kl']:.3f} ({c['perplexity']:.1f})" if c else "" for c in (found.get((method, t)) for t in targets)),
-        ]
-        for method in methods
-    ]
     return markdown(["", *targets], lines)
 
 
@@ -323,7 +312,7 @@ def tables() -> list[str]:
     conversions, healing = conversion["conversions"], conversion["healing"]
     found = [
         decode_table(decode["rows"]),
-        real_table(real["rows"]),
+        kl_table(real["rows"]),
         conversion_table(conversions),
         healing_table(healing),
         *(healed_tables(json.loads(HEALED.read_text(encoding="utf-8"))) if HEALED.is_file() else []),

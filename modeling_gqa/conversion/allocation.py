@@ -241,18 +241,19 @@ def kl_alone(text: Streams, index: int, attention: Attention, ends: Mapping[int,
     model, total, tokens = text.model, 0.0, 0
     layer, *rest = model.model.layers[index:]
     for passage in text.passages():
-        if passage.number in ends:
-            x = passage.states[0]  # (B, T, E)
-            x = x + attention(layer.input_layernorm(x), **passage.arguments[index])[0]
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-            for number, other in enumerate(rest, start=index + 1):
-                x = other(x, **passage.arguments[number])
-            batch = text.batches[passage.number]
-            predicted = predicted_positions(batch).to(x.device)
-            states = ends[passage.number], model.model.norm(x)[:, :-1][predicted]
-            targets = batch["input_ids"][:, 1:].to(x.device)[predicted]
-            total += compare_states([model.lm_head] * 2, states, targets)[2].item()
-            tokens += len(targets)
+        if passage.number not in ends:  # which are of the first batches
+            break
+        x = passage.states[0]  # (B, T, E)
+        x = x + attention(layer.input_layernorm(x), **passage.arguments[index])[0]
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        for number, other in enumerate(rest, start=index + 1):
+            x = other(x, **passage.arguments[number])
+        batch = text.batches[passage.number]
+        predicted = predicted_positions(batch).to(x.device)
+        states = ends[passage.number], model.model.norm(x)[:, :-1][predicted]
+        targets = batch["input_ids"][:, 1:].to(x.device)[predicted]
+        total += compare_states([model.lm_head] * 2, states, targets)[2].item()
+        tokens += len(targets)
     return total / max(tokens, 1)
 
 

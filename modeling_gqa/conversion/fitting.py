@@ -18,7 +18,6 @@ from .text.calibration import Batch, evaluating
 from .text.streams import Passage, Streams, streams
 
 STEP_TOKENS = 1024  # of a gradient step
-TRIAL_TOKENS = 4096  # on which two ways to convert a layer are compared
 LEAST_POWER = 0.01  # of a token's states that an error is compared with, as a share of the median
 
 

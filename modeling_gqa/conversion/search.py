@@ -16,7 +16,7 @@ from .text.calibration import Batch, evaluating, first_batches
 from .text.measuring import compare_predictions, predicted_states
 
 # Tokens that a setting is tried on where trials are made without gradient steps.
-TRIAL_TOKENS = 16384
+CANDIDATE_TOKENS = 16384
 
 
 @dataclass
@@ -51,13 +51,13 @@ class Search:
         Args:
             setting: the setting.
             share: whether the result's other tensors are the source's own, instead of copies.
-            trial: whether `TRIAL_TOKENS` tokens of the text are enough.
+            trial: whether `CANDIDATE_TOKENS` tokens of the text are enough.
 
         Returns:
             The converted model, the fields of all its layers, and the loss of each layer that changed.
         """
         progress, done = self.show_progress("converting layers"), self.layers.of(setting)
-        text = first_batches(self.calibration, TRIAL_TOKENS) if trial and self.calibration else self.calibration
+        text = first_batches(self.calibration, CANDIDATE_TOKENS) if trial and self.calibration else self.calibration
         fields = convert_layers(self.model, self.target, text, setting, done, progress)
         layers = dict(done)
         states = {index: layer.state for index, layer in layers.items()}

@@ -20,7 +20,7 @@ from ..common.errors import ConversionError
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
-from .fitting import TRIAL_TOKENS, examples, fit, pieces
+from .fitting import examples, fit, pieces
 from .layers.grouping import contiguous, merge_heads, regrouped
 from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
 from .layers.latent import ALPHAS, divided, to_latent
@@ -32,8 +32,8 @@ from .text.calibration import Batch
 from .text.streams import Streams, streams
 
 State = dict[str, torch.Tensor]
-# Factor between two sizes P that are tried for a layer.
-ROTARY_STEP = 1.4
+# Factor between two sizes P that are tried for a layer, and tokens on which they are compared.
+ROTARY_STEP, DIVISION_TOKENS = 1.4, 4096
 
 
 class NewLayer(NamedTuple):
@@ -174,7 +174,7 @@ def best_division(
     def tried(factor: float) -> tuple[float, NewLayer]:
         new = convert_layer(text.model, index, fields, statistics, setting, True, factor)
         copied = new._replace(state={name: x.clone() for name, x in new.state.items()})  # which the fit changes
-        return fit(text, index, new_attention(text.model, index, copied), trial=TRIAL_TOKENS), new
+        return fit(text, index, new_attention(text.model, index, copied), trial=DIVISION_TOKENS), new
 
     best = 1.0
     for step in (ROTARY_STEP, 1 / ROTARY_STEP):

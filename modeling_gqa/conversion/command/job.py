@@ -105,10 +105,10 @@ class Job(Options):
                     target, exact = find_target(self, checkpoint.config, checkpoint.dtype)
             with self.timed("reading text"):
                 batches = self.read_text(checkpoint, exact)
-            self.memory = self.count_memory(checkpoint, target)
-            say(self.describe_memory())
             with self.timed("loading"):
                 model = checkpoint.load(checkpoint.dtype, self.device).eval()
+            self.memory = self.count_memory(checkpoint, target)
+            say(self.describe_memory())
             with self.timed("converting"):
                 converted, done = self.convert(model, target, checkpoint, batches, held, show_progress)
             report = self.describe(checkpoint, converted.config)
