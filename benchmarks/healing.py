@@ -43,8 +43,9 @@ from .real import cache_folder, real_model, real_text
 from .real_conversion import EVALUATIONS, Bench, Target, ours
 from .report import RESULTS, kebab_shown, print_machine, print_table, write
 
-LEARNING_RATES = (1e-4, 3e-4, 1e-3, 3e-3)
+LEARNING_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
 SHARES = (0.25, 0.0, 0.5)  # of the steps that stage 1 takes; the sweep of learning rates has the first
+WORTH = 0.99  # all parameters, which take more time and memory, are chosen where KL is at most this share
 QUESTION = "What is the difference between a list and a tuple in Python?"
 ANSWER_TOKENS = 60
 CONTROL = "control"
@@ -168,27 +169,25 @@ class Healing:
     def sweep(self) -> dict[str, dict[str, Any]]:
         """Return the best settings: of students under "", and of the control."""
         target, tokens = self.options.targets[-1], self.options.sweep_tokens
-        tried: list[tuple[float, dict[str, Any]]] = []
 
-        def best(model: str, settings: Iterator[dict[str, Any]], measure: str) -> dict[str, Any]:
+        def best(model: str, settings: Iterator[dict[str, Any]], measure: str) -> tuple[float, dict[str, Any]]:
             folder = self.source if model == CONTROL else self.student(target)
-            for setting in settings:
-                row = self.trained("sweep", model, folder, tokens, setting)
-                if row[measure] is not None:
-                    tried.append((row[measure], setting))
-            if not tried:
+            rows = [(self.trained("sweep", model, folder, tokens, setting)[measure], setting) for setting in settings]
+            trained = [(loss, setting) for loss, setting in rows if loss is not None]
+            if not trained:
                 sys.exit("no setting of the sweep trains: give lower --learning-rates")
-            return min(tried, key=lambda pair: pair[0])[1]
+            return min(trained, key=lambda pair: pair[0])
 
         rates = self.options.learning_rates
-        found = {"layerwise_fraction": SHARES[0], "trainable": "attention"}
-        found = best(target.name, ({**found, "learning_rate": rate} for rate in rates), "kl")
-        found = best(target.name, ({**found, "layerwise_fraction": share} for share in SHARES), "kl")
-        found = best(target.name, ({**found, "trainable": "all", "learning_rate": rate} for rate in rates), "kl")
-        tried.clear()
+        start = {"layerwise_fraction": SHARES[0], "trainable": "attention"}
+        _, found = best(target.name, ({**start, "learning_rate": rate} for rate in rates), "kl")
+        kl, found = best(target.name, ({**found, "layerwise_fraction": share} for share in SHARES), "kl")
+        everything = {**found, "trainable": "all"}
+        kl_of_all, everything = best(target.name, ({**everything, "learning_rate": rate} for rate in rates), "kl")
+        if kl_of_all <= WORTH * kl:
+            found = everything
         alone = ({"trainable": found["trainable"], "learning_rate": rate} for rate in rates)
-        control = best(CONTROL, alone, "perplexity")
-        return {"": found, CONTROL: control}
+        return {"": found, CONTROL: best(CONTROL, alone, "perplexity")[1]}
 
     def curve(self, settings: dict[str, dict[str, Any]]) -> None:
         """Measure the source and each conversion before training, and after each number of tokens."""

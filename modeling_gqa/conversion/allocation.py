@@ -23,8 +23,9 @@ from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from .fitting import fit
 from .layers.latent import divided
+from .new_layer import Setting, convert_layer, new_attention
 from .placement import check_placement
-from .sequential import Setting, best_division, convert_layer, new_attention
+from .sequential import best_division
 from .targets import (
     Fields,
     check_kind,
@@ -188,7 +189,7 @@ def measured_choices(
         for index in progress(range(max(layers) + 1)):
             smaller: list[SizeChoice] = []
             if index in layers and layer_sizes(config, index, kind):
-                weight = LAST_BY_FIRST ** (index / config.num_hidden_layers)
+                weight = LAST_BY_FIRST ** (index / max(config.num_hidden_layers - 1, 1))
                 smaller = [x._replace(loss=weight * x.loss) for x in tried_sizes(text, index, kind, ends)]
             else:
                 text.pass_on(index)
