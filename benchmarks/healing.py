@@ -12,9 +12,10 @@ learn from the source's predictions (KL divergence) and the next token; the cont
 many tokens of the same text with the next-token loss.
 
 The sweep trains the last target on `--sweep-tokens`: learning rates first, then shares of stage 1, then all parameters
-in place of the attention's, then the control. It chooses on `tuning.jsonl`, a student by KL and the control by
-perplexity. The curve reports perplexity, KL(source || student) and the share of equal most likely tokens on the test
-pages, on which nothing is chosen, and what each model answers to one question.
+in place of the attention's. What it finds is kept for the other targets and the control, of which it sweeps the
+learning rates alone. It chooses on `tuning.jsonl`, a student by KL and the control by perplexity. The curve reports
+perplexity, KL(source || student) and the share of equal most likely tokens on the test pages, on which nothing is
+chosen, and what each model answers to one question.
 
 Conversions and runs lie in `--work`. Whatever is done already is not done again, and a run that was stopped resumes.
 """
@@ -27,7 +28,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -167,27 +168,30 @@ class Healing:
     # -- the two parts
 
     def sweep(self) -> dict[str, dict[str, Any]]:
-        """Return the best settings: of students under "", and of the control."""
-        target, tokens = self.options.targets[-1], self.options.sweep_tokens
+        """Return the best settings by model."""
+        *others, target = self.options.targets
+        models: dict[str, Callable[[], Path]] = {x.name: partial(self.student, x) for x in self.options.targets}
+        models[CONTROL] = lambda: self.source
 
-        def best(model: str, settings: Iterator[dict[str, Any]], measure: str) -> tuple[float, dict[str, Any]]:
-            folder = self.source if model == CONTROL else self.student(target)
+        def best(model: str, settings: Iterator[dict[str, Any]], measure: str = "kl") -> tuple[float, dict[str, Any]]:
+            folder, tokens = models[model](), self.options.sweep_tokens
             rows = [(self.trained("sweep", model, folder, tokens, setting)[measure], setting) for setting in settings]
             trained = [(loss, setting) for loss, setting in rows if loss is not None]
             if not trained:
                 sys.exit("no setting of the sweep trains: give lower --learning-rates")
             return min(trained, key=lambda pair: pair[0])
 
-        rates = self.options.learning_rates
-        start = {"layerwise_fraction": SHARES[0], "trainable": "attention"}
-        _, found = best(target.name, ({**start, "learning_rate": rate} for rate in rates), "kl")
-        kl, found = best(target.name, ({**found, "layerwise_fraction": share} for share in SHARES), "kl")
-        everything = {**found, "trainable": "all"}
-        kl_of_all, everything = best(target.name, ({**everything, "learning_rate": rate} for rate in rates), "kl")
+        def rates(setting: dict[str, Any]) -> Iterator[dict[str, Any]]:
+            return ({**setting, "learning_rate": rate} for rate in self.options.learning_rates)
+
+        _, found = best(target.name, rates({"layerwise_fraction": SHARES[0], "trainable": "attention"}))
+        kl, found = best(target.name, ({**found, "layerwise_fraction": share} for share in SHARES))
+        kl_of_all, everything = best(target.name, rates({**found, "trainable": "all"}))
         if kl_of_all <= WORTH * kl:
             found = everything
-        alone = ({"trainable": found["trainable"], "learning_rate": rate} for rate in rates)
-        return {"": found, CONTROL: best(CONTROL, alone, "perplexity")[1]}
+        settings = {x.name: best(x.name, rates(found))[1] for x in others}
+        alone = rates({"trainable": found["trainable"]})
+        return settings | {target.name: found, CONTROL: best(CONTROL, alone, "perplexity")[1]}
 
     def curve(self, settings: dict[str, dict[str, Any]]) -> None:
         """Measure the source and each conversion before training, and after each number of tokens."""
@@ -201,7 +205,7 @@ class Healing:
             self.add("curve", {"model": name, "tokens": 0}, untrained)
         for tokens in self.options.tokens:
             for name, folder in models.items():
-                self.trained("curve", name, folder, tokens, settings[CONTROL if name == CONTROL else ""])
+                self.trained("curve", name, folder, tokens, settings.get(name, {}))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -234,7 +238,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[dict]]:
     healing = Healing(options, command)
     # Without a sweep the recipe's own settings are used.
     swept = options.sweep or both or healing.rows["sweep"]
-    settings: dict[str, dict[str, Any]] = healing.sweep() if swept else {"": {}, CONTROL: {}}
+    settings: dict[str, dict[str, Any]] = healing.sweep() if swept else {}
     if options.curve or both:
         healing.curve(settings)
     for part, columns in (("sweep", SWEEP), ("curve", CURVE)):

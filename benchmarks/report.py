@@ -207,14 +207,17 @@ def conversion_table(rows: list[dict]) -> str:
     return kl_table([row | {"method": names.get(row["method"], row["method"])} for row in plain])
 
 
-def kl_table(rows: list[dict]) -> str:
-    """KL in nats and perplexity on text that nothing else saw, by method and target."""
+def kl_table(rows: list[dict], text: str = "") -> str:
+    """KL in nats and perplexity on text that nothing else saw, by method and target.
+
+    `text`: suffix of the columns; see `real_conversion.EVALUATIONS`.
+    """
     found = {(row["method"], row["target"]): row for row in rows}
     methods, targets = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
     lines = []
     for method in methods:
         cells = [found.get((method, target)) for target in targets]
-        lines.append([method, *(f"{c['kl']:.3f} ({c['perplexity']:.1f})" if c else "" for c in cells)])
+        lines.append([method, *(f"{c[f'kl{text}']:.3f} ({c[f'perplexity{text}']:.1f})" if c else "" for c in cells)])
     return markdown(["", *targets], lines)
 
 
@@ -312,7 +315,7 @@ def tables() -> list[str]:
     conversions, healing = conversion["conversions"], conversion["healing"]
     found = [
         decode_table(decode["rows"]),
-        kl_table(real["rows"]),
+        *(kl_table(real["rows"], text) for text in ("", "_other", "_code")),
         conversion_table(conversions),
         healing_table(healing),
         *(healed_tables(json.loads(HEALED.read_text(encoding="utf-8"))) if HEALED.is_file() else []),

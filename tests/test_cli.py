@@ -352,6 +352,7 @@ def test_a_conversion_that_changes_much_ends_with_a_warning(checkpoints, corpus,
     report = json.loads((tmp_path / "much" / "conversion.json").read_text())
     assert report["kl"] > 0.1 and f"Warning: the predictions changed much: KL {report['kl']:.3g} nats" in printed
     assert "--refine 4" in printed and "modeling-gqa uptrain" in printed
+    assert "Warning: the weights alone decided" in run("convert", checkpoints / "mha", tmp_path / "blind", *MQA)
     assert "Warning" not in run("convert", checkpoints / "gqa", tmp_path / "none", "--attention-kind", "mha", *options)
 
 
@@ -365,7 +366,7 @@ def test_exact_conversion_calibrates_on_nothing_and_is_measured(checkpoints, cor
 
 def test_exact_conversion_without_text_says_what_was_not_measured(checkpoints, tmp_path):
     printed = run("convert", checkpoints / "gqa", tmp_path / "out", "--attention-kind", "mha")
-    assert "exactly" in printed and "Nothing was measured" in printed
+    assert "exactly" in printed and "Nothing was measured" in printed and "Warning" not in printed
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert report["exact"] and report["tokens"] == 0 and report["perplexity_after"] is None and report["text"] is None
     assert "Nothing was measured" in (tmp_path / "out" / "README.md").read_text()

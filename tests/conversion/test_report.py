@@ -217,16 +217,23 @@ def test_equal_layers_are_described_together():
 def report_of(kl: float | None, refine: int = 1, **command) -> dict:
     options = {"attention_kind": "gqa", "budget": None, "refit": None, **command}
     setting = {"refine": refine}
-    return {"kl": kl, "perplexity_before": 8.0, "perplexity_after": 9.5, "setting": setting, "command": options}
+    measured = {"kl": kl, "perplexity_before": 8.0, "perplexity_after": 9.5, "text": {}, "exact": False}
+    return {**measured, "setting": setting, "command": options}
 
 
 def test_a_warning_begins_beyond_its_bound():
-    """Up to MUCH_KL, and where nothing was measured, there is none; beyond it the numbers are named."""
-    assert warning(report_of(None)) is None and warning(report_of(0.0)) is None
-    assert warning(report_of(MUCH_KL)) is None
+    """Up to MUCH_KL there is none; beyond it the numbers are named."""
+    assert warning(report_of(0.0)) is None and warning(report_of(MUCH_KL)) is None
     said = warning(report_of(MUCH_KL * 1.01))
     assert said is not None and said.startswith("the predictions changed much: KL 0.101 nats per token, more than 0.1")
     assert "perplexity 8 became 9.5" in said and "modeling-gqa uptrain" in said and "\n" not in said
+
+
+def test_a_lossy_conversion_without_text_is_warned_of():
+    unmeasured = report_of(None) | {"text": None}
+    said = warning(unmeasured)
+    assert said is not None and "nothing was measured" in said and "--text" in said
+    assert warning(unmeasured | {"exact": True}) is None
 
 
 @pytest.mark.parametrize(

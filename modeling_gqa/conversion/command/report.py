@@ -190,7 +190,12 @@ def describe_cost(report: Report) -> str:
 
 
 def warning(report: Report) -> str | None:
-    """Return what a user should know and can do where the predictions changed by more than `MUCH_KL`; else `None`."""
+    """Return what a user should know and can do where the predictions changed by more than `MUCH_KL`, or may have."""
+    if report["text"] is None and not report["exact"]:
+        return (
+            "the weights alone decided, and nothing was measured. This can lose nearly all that a model knows; "
+            "with --text much less is lost, and it is measured"
+        )
     if report["kl"] is None or report["kl"] <= MUCH_KL:
         return None
     command, ways = report["command"], ["a larger cache", "fewer layers (--layers)"]
