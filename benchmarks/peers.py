@@ -24,8 +24,7 @@ from modeling_gqa.conversion import target_config
 from modeling_gqa.conversion.layers.heads import Heads, read_heads, rotary_fields
 from modeling_gqa.conversion.layers.latent import leading_vectors
 from modeling_gqa.conversion.layers.moments import Statistics
-from modeling_gqa.conversion.new_layer import State
-from modeling_gqa.conversion.sequential import assemble
+from modeling_gqa.conversion.sequential import State, assemble
 from modeling_gqa.conversion.targets import Fields, configuration, layer_fields
 from modeling_gqa.conversion.text.calibration import MODEL_INPUTS, Batch, evaluating, hooks
 from modeling_gqa.conversion.text.streams import collect

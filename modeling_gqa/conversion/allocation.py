@@ -23,9 +23,8 @@ from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from .fitting import fit
 from .layers.latent import divided
-from .new_layer import Setting, convert_layer, new_attention
 from .placement import check_placement
-from .sequential import best_division
+from .sequential import Setting, best_division, convert_layer, new_attention
 from .targets import (
     Fields,
     check_kind,

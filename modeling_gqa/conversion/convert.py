@@ -16,9 +16,9 @@ from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 from ..modeling_gqa import GQAForCausalLM
 from .kept import Kept
-from .new_layer import Setting
 from .placement import check_placement
 from .search import Search
+from .sequential import Setting
 from .targets import (
     BOOKKEEPING_FIELDS,
     Fields,

@@ -15,7 +15,7 @@ from safetensors.torch import load, save_file
 from ..common.errors import ConversionError
 from ..common.files import write_text
 from .checkpoints.writing import disk_errors
-from .new_layer import NewLayer, Setting
+from .sequential import NewLayer, Setting
 
 PLAN, MEASURED = "plan.json", "measured.json"
 # Names of the files in a folder of layers, finished or not.

@@ -10,8 +10,7 @@ from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
 from .kept import Kept
 from .layers.latent import ALPHAS
-from .new_layer import Setting
-from .sequential import assemble, convert_layers
+from .sequential import Setting, assemble, convert_layers
 from .targets import Fields, configuration
 from .text.calibration import Batch, evaluating, first_batches
 from .text.measuring import compare_predictions, predicted_states

@@ -23,8 +23,13 @@ from modeling_gqa.conversion.allocation import (
     spread,
 )
 from modeling_gqa.conversion.fitting import fit
-from modeling_gqa.conversion.new_layer import convert_layer, new_attention
-from modeling_gqa.conversion.sequential import ROTARY_STEP, assemble, best_division
+from modeling_gqa.conversion.sequential import (
+    ROTARY_STEP,
+    assemble,
+    best_division,
+    convert_layer,
+    new_attention,
+)
 from modeling_gqa.conversion.targets import configuration, layer_fields
 from modeling_gqa.conversion.text.measuring import predicted_states
 from modeling_gqa.conversion.text.streams import streams

@@ -30,8 +30,8 @@ from modeling_gqa.conversion import (
 from modeling_gqa.conversion.convert import hold_out
 from modeling_gqa.conversion.kept import Kept
 from modeling_gqa.conversion.layers.refit import RIDGE
-from modeling_gqa.conversion.new_layer import Setting, convert_layer
 from modeling_gqa.conversion.search import Search
+from modeling_gqa.conversion.sequential import Setting, convert_layer
 from modeling_gqa.conversion.targets import layer_fields
 from modeling_gqa.conversion.text.streams import FIRST_SHARE, collect
 

@@ -15,7 +15,7 @@ from modeling_gqa.conversion import ConversionError, search, sequential
 from modeling_gqa.conversion.command import job
 from modeling_gqa.conversion.command.job import Job
 from modeling_gqa.conversion.kept import Kept, LayerFiles, kept_in
-from modeling_gqa.conversion.new_layer import NewLayer, Setting
+from modeling_gqa.conversion.sequential import NewLayer, Setting
 
 GQA: dict[str, Any] = {"attention_kind": "gqa", "num_key_value_heads": 3}
 MLA: dict[str, Any] = {"attention_kind": "mla", "cache_size": 30}
