@@ -24,7 +24,7 @@ from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from .fitting import fit
 from .layers.latent import divided
 from .placement import check_placement
-from .sequential import Setting, best_division, convert_layer, new_attention
+from .sequential import Setting, best_division, convert_layer, new_attention, read_latent_source
 from .targets import (
     Fields,
     check_kind,
@@ -207,9 +207,11 @@ def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.T
     """
     model, statistics = text.model, text.see(index)
     own, sizes = layer_fields(model.config)[index], layer_sizes(model.config, index, kind)
+    source = read_latent_source(model, index, statistics, FITTED) if kind == "mla" else None
 
     def tried(fields: Fields) -> tuple[float, Attention]:
-        attention = new_attention(model, index, convert_layer(model, index, own | fields, statistics, FITTED, True))
+        new = convert_layer(model, index, own | fields, statistics, FITTED, True, source=source)
+        attention = new_attention(model, index, new)
         return max(fit(text, index, attention, trial=math.inf), torch.finfo(torch.float32).tiny), attention
 
     some = spread(list(sizes))

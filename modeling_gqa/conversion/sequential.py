@@ -24,7 +24,7 @@ from .fitting import examples, fit, pieces
 from .layers.grouping import contiguous, merge_heads, regrouped
 from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
 from .layers.latent import ALPHAS, divided, to_latent
-from .layers.moments import Statistics, blank_statistics, compute_moments
+from .layers.moments import Moments, Statistics, blank_statistics, compute_moments
 from .layers.normed import latent_source
 from .layers.refine import refine
 from .targets import Fields, changed_layers, configuration, is_exact, latent_fields, layer_fields
@@ -32,6 +32,7 @@ from .text.calibration import Batch
 from .text.streams import Streams, streams
 
 State = dict[str, torch.Tensor]
+LatentSource = tuple[Heads, Moments]
 # Factor between two sizes P that are tried for a layer, and tokens on which they are compared.
 ROTARY_STEP, DIVISION_TOKENS = 1.4, 4096
 
@@ -169,10 +170,11 @@ def best_division(
     Returns:
         The factor of P in `divided`, and the new layer, not yet fitted.
     """
+    source = read_latent_source(text.model, index, statistics, setting)
 
     @cache
     def tried(factor: float) -> tuple[float, NewLayer]:
-        new = convert_layer(text.model, index, fields, statistics, setting, True, factor)
+        new = convert_layer(text.model, index, fields, statistics, setting, True, factor, source)
         copied = new._replace(state={name: x.clone() for name, x in new.state.items()})  # which the fit changes
         return fit(text, index, new_attention(text.model, index, copied), trial=DIVISION_TOKENS), new
 
@@ -193,6 +195,7 @@ def convert_layer(
     setting: Setting,
     lossy: bool,
     factor: float = 1.0,
+    source: LatentSource | None = None,
 ) -> NewLayer:
     """Convert layer `index` to what `fields` say.
 
@@ -204,12 +207,12 @@ def convert_layer(
         setting: how to convert.
         lossy: whether the layer cannot keep its function.
         factor: of P in `divided`, where the cache is shared.
+        source: what `read_latent_source` returns, where MLA of several sizes is made of it.
     """
     before = layer_fields(model.config)[index]
     with living_layer(index) as computed:
-        heads = read_heads(model, index)
         if fields["attention_kind"] == "mla":
-            heads, moments = latent_source(heads, statistics, setting.metric)
+            heads, moments = source or read_latent_source(model, index, statistics, setting)
             rank, size = fields["kv_lora_rank"], fields["qk_rope_head_dim"]
             if setting.share_cache and lossy:
                 shapes = heads.planes, len(heads.k), heads.k.shape[1], heads.k.shape[2]
@@ -218,7 +221,7 @@ def convert_layer(
             state, found, loss = to_latent(heads, moments, rank, size, setting.gain, setting.alpha)
         else:
             std, seed = model.config.initializer_range, setting.seed * model.config.num_hidden_layers + index
-            heads, loss = fewer_heads(heads, fields, statistics, setting, std, seed)
+            heads, loss = fewer_heads(read_heads(model, index), fields, statistics, setting, std, seed)
             state, found = write_grouped(heads)
             if before["attention_kind"] != "mla":  # its heads are rotated as before, partly perhaps
                 found |= rotation(fields)
@@ -226,6 +229,12 @@ def convert_layer(
         computed |= state
     state = {name: tensor.to(model.dtype, copy=True).contiguous() for name, tensor in state.items()}
     return NewLayer(state, {**fields, **found}, loss)
+
+
+def read_latent_source(model: GQAForCausalLM, index: int, statistics: Statistics, setting: Setting) -> LatentSource:
+    """Return the heads of layer `index` that `to_latent` converts, and their moments; arguments as `convert_layer`'s."""
+    with living_layer(index):
+        return latent_source(read_heads(model, index), statistics, setting.metric)
 
 
 def new_attention(model: GQAForCausalLM, index: int, new: NewLayer) -> Attention:

@@ -24,7 +24,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "mla": (MLA, 22, 180),
     "mha": ({"attention_kind": "mha"}, 20, 145),
     "gqa-text": ({**GQA, **TEXT}, 30, 325),
-    "mla-text": ({**MLA, **TEXT}, 30, 565),
+    "mla-text": ({**MLA, **TEXT}, 30, 480),
 }
 
 
