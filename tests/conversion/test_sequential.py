@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from modeling_gqa.conversion import ConversionError, compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.fitting import refit_outputs
+from modeling_gqa.conversion.layers.moments import product
 from modeling_gqa.conversion.layers.refit import Regression
 from modeling_gqa.conversion.text import calibration
 
@@ -131,6 +132,19 @@ def test_a_fit_says_what_error_is_left():
         assert left == pytest.approx(
             (weight * (target - linear(x)).square().sum(-1)).sum().item() / weight.sum().item()
         )
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2**-9), (torch.float32, 1e-6)], ids=str)
+def test_products_are_as_fine_as_what_the_model_computes(dtype, error):
+    """Factors that the model gave are multiplied exactly, weighted ones are rounded as the model's dtype does, and the
+    setting of PyTorch by which the CPU does so is the same afterwards."""
+    generator, settings = torch.Generator().manual_seed(0), torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    x, weight = torch.randn(2, 300, 20, generator=generator).to(dtype), torch.rand(300, 1, generator=generator)
+    for left, most in ((x, 1e-6), (weight * x.float(), error)):
+        exact = left.double().mT @ x.double()
+        assert distance(product(left, x, dtype), exact) < most
+    assert settings.fp32_precision == before
 
 
 def test_a_token_of_zeros_does_not_count_infinitely():

@@ -226,6 +226,22 @@ def _plane_covariance(covariance: torch.Tensor, n: int) -> torch.Tensor:
     return torch.complex(aa + bb, ab.mT - ab)
 
 
+def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return left^T right (..., a, b) in float64, summed over the tokens of (..., tokens, a) and (..., tokens, b).
+
+    It is multiplied and summed in float32. Where the model computes in bfloat16 (`dtype`), a CPU that has products of
+    bfloat16 takes these, three to six times as fast: they are exact where the factors are what the model gave, and of
+    factors that are weighted since, 8 bits count.
+    """
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16" if dtype == torch.bfloat16 else before
+    try:
+        return (left.mT.float() @ right.float()).double()
+    finally:
+        settings.fp32_precision = before
+
+
 def square_root(matrix: torch.Tensor, damping: float = 0.0) -> torch.Tensor:
     """Return the square root of symmetric positive matrices (..., m, m).
 

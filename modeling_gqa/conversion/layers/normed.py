@@ -14,7 +14,7 @@ import torch
 
 from ...attention import GroupedAttention
 from .heads import Heads, norm_rows
-from .moments import Moments, Statistics, compute_moments, square_root
+from .moments import Moments, Statistics, compute_moments, product, square_root
 
 
 class NormedSums:
@@ -41,10 +41,9 @@ class NormedSums:
         assert layer.q_norm is not None and layer.k_norm is not None
         query = root * layer.q_norm(query).transpose(0, 1).float()  # (H, tokens, D)
         y = root * torch.cat((layer.k_norm(key), value), dim=1).flatten(1).float()  # (tokens, M)
-        # Products in float32, sums in float64.
-        self.second += (y.mT @ y).double()
+        self.second += product(y, y, rows.dtype)
         self.total += (root * y).sum(0, dtype=torch.float64)
-        self.queries += (query.mT @ query).double()
+        self.queries += product(query, query, rows.dtype)
 
     def statistics(self, of_input: Statistics, weight: float, root: bool) -> Statistics:
         """Return the statistics of y, with the lags and lengths of those `of_input`.

@@ -7,6 +7,8 @@ Shapes: E hidden size, M = heads times value size.
 
 import torch
 
+from .moments import product
+
 # Ridge: this share of the mean of the diagonal of x x^T is added to the diagonal.
 RIDGE = 0.03
 
@@ -27,11 +29,10 @@ class Regression:
 
     def add(self, inputs: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
         """Add inputs (tokens, M), the residuals (tokens, E) of their projection, and what each token counts."""
-        inputs = torch.nn.functional.pad(inputs.float(), (0, 1), value=1.0 if self.linear.bias is not None else 0.0)
-        weighed = (inputs * weight[:, None].float()).mT
-        # Products in float32, sums in float64.
-        self.second += (weighed @ inputs).double()
-        self.cross += (weighed @ residual.float()).double()
+        inputs = torch.nn.functional.pad(inputs, (0, 1), value=1.0 if self.linear.bias is not None else 0.0)
+        weighed = inputs * weight[:, None].float()
+        self.second += product(weighed, inputs, inputs.dtype)
+        self.cross += product(weighed, residual, inputs.dtype)
         self.power += (weight.float() @ residual.float().square().sum(-1)).item()
         self.weight += weight.sum().item()
 
@@ -47,6 +48,6 @@ class Regression:
         self.linear.weight.copy_(self.linear.weight + change[:, :-1])
         if self.linear.bias is not None:
             self.linear.bias.copy_(self.linear.bias + change[:, -1])
-        # |r - W x|^2 = |r|^2 - 2 tr(W x r^T) + tr(W x x^T W^T)
-        saved = (solution * (2 * self.cross - self.second @ solution)).sum().item()
+        # |r - W x|^2 = |r|^2 - 2 tr(W x r^T) + tr(W x x^T W^T), and x x^T W^T = x r^T - ridge W^T
+        saved = (solution * (self.cross + ridge[:, None] * solution)).sum().item()
         return max(self.power - saved, 0.0) / self.weight

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...common.errors import ConversionError
-from ..layers.moments import Statistics, square_root
+from ..layers.moments import Statistics, product, square_root
 from ..layers.normed import NormedSums
 
 # Model inputs by name; "input_ids" (B, T) is always there.
@@ -165,8 +165,7 @@ class Sums:
         """
         root = weight[kept].float().sqrt()[:, None]
         rows = root * x[kept].float()
-        # Products in float32, sums in float64.
-        self.second += (rows.mT @ rows).double()
+        self.second += product(rows, rows, x.dtype)
         self.total += (rows.mT @ root)[:, 0].double()
         self.weight += weight[kept].sum(dtype=torch.float64).item()
         self.tokens += len(rows)
