@@ -232,7 +232,7 @@ def convert_layer(
 
 
 def read_latent_source(model: GQAForCausalLM, index: int, statistics: Statistics, setting: Setting) -> LatentSource:
-    """Return the heads of layer `index` that `to_latent` converts, and their moments; arguments as `convert_layer`'s."""
+    """Return what `latent_source` makes of layer `index`; arguments are as for `convert_layer`."""
     with living_layer(index):
         return latent_source(read_heads(model, index), statistics, setting.metric)
 
