@@ -302,6 +302,35 @@ def heal(small_llama, monkeypatch):
     return run
 
 
+@pytest.mark.parametrize(("share_of_all", "trained"), [(0.98, "all"), (0.995, "attention")])
+def test_the_sweep_of_several_targets(share_of_all, trained, heal, monkeypatch):
+    """What the last target chooses, the others and the control take over, and each finds a learning rate of its own;
+    all parameters are chosen only where they are worth it, and a rate that does not train is not chosen."""
+    best = {"mla-1/2": 1e-4, "mla-1/4": 3e-4, "control": 1e-3}
+    rates = [1e-4, 3e-4, 1e-3, 3e-3]
+
+    def row(self, part, model, folder, tokens, setting):
+        assert (part, tokens) == ("sweep", 128)
+        if setting["learning_rate"] == 3e-3:
+            return {"kl": None, "perplexity": None}
+        loss = 1 + abs(rates.index(setting["learning_rate"]) - rates.index(best[model]))
+        loss *= 1 + abs(setting.get("layerwise_fraction", 0.5) - 0.5)
+        loss *= share_of_all if setting["trainable"] == "all" else 1
+        return {"kl": loss, "perplexity": 1 / loss} if model != "control" else {"kl": 1 / loss, "perplexity": loss}
+
+    chosen = {}
+    monkeypatch.setattr(healing.Healing, "trained", row)
+    monkeypatch.setattr(healing.Healing, "student", lambda self, target: target.name)
+    monkeypatch.setattr(healing.Healing, "curve", lambda self, settings: chosen.update(settings))
+    heal("several", "--targets", "mla-1/2", "mla-1/4", "--learning-rates", *map(str, rates))
+    shared = {"layerwise_fraction": 0.5, "trainable": trained}
+    assert chosen == {
+        "mla-1/2": shared | {"learning_rate": 1e-4},
+        "mla-1/4": shared | {"learning_rate": 3e-4},
+        "control": {"trainable": trained, "learning_rate": 1e-3},
+    }
+
+
 def test_healing(heal, small_llama, monkeypatch):
     """Both parts: the sweep chooses on the tuning pages, and what is done is not done again."""
     swept = heal("found", "--sweep")["sweep"]
