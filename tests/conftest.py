@@ -3,6 +3,7 @@
 import os
 import random
 import secrets
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -33,6 +34,13 @@ PERMITTED_SKIPS = {
     "needs make real",
     "needs a transformers release with an fp8 quantized cache",
 }
+
+
+# Under nohup and in the background of a script these signals are ignored, which the programs that tests start would
+# inherit; a handler, unlike that, is not inherited by a program.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 
 def pytest_report_header() -> str:

@@ -75,6 +75,8 @@ def finish(process, pipe) -> tuple[int | None, list[str]]:
 
 def run(arguments: list[str], pipe, fault) -> None:
     sys.argv = ["modeling-gqa", *arguments]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     errors = sys.stderr
     if fault:
