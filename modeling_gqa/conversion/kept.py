@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,13 @@ from safetensors.torch import load, save_file
 
 from ..common.errors import ConversionError
 from ..common.files import write_text
+from ..configuration_gqa import GQAConfig
 from .checkpoints.writing import disk_errors
 from .sequential import NewLayer, Setting
 
-PLAN, MEASURED = "plan.json", "measured.json"
+PLAN, TARGET, MEASURED = "plan.json", "target.json", "measured.json"
 # Names of the files in a folder of layers, finished or not.
-OURS = re.compile(r"(plan|measured)\.json(\.part)?|[0-9a-f]{16}-[0-9]+\.(safetensors|part)")
+OURS = re.compile(r"(plan|target|measured)\.json(\.part)?|[0-9a-f]{16}-[0-9]+\.(safetensors|part)")
 
 
 class LayerFiles(MutableMapping[int, NewLayer]):
@@ -111,7 +112,8 @@ def kept_in(folder: Path, plan: Any) -> Iterator[Path]:
     """Make and yield `folder` for a conversion that is described by `plan`, in types that JSON has.
 
     A folder that an interrupted conversion of the same plan has left is taken up again, one of another plan is emptied.
-    It is deleted when the result stands or was refused, and when the conversion ends before a layer is finished.
+    It is deleted when the result stands or was refused, and when the conversion ends before sizes were chosen for a
+    budget or a layer is finished.
 
     Raises:
         ConversionError: the folder holds other files than a conversion leaves.
@@ -130,10 +132,18 @@ def kept_in(folder: Path, plan: Any) -> Iterator[Path]:
         yield folder
     except BaseException as error:
         # What is refused once is refused again, but an interruption or a full disk has an end.
-        if isinstance(error, ConversionError) or not any(folder.glob("*.safetensors")):
+        if isinstance(error, ConversionError) or not [*folder.glob("*.safetensors"), *folder.glob(TARGET)]:
             delete(folder)
         raise
     delete(folder)
+
+
+def keep_target(folder: Path, choose: Callable[[], GQAConfig]) -> GQAConfig:
+    """Return the target that was chosen before the conversion was interrupted; where there is none, `choose` it."""
+    if (known := read_json(folder / TARGET)) is None:
+        known = json.loads(choose().to_json_string(use_diff=False))
+        write_json(folder / TARGET, known)
+    return GQAConfig.from_dict(known)
 
 
 def read_json(path: Path) -> Any:

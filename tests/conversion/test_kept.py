@@ -96,6 +96,31 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bits(options, stop, left,
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("stop", [1, 2])
+def test_chosen_sizes_are_not_chosen_again(stop, source, tmp_path, monkeypatch):
+    """An interruption while the first or the second layer is converted leaves the sizes that a budget chose."""
+    options: dict[str, Any] = {"attention_kind": "mla", "budget": 400}
+    allocated, sizes = job.allocate, []
+
+    def allocate(*arguments, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(sequential, "convert_layer", original)
+            sizes.append(allocated(*arguments, **options))
+        return sizes[-1]
+
+    original = sequential.convert_layer
+    monkeypatch.setattr(job, "allocate", allocate)
+    left = interrupt(source, tmp_path / "one" / "out", monkeypatch, stop, **options)
+    assert (left / "target.json").is_file() and len(sizes) == 1
+    reached = counted(monkeypatch)
+    convert(source, tmp_path / "one" / "out", **options)
+    assert len(sizes) == 1 and reached == list(range(stop - 1, 3))
+    convert(source, tmp_path / "two" / "out", **options)
+    assert len(sizes) == 2 and len({layer.kv_lora_rank for layer in sizes[0].per_layer_config}) > 1
+    assert results(tmp_path / "one" / "out") == results(tmp_path / "two" / "out")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize("step", ["compare_predictions", "layer_errors", "write_model"])
 @pytest.mark.parametrize("options", [MLA, {**GQA, "method": "auto"}], ids=["mla", "auto"])
 def test_after_the_last_layer_no_layer_is_converted_again(step, options, source, tmp_path, monkeypatch):

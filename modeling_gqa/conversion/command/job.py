@@ -24,7 +24,7 @@ from ..checkpoints.aside import check_target, refuse_overlap, written_aside
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.writing import write_model
 from ..convert import SELECTION_TOKENS, convert_model, describe
-from ..kept import kept_in, layers_folder
+from ..kept import keep_target, kept_in, layers_folder
 from ..targets import layer_fields
 from ..text.calibration import Batch
 from ..text.measuring import compare_predictions, layer_errors
@@ -183,25 +183,21 @@ class Job(Options):
     ) -> tuple[GQAForCausalLM, Any]:
         """Return what `convert_model` returns; without a target, for the one that the budget allows.
 
-        Until `held` is closed, `.TARGET.layers` beside the target holds the layers that are finished. After an
-        interruption the same command goes on from them.
+        Until `held` is closed, `.TARGET.layers` beside the target holds the sizes that were chosen and the layers that
+        are finished. After an interruption the same command goes on from them.
         """
         calibration = batches.get("calibration")
-        if target is None:
-            progress = show_progress("choosing sizes")
-            target = allocate(
-                model,
-                self.attention_kind,
-                self.budget,
-                calibration,
-                layers=self.layers,
-                dtype=checkpoint.dtype,
-                progress=progress,
-            )
         plan = self.identity(checkpoint, target, batches)
+        folder = held.enter_context(kept_in(layers_folder(self.target), plan))
+
+        def choose() -> GQAConfig:
+            progress = show_progress("choosing sizes")
+            own: dict[str, Any] = {"layers": self.layers, "dtype": checkpoint.dtype, "progress": progress}
+            return allocate(model, self.attention_kind, self.budget, calibration, **own)
+
         return convert_model(
             model,
-            target,
+            target or keep_target(folder, choose),
             calibration,
             selection=batches.get("selection"),
             method=self.method,
@@ -211,12 +207,15 @@ class Job(Options):
             share_cache=self.shares_cache,
             share_weights=True,
             seed=self.seed,
-            folder=held.enter_context(kept_in(layers_folder(self.target), plan)),
+            folder=folder,
             show_progress=show_progress,
         )
 
-    def identity(self, checkpoint: Checkpoint, target: GQAConfig, batches: Batches) -> list[Any]:
-        """Return what decides the new layers: two conversions with equal ones may take each other's layers."""
+    def identity(self, checkpoint: Checkpoint, target: GQAConfig | None, batches: Batches) -> list[Any]:
+        """Return what decides the new layers: two conversions with equal ones may take each other's layers.
+
+        Without a target it is in the options, as a budget.
+        """
         files = [checkpoint.gguf.path] if checkpoint.gguf else sorted(checkpoint.folder.iterdir())
         weights = [path for path in files if path.suffix in (".safetensors", ".bin", ".gguf")]
         tokens = sha256()
@@ -226,7 +225,7 @@ class Job(Options):
         return [
             __version__,
             self.as_json(),
-            target.to_json_string(),
+            target and target.to_json_string(),
             [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights],
             tokens.hexdigest(),
         ]
