@@ -233,7 +233,7 @@ def product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torc
     bfloat16 takes these, three to six times as fast: they are exact where the factors are what the model gave, and of
     factors that are weighted since, 8 bits count.
     """
-    settings = torch.backends.mkldnn.matmul
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = settings.fp32_precision
     settings.fp32_precision = "bf16" if dtype == torch.bfloat16 else before
     try:
