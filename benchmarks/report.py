@@ -286,20 +286,21 @@ def quoted(row: dict) -> str:
 
 
 def plot_healing(rows: list[dict], path: Path) -> None:
-    """Perplexity on held-out pages against the tokens that a model is trained on."""
+    """Perplexity and KL on held-out pages against the tokens that a model is trained on."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
-    axis, curve = figure.subplots(), by_model([row for row in rows if row["kl"] is not None])
+    figure = Figure(figsize=(8.4, 3.2), layout="constrained")
+    curve = by_model([row for row in rows if row["kl"] is not None])
     ticks = sorted({row["tokens"] for row in rows})
-    for model, line in curve.items():
-        places = [ticks.index(row["tokens"]) for row in line]
-        label = "the source itself" if model == "control" else model
-        axis.plot(places, [row["perplexity"] for row in line], "o-", markersize=4, label=label)
-    axis.set(yscale="log", xlabel="tokens of training", ylabel="perplexity")
-    axis.set_xticks(range(len(ticks)), labels=[f"{tick:,}" for tick in ticks])
-    for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-        formatter(lambda value, _: f"{value:g}")
+    labels = {"perplexity": "perplexity", "kl": "KL to the source, nats per token"}
+    for axis, (name, label) in zip(figure.subplots(1, 2), labels.items(), strict=True):
+        for model, line in curve.items():
+            places = [ticks.index(row["tokens"]) for row in line]
+            title = "the source itself" if model == "control" else model
+            axis.plot(places, [row[name] for row in line], "o-", markersize=4, label=title)
+        axis.set(xlabel="tokens of training", ylabel=label)
+        axis.set_xticks(range(len(ticks)), labels=[f"{tick:,}" for tick in ticks])
+    axis.set_ylim(bottom=0)
     axis.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130, metadata={"Software": None})
