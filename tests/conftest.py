@@ -19,6 +19,8 @@ from modeling_gqa import ATTENTION_CLASSES
 
 # Models this small run slower on more threads, and the test processes share the cores.
 torch.set_num_threads(1)
+# After a fork PyTorch makes its pool of threads anew at this call, and fails where several threads come to it at once.
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 # `make faults` sets more. In CI hypothesis would take the same examples every time.
 FAULTS_ROUNDS = int(os.environ.setdefault("FAULTS_ROUNDS", "1"))

@@ -257,4 +257,5 @@ if __name__ == "__main__":
     import torch
 
     torch.set_num_threads(1)
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))  # see conftest.py
     run_docstrings(sys.argv[2:]) if sys.argv[1] == "--docstrings" else main(sys.argv[1])
