@@ -36,15 +36,21 @@ def fit(text: Streams, index: int, attention: Attention, trial: float | None = N
 
 
 def examples(text: Streams, index: int) -> Iterator[Example]:
-    """Yield what `refine` trains layer `index` on, some rows of a batch at a time."""
+    """Yield what `refine` trains layer `index` on, some rows of a batch at a time, over and over."""
     norm = text.model.model.layers[index].input_layernorm
-    for passage in text.passages():
-        hidden, after = passage.states
-        weight, mask = token_weights(passage), passage.arguments[index]["attention_mask"]
-        whole = not (mask is None or isinstance(mask, torch.Tensor))  # masks of flex attention are not cut
-        for own in [slice(None)] if whole else pieces(passage.kept):
-            arguments = {name: row_of(x, own, len(hidden)) for name, x in passage.arguments[index].items()}
-            yield norm(hidden[own]), arguments, (after - hidden)[own], weight[own]
+    while True:
+        for passage in text.passages():
+            hidden, after = passage.states
+            weight, mask = token_weights(passage), passage.arguments[index]["attention_mask"]
+            whole = not (mask is None or isinstance(mask, torch.Tensor))  # masks of flex attention are not cut
+            for own in [slice(None)] if whole else pieces(passage.kept):
+                arguments = {name: row_of(x, own, len(hidden)) for name, x in passage.arguments[index].items()}
+                yield norm(hidden[own]), arguments, (after - hidden)[own], weight[own]
+
+
+def steps(text: Streams) -> int:
+    """Return the number of examples in one pass over the text."""
+    return sum(len(pieces(batch["input_ids"])) for batch in text.batches)
 
 
 def pieces(tokens: torch.Tensor) -> list[slice]:

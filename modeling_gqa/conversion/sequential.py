@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from ..common.errors import ConversionError
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
-from .fitting import examples, fit, pieces
+from .fitting import examples, fit, steps
 from .layers.grouping import contiguous, merge_heads, regrouped
 from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
 from .layers.latent import ALPHAS, divided, to_latent
@@ -147,8 +147,7 @@ def convert_on_text(
         new = known or convert_layer(model, index, fields, statistics, setting, True)
     attention = new_attention(model, index, new)
     if setting.refine and known is None:
-        steps = setting.refine * sum(len(pieces(batch["input_ids"])) for batch in text.batches)
-        refine(attention, partial(examples, text, index), steps)
+        refine(attention, examples(text, index), setting.refine * steps(text))
     if setting.refit and known is None:
         fit(text, index, attention)
     else:

@@ -23,7 +23,7 @@ CASES: dict[str, tuple[dict[str, Any], int, int]] = {
     "gqa": (GQA, 22, 205),
     "mla": (MLA, 22, 180),
     "mha": ({"attention_kind": "mha"}, 20, 145),
-    "gqa-text": ({**GQA, **TEXT}, 30, 330),
+    "gqa-text": ({**GQA, **TEXT}, 30, 325),
     "mla-text": ({**MLA, **TEXT}, 30, 490),
 }
 

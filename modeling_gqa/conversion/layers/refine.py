@@ -3,7 +3,7 @@
 Shapes: B rows, T tokens, E hidden size.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
 from itertools import islice
 
@@ -19,7 +19,7 @@ LEARNING_RATE = 1e-3
 Example = tuple[torch.Tensor, dict, torch.Tensor, torch.Tensor]
 
 
-def refine(attention: Attention, examples: Callable[[], Iterable[Example]], steps: int) -> None:
+def refine(attention: Attention, examples: Iterable[Example], steps: int) -> None:
     """Train the parameters of `attention` but its output projection, in place, with one example a step.
 
     The projection is left out because least squares find its best values afterwards.
@@ -27,7 +27,7 @@ def refine(attention: Attention, examples: Callable[[], Iterable[Example]], step
     Args:
         attention: the module, in the dtype of the model. It computes in this dtype, and its parameters are kept in
             at least float32 meanwhile.
-        examples: returns them in order; it is called again when they are used up.
+        examples: at least `steps` of them.
         steps: number of steps of Adam (1412.6980).
     """
     dtype = attention.o_proj.weight.dtype
@@ -38,7 +38,7 @@ def refine(attention: Attention, examples: Callable[[], Iterable[Example]], step
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1 / max(steps, 1), total_iters=steps)
     for parameter in trained:
         parameter.requires_grad_(True)
-    for x, arguments, target, weight in islice(cycle(examples), steps):
+    for x, arguments, target, weight in islice(examples, steps):
         with torch.enable_grad():
             with torch.autocast(x.device.type, dtype) if dtype != computed else nullcontext():
                 output, _ = attention(x, **arguments)
@@ -50,8 +50,3 @@ def refine(attention: Attention, examples: Callable[[], Iterable[Example]], step
         schedule.step()
     attention.requires_grad_(False)
     attention.to(dtype)
-
-
-def cycle(examples: Callable[[], Iterable[Example]]) -> Iterator[Example]:
-    while True:
-        yield from examples()
