@@ -132,8 +132,8 @@ def test_sizes_chosen_later_are_guessed():
 def test_llama_8b_as_the_docs_say():
     """The numbers of docs/converting.md, in bfloat16 by the command's defaults."""
     config = GQAConfig(**LLAMA_8B)
-    count = count_memory(config, expected(config, "mla", cache_size=1024), torch.bfloat16, 4, 2048)
-    assert [round(x / GIB, 1) for x in count] == [15.0, 4.6, 21.4]
+    count = count_memory(config, expected(config, "mla", cache_size=1024), torch.bfloat16, 4, 1024)
+    assert [round(x / GIB, 1) for x in count] == [15.0, 4.6, 20.8]
     assert str(count).startswith(
-        "about 21.4 GiB by accounting, of which the source takes 15.0 and the new attention 4."
+        "about 20.8 GiB by accounting, of which the source takes 15.0 and the new attention 4."
     )

@@ -36,7 +36,7 @@ from .sizing import expected_target, find_target, layers_after
 
 # "auto" compares settings on a quarter of the tokens that calibrate them.
 SELECTION_SHARE = 4
-LONGEST_BLOCK = 2048  # tokens, where --sequence-length is left out
+LONGEST_BLOCK = 1024  # tokens, where --sequence-length is left out
 
 Batches = dict[str, list[Batch]]
 

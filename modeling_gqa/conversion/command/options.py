@@ -165,7 +165,7 @@ class Options:
     ] = 32768
     evaluation_tokens: Annotated[int, _text(min=1, help="Tokens to measure on.", show_default=True)] = 16384
     sequence_length: Annotated[
-        int | None, _text(min=2, help="Tokens of a block. Default: 2048, or max_position_embeddings if that is less.")
+        int | None, _text(min=2, help="Tokens of a block. Default: 1024, or max_position_embeddings if that is less.")
     ] = None
     batch_size: Annotated[
         int, _text(min=1, max=1_000_000, help="Blocks in a batch; fewer need less memory.", show_default=True)
@@ -231,8 +231,8 @@ class Options:
 
     @property
     def shares_cache(self) -> bool:
-        """Whether the conversion divides the cache between R and P; they may be given, and a budget chooses them."""
-        given = (self.kv_lora_rank, self.qk_rope_head_dim, self.budget) != (None, None, None)
+        """Whether the conversion divides the cache between R and P, which may also be given."""
+        given = (self.kv_lora_rank, self.qk_rope_head_dim) != (None, None)
         return self.attention_kind == "mla" and not given and bool(self.text)
 
     def as_json(self) -> dict[str, Any]:
