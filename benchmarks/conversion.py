@@ -179,8 +179,7 @@ def under_budget(bench: Bench) -> None:
     whole = cache_bytes_per_token(bench.source.config, torch.float32)
     for kind, share in (("gqa", 2), ("gqa", 4), ("mla", 4), ("mla", 8)):
         config = allocate(bench.source, kind, whole // share, calibration, dtype=torch.float32)
-        options = {"regroup": True} if kind == "gqa" else {"share_cache": True}
-        bench.convert(f"{kind}-1/{share}", config, "lowrank", range(1), **options)
+        bench.convert(f"{kind}-1/{share}", config, "lowrank", range(1), regroup=kind == "gqa")
         bench.rows[-1]["method"] += ", sizes by layer"
 
 

@@ -186,7 +186,7 @@ def sizes_by_layer(bench: Bench, target: Target) -> GQAForCausalLM | None:
     config: GQAConfig = bench.source.config
     whole = bench.cache_size(target) * config.num_hidden_layers * bench.source.dtype.itemsize
     wanted = allocate(bench.source, "mla", whole, bench.calibration)
-    return convert_model(bench.source, wanted, bench.calibration, share_cache=True, **OPTIONS["sizes by layer"])[0]
+    return convert_model(bench.source, wanted, bench.calibration, **OPTIONS["sizes by layer"])[0]
 
 
 def mean_heads(bench: Bench, target: Target) -> GQAForCausalLM | None:

@@ -400,13 +400,6 @@ def test_budget_is_kept_and_layers_that_were_not_chosen_too(checkpoints, corpus,
     assert report["cache_bytes_per_token_after"] == sum(heads) * size and report["command"]["budget"] == 1200
 
 
-def test_sizes_that_a_budget_chose_are_divided_for_the_stream_that_each_layer_gets(checkpoints, corpus, tmp_path):
-    arguments = ("convert", checkpoints / "mha", tmp_path / "out", "--attention-kind", "mla", "--budget", 900)
-    run(*arguments, "--method", "lowrank", "--text", corpus, *TEXT_OPTIONS)
-    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert report["setting"]["share_cache"] and report["cache_bytes_per_token_after"] <= 900
-
-
 def test_dtype_of_the_result(checkpoints, tmp_path):
     run("convert", checkpoints / "mqa-bf16", tmp_path / "own", "--attention-kind", "mha")
     run("convert", checkpoints / "mqa-bf16", tmp_path / "float", "--attention-kind", "mha", "--dtype", "float32")

@@ -86,8 +86,7 @@ def allocate(
 
     Args:
         model: the model to convert.
-        attention_kind: "gqa" chooses the number of key/value heads of each layer, "mla" its R and P; their sum is then
-            divided anew by `convert_model(share_cache=True)`, which loses less.
+        attention_kind: "gqa" chooses the number of key/value heads of each layer, "mla" its R and P.
         bytes_per_token: the budget.
         calibration: batches of model inputs; each layer is tried on the first of them.
         layers: indices of the layers that may change; `None` for all.
