@@ -214,8 +214,9 @@ def check_layer_sizes(layer: "GQAConfig"):
     needed = (*MLA_FIELDS[1:], "head_dim") if layer.attention_kind == "mla" else ("head_dim",)
     missing = next((name for name in needed if getattr(layer, name) is None), None)
     if missing and layer.hidden_size % heads:
+        sizes = " or ".join(dict.fromkeys(("head_dim", missing)))
         raise ValueError(
-            f"hidden_size={layer.hidden_size} is not divisible by num_attention_heads={heads}: set head_dim"
+            f"hidden_size={layer.hidden_size} is not divisible by num_attention_heads={heads}: set {sizes}"
         )
     if missing is None and layer.num_key_value_heads is None:
         if heads % 4:

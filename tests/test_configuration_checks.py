@@ -253,6 +253,16 @@ def test_the_models_constructor_checks_what_was_written_since(model, field, valu
         GQAForCausalLM(config)
 
 
+def test_a_size_that_is_taken_away_is_named_where_the_hidden_size_has_no_part_for_each_head():
+    sizes = {"hidden_size": 66, "num_attention_heads": 4, "head_dim": 4, "num_hidden_layers": 1}
+    config = GQAConfig(vocab_size=5, intermediate_size=5, attention_kind="mla", **sizes)
+    config.kv_lora_rank = None
+    with pytest.raises(
+        StrictDataclassError, match="is not divisible by num_attention_heads=4: set head_dim or kv_lora_rank"
+    ):
+        GQAForCausalLM(config)
+
+
 def test_heads_that_four_divides_are_not_said_to_be_otherwise():
     """The message names the missing number, not a division that works."""
     config = make_config("gqa", num_attention_heads=4)
