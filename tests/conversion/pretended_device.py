@@ -61,6 +61,8 @@ def call(function, args: tuple, kwargs: dict[str, Any]) -> Any:
         ours = [torch.device(device).type == DEVICE.type]
         kwargs["device"] = "cpu" if ours[0] else device
     result = function(*args, **kwargs)
+    if not function._schema.returns:  # as of steps on lists of tensors
+        return None
     if tensors and function._schema.is_mutable and function._schema.arguments[0].alias_info is not None:
         return tensors[0]
     return tree_map_only(torch.Tensor, PretendedTensor, result) if any(ours) else result

@@ -13,6 +13,7 @@ from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.accounting import cache_bytes_per_token
 from modeling_gqa.conversion import compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.command import memory, sizing
+from modeling_gqa.conversion.command.job import LONGEST_BLOCK
 from modeling_gqa.conversion.command.memory import GIB, count_memory
 
 SIZES: dict[str, Any] = {
@@ -132,7 +133,7 @@ def test_sizes_chosen_later_are_guessed():
 def test_llama_8b_as_the_docs_say():
     """The numbers of docs/converting.md, in bfloat16 by the command's defaults."""
     config = GQAConfig(**LLAMA_8B)
-    count = count_memory(config, expected(config, "mla", cache_size=1024), torch.bfloat16, 4, 1024)
+    count = count_memory(config, expected(config, "mla", cache_size=1024), torch.bfloat16, 4, LONGEST_BLOCK)
     assert [round(x / GIB, 1) for x in count] == [15.0, 4.6, 20.8]
     assert str(count).startswith(
         "about 20.8 GiB by accounting, of which the source takes 15.0 and the new attention 4."

@@ -34,7 +34,8 @@ def refine(attention: Attention, examples: Iterable[Example], steps: int) -> Non
     computed = torch.promote_types(dtype, torch.float32)
     attention.to(computed)
     trained = [x for name, x in attention.named_parameters() if not name.startswith("o_proj")]
-    optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE, betas=(0.9, 0.95))
+    # On a CPU the step that PyTorch chooses by itself takes six times as long.
+    optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1 / max(steps, 1), total_iters=steps)
     for parameter in trained:
         parameter.requires_grad_(True)
