@@ -10,6 +10,7 @@ Shapes: B rows, T tokens.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -158,15 +159,18 @@ def numbers_per_token(layer: GQAConfig) -> int:
     return sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer))
 
 
-def layer_sizes(config: GQAConfig, index: int, kind: str, factor: float = 1.0) -> dict[int, Fields]:
+def layer_sizes(
+    config: GQAConfig, index: int, kind: str, factors: Mapping[int, float] = MappingProxyType({})
+) -> dict[int, Fields]:
     """Return the layer's fields by numbers per token, rising, for the sizes below the present one that it may have.
 
-    `factor`: of MLA's P; see `divided`.
+    `factors`: of MLA's P by numbers per token, rising, between which others are estimated; see `divided`.
     """
     layer = config.per_layer_config[index]
     heads, size, sizes = layer.num_key_value_heads, layer_head_dim(layer), {}
     if kind == "mla":
         for numbers in sorted({max(4, round(share * 2 * heads * size)) for share in SHARES}):
+            factor = between(numbers, factors) if factors else 1.0
             rank, rope = divided(numbers, rotary_planes(layer), heads, size, latent_input(layer), factor)
             sizes[numbers] = latent_fields(config, index, rank, rope, None)
     else:
@@ -217,16 +221,20 @@ def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.T
     some = spread(list(sizes))
     probe = some[:3][-1]  # small enough that its loss is far above the noise of rounding
     if kind == "mla":
-        factor, _ = best_division(text, index, own | sizes[probe], statistics, replace(FITTED, share_cache=True))
-        sizes = layer_sizes(model.config, index, kind, factor)
+        setting = replace(FITTED, share_cache=True)
+        factors = {n: best_division(text, index, own | sizes[n], statistics, setting)[0] for n in some}
+        sizes = layer_sizes(model.config, index, kind, factors)
     errors = {numbers: tried(sizes[numbers]) for numbers in some}
     error, attention = errors[probe]
     loss_by_error = kl_alone(text, index, attention, ends) / error
     text.rejoin(index)
-    # Between two sizes that were tried, the error's logarithm is linear in the size's.
-    known = np.log(some), np.log([errors[numbers][0] for numbers in some])
-    losses = loss_by_error * np.exp(np.interp(np.log(list(sizes)), *known))
-    return [SizeChoice(n, float(loss), own | sizes[n]) for n, loss in zip(sizes, losses, strict=True)]
+    known = {numbers: error for numbers, (error, _) in errors.items()}
+    return [SizeChoice(n, loss_by_error * between(n, known), own | sizes[n]) for n in sizes]
+
+
+def between(number: int, known: Mapping[int, float]) -> float:
+    """Return what belongs to `number`, whose logarithm is linear in the number's between two that are known."""
+    return math.exp(np.interp(math.log(number), np.log(list(known)), np.log(list(known.values()))))
 
 
 def spread(sizes: Sequence[int]) -> list[int]:

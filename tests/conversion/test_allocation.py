@@ -192,6 +192,20 @@ def test_a_cache_is_divided_where_the_fit_leaves_least(total):
         assert [len(text.states[number]) for number in text.states] == [2] * len(CALIBRATION)
 
 
+def test_each_size_has_a_division_of_its_own():
+    """At the sizes that are tried R and P are those that `best_division` finds there."""
+    model, setting = random_model("mha"), replace(FITTED, share_cache=True)
+    choices = measured_choices(model, "mla", [0], CALIBRATION, iter)[0][:-1]
+    rotary = {choice.numbers: choice.fields["qk_rope_head_dim"] for choice in choices}
+    tried = spread(sorted(rotary))
+    with torch.no_grad(), streams(model, CALIBRATION) as text:
+        statistics = text.see(0)
+        for numbers in tried:
+            fields = layer_fields(target_config(model.config, "mla", cache_size=numbers))[0]
+            _, new = best_division(text, 0, fields, statistics, setting)
+            assert rotary[numbers] == new.fields["qk_rope_head_dim"]
+
+
 def test_which_sizes_are_tried():
     """The smallest and the largest are, and between them each that is twice the last."""
     assert spread([16]) == [16]

@@ -90,6 +90,6 @@ def main(output: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-    # Threads of gloo outlive destroy_process_group here. One that takes the GIL while Python ends aborts the process, as
-    # was seen once (https://github.com/pytorch/pytorch/pull/179291).
+    # Threads of gloo outlive destroy_process_group here. One that takes the GIL while Python ends aborts the process,
+    # which was seen once (https://github.com/pytorch/pytorch/pull/179291).
     os._exit(0)
