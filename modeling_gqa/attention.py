@@ -24,6 +24,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils.generic import TransformersKwargs
 
 from .attention_functions import ALL_ATTENTION_FUNCTIONS, attended_part, eager_attention_forward
+from .cache_layers import is_paged, update_paged
 from .configuration_gqa import GQAConfig
 from .layers import GQARMSNorm, frequency_indices, rotate, select_frequencies
 
@@ -68,7 +69,9 @@ class Attention(nn.Module):
     @property
     def backend(self) -> str:
         """Name of the attention implementation in the configuration now; "eager" where there is none."""
-        return self.config._attn_implementation or "eager"
+        name = self.config._attn_implementation or "eager"
+        # In continuous batching transformers renames those with which a layer here updates the paged cache itself.
+        return name.removeprefix("paged|") if name in ("paged|eager", "paged|sdpa") else name
 
     @property
     def sliding_window(self) -> int | None:
@@ -128,7 +131,10 @@ class Attention(nn.Module):
         Returns:
             All keys and values, the mask, and the keyword arguments of the attention function but `scaling`.
         """
-        if past_key_values is not None:
+        if is_paged(kwargs, self.backend):
+            key, value, kwargs = update_paged(self.layer_idx, key, value, kwargs)
+        elif past_key_values is not None:
+            refuse_other_heads(past_key_values, key, self.layer_idx)
             key, value = past_key_values.update(key, value, self.layer_idx)
         if crosses:
             kwargs = {**kwargs, "is_causal": False}
@@ -242,3 +248,17 @@ class GroupedAttention(Attention):
         """
         projections, _ = cls.parameter_counts(layer)
         return queries * projections + queries * keys * layer.num_attention_heads * 2 * layer.head_dim
+
+
+def refuse_other_heads(cache: Cache, key: torch.Tensor, layer_idx: int) -> None:
+    """Raise `ValueError` where `cache` holds keys of other heads than `key` (B, G, T, D), as prefix tuning may put there.
+
+    PEFT's prefix tuning makes keys of the model's heads, where MLA caches its latent and mixed models differ by layer.
+    """
+    held = getattr(cache.layers[layer_idx], "keys", None) if layer_idx < len(cache.layers) else None
+    if held is not None and held.ndim == 4 and (held.shape[1], held.shape[3]) != (key.shape[1], key.shape[3]):
+        raise ValueError(
+            f"the cache holds keys of {held.shape[1]} x {held.shape[3]} numbers a token, and layer {layer_idx} caches "
+            f"{key.shape[1]} x {key.shape[3]}: it is of another model, or of prefix tuning, which can adapt neither MLA "
+            "nor layers that differ; LoRA and prompt tuning can"
+        )

@@ -169,8 +169,10 @@ ALL_ATTENTION_FUNCTIONS = GQAAttentionInterface()
 class AttentionModule(Protocol):
     """The attributes of a layer that `attended_part` reads."""
 
-    config: GQAConfig
     layer_idx: int
+
+    @property
+    def backend(self) -> str: ...
 
 
 def attended_part(
@@ -210,7 +212,7 @@ def attended_part(
     static = layer is not None and layer.is_compileable
     if attention_mask is None and hidden_states.shape[1] == 1 and sliding_window is None and not static:
         return None, key, value
-    backend = _backend(module)
+    backend = module.backend
     # A trace cannot ask how far a static cache is filled; without a mask it is a prompt, which `sdpa` masks itself.
     if attention_mask is None and static and backend == "sdpa" and is_tracing(hidden_states):
         return None, key, value
@@ -224,10 +226,6 @@ def attended_part(
     keys = key.shape[2]
     total = keys if past_key_values is None else int(past_key_values.get_seq_length(module.layer_idx))
     return _lone_layer_mask(backend, hidden_states, attention_mask, keys, total, is_causal, sliding_window), key, value
-
-
-def _backend(module: AttentionModule) -> str:
-    return module.config._attn_implementation or "eager"
 
 
 def _is_finished(attention_mask: Any) -> bool:
@@ -245,7 +243,7 @@ def _filled_part(
         return attention_mask, key, value
     # Eager returns weights as wide as the cache, so there only a mask that is narrower than the cache cuts it.
     whole = not finished or attention_mask.shape[-1] == key.shape[2]
-    if whole and _backend(module) == "eager":
+    if whole and module.backend == "eager":
         return attention_mask, key, value
     filled = int(past_key_values.get_seq_length(module.layer_idx))
     if finished:

@@ -21,6 +21,7 @@ from .attention_functions import (
     fused_attention,
     masked_softmax,
 )
+from .cache_layers import is_paged
 from .configuration_gqa import GQAConfig
 from .layers import (
     GQAHeadLinear,
@@ -112,10 +113,11 @@ class LatentAttention(Attention):
             position_embeddings = select_frequencies(position_embeddings, self.frequency_indices)
             query_rope = rotate(query_rope, *position_embeddings, interleaved=self.rope_interleave)
             key_rope = rotate(key_rope, *position_embeddings, interleaved=self.rope_interleave)
+        cached = past_key_values is not None or is_paged(kwargs, self.backend)
         latent, key_rope, attention_mask, options = self.attend_to(
             hidden_states, latent, key_rope, attention_mask, past_key_values, crosses, kwargs
         )  # (B, 1, S, R), (B, 1, S, P)
-        if past_key_values is not None and self.absorbs(query.shape[2], latent.shape[2], attention_mask):
+        if cached and self.absorbs(query.shape[2], latent.shape[2], attention_mask):
             output, weights = self.absorb(query, query_rope, latent, key_rope, attention_mask)  # (B, T, H, V)
             return self.o_proj(output.flatten(2)), weights  # (B, T, hidden)
         query = torch.cat((query, query_rope), dim=-1)  # (B, H, T, N + P)

@@ -345,6 +345,21 @@ class GQAConfig(PreTrainedConfig):
                 except ValueError as error:
                     raise ValueError(f"{where}{error}") from None
 
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """Save the configuration, with the code of the models and every Auto class that it serves.
+
+        Weights that are copied beside it make a complete repository.
+        """
+        # transformers copies each file whose relative import it finds in the text of this one.
+        from .modeling_gqa import AUTO_CLASSES
+
+        # transformers would name the saved class alone, and keep references to the repository this was loaded from.
+        self.auto_map = {
+            "AutoConfig": "configuration_gqa.GQAConfig",
+            **{auto_class: f"modeling_gqa.{cls.__name__}" for auto_class, cls in AUTO_CLASSES.items()},
+        }
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
 
 class GQALayerConfig(GQAConfig):
     """One layer's configuration, as `GQAConfig.per_layer_config` gives it: read-only, while its copies are not."""

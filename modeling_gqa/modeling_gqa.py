@@ -27,7 +27,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention import Attention, GroupedAttention
 from .attention_functions import model_masks
 from .attention_latent import LatentAttention
-from .cache_layers import grow_in_place
+from .cache_layers import batching_options, choose_rows, grow_in_place, with_rows
 from .configuration_gqa import GQAConfig
 from .layers import (
     GQAMLP,
@@ -128,15 +128,6 @@ class GQAPreTrainedModel(PreTrainedModel):
             initialization.copy_(module.frequency_indices, indices)
         if isinstance(module, GQAHeadLinear):
             initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
-
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        """Save a complete repository: weights, configuration, and the code with every Auto class it serves."""
-        # transformers would add the saved class alone, and keep references to the repository this was loaded from.
-        self.config.auto_map = {
-            "AutoConfig": "configuration_gqa.GQAConfig",
-            **{auto_class: f"modeling_gqa.{cls.__name__}" for auto_class, cls in AUTO_CLASSES.items()},
-        }
-        return super().save_pretrained(save_directory, *args, **kwargs)
 
 
 class GQAModel(GQAPreTrainedModel):
@@ -353,11 +344,30 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
 
     def _get_static_cache_init_shape(self):
         # transformers 5.17 asks the model's configuration for sizes that differ by layer in a mixed model; without a
-        # shape the cache takes its own from the first keys and values. So it must where a kind caches other sizes.
+        # shape the cache takes its own from the first keys and values.
+        return super()._get_static_cache_init_shape() if self._caches_equal_heads else None
+
+    @property
+    def _caches_equal_heads(self) -> bool:
+        """Whether all layers cache keys and values of the heads and the size that the configuration names."""
         layer = self.config.per_layer_config[0]
         sizes = ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer)
-        usual = sizes == (layer.num_key_value_heads * layer.head_dim,) * 2
-        return super()._get_static_cache_init_shape() if usual and not self.config.is_heterogeneous else None
+        return sizes == (layer.num_key_value_heads * layer.head_dim,) * 2 and not self.config.is_heterogeneous
+
+    def init_continuous_batching(self, generation_config=None, continuous_batching_config=None, **kwargs):
+        """Return transformers' manager of continuous batching; its paged cache takes what the layers store.
+
+        Arguments as for transformers' method of this name. `generate_batch` and the context manager end here too.
+        """
+        manager = getattr(self, "_cached_continuous_batching_manager", None)
+        if manager is not None or self._caches_equal_heads:
+            return super().init_continuous_batching(generation_config, continuous_batching_config, **kwargs)
+        options = batching_options(continuous_batching_config, generation_config)
+        manager = super().init_continuous_batching(generation_config, options, **kwargs)
+        layers = self.config.per_layer_config
+        numbers = [sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer)) for layer in layers]
+        at_peak = max(2 * layer.num_attention_heads * (layer.qk_head_dim or layer.head_dim) for layer in layers)
+        return with_rows(manager, choose_rows(numbers), at_peak)
 
 
 # transformers' generic heads build their base model through AutoModel, which asks for trust in remote code.

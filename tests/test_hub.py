@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from small_models import MODELS, SIZES, make_batch, make_config, make_model
 from test_stock_tools import TABLES, smoothed_loss
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -129,6 +130,22 @@ def check(name, source, **arguments):
     assert model.generate(batch["input_ids"], max_new_tokens=3).shape == (3, 14)
     return model
 """
+
+
+def test_a_configuration_saved_alone_brings_all_code(workplace):
+    """Tensors that a tool copies beside it make a repository; so does a configuration that was loaded from one."""
+    folder = workplace / "copied"
+    model = make_model("mixed")
+    model.config.save_pretrained(folder)
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    assert_complete(folder)
+    code = """
+check("mixed", "copied")
+AutoConfig.from_pretrained("copied", trust_remote_code=True).save_pretrained("configuration")
+print(json.dumps("saved"))
+"""
+    assert run_python(LOAD + code, workplace) == "saved"
+    assert_complete(workplace / "configuration")
 
 
 def test_loads_and_saves_where_the_package_is_missing(workplace):

@@ -1,5 +1,7 @@
 """The model beside its attention: Auto classes, heads, backends, masks, packed documents, training, wrapped weights."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers
@@ -302,6 +304,18 @@ def test_lora_on_every_linear_layer_trains_adapters_alone(model_name):
         optimizer.step()
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     assert moved == {name for name in before if ".lora_" in name}
+
+
+def test_prefix_tuning(model_name):
+    """It trains grouped models whose layers are alike; MLA and mixed models refuse its keys, by what can adapt them."""
+    import peft  # not installed beside the oldest transformers
+
+    model, ids = make_model(model_name), make_batch()["input_ids"]
+    alike = model_name in ("mha", "mqa", "gqa")
+    model = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with nullcontext() if alike else pytest.raises(ValueError, match="prefix tuning.*; LoRA and prompt tuning can$"):
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert alike == any(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "prompt" in name)
 
 
 def test_tuples_by_the_configuration(model_name):

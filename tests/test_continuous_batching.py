@@ -1,0 +1,161 @@
+"""transformers' continuous batching for every kind and mix, over a paged cache that takes what the layers store."""
+
+import asyncio
+import dataclasses
+
+import pytest
+import torch
+from small_models import MODELS, make_model
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from modeling_gqa.attention_latent import LatentAttention
+from modeling_gqa.cache_layers import BY_GROUP, choose_rows
+
+pytestmark = pytest.mark.compat
+
+PAGE = 32
+LENGTHS = (5, 70, 150, 301)
+# No token ends a request; -1 says so to both ways of generating.
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+LAID_OUT = [name for name in MODELS if "mla" in name or "mixed" in name]
+
+
+def options(**given) -> ContinuousBatchingConfig:
+    """Pages of 32 tokens, and batches of 128, so that longer prompts come in parts."""
+    names = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
+    page = "page_size" if "page_size" in names else "block_size"  # as transformers 5.17 says
+    return ContinuousBatchingConfig(**{page: PAGE, "num_blocks": 64, "max_batch_tokens": 128, **given})
+
+
+def prompts(lengths=LENGTHS, seed: int = 3) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 101, (length,), generator=generator).tolist() for length in lengths]
+
+
+def model_and_greedy(name: str, inputs: list[list[int]], implementation: str = "sdpa"):
+    """A model in float64, in which rounding decides no token, and its greedy continuations of each input alone."""
+    model = make_model(name, max_position_embeddings=512).double()
+    model.set_attn_implementation(implementation)
+    config = GenerationConfig(**GREEDY)
+    found = [model.generate(torch.tensor([ids]), generation_config=config)[0, len(ids) :].tolist() for ids in inputs]
+    return model, found
+
+
+def batched(model, inputs: list[list[int]], **given) -> list[list[int]]:
+    done = model.generate_batch(
+        inputs,
+        generation_config=GenerationConfig(**GREEDY),
+        continuous_batching_config=options(**given),
+        progress_bar=False,
+    )
+    assert [output.error for output in done.values()] == [None] * len(inputs)
+    return [output.generated_tokens for output in done.values()]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_requests_of_several_pages_equal_generate(name, implementation):
+    """Requests of 5 to 301 tokens, batched, have the tokens that each has alone; the model's backend is as before."""
+    inputs = prompts()
+    model, expected = model_and_greedy(name, inputs, implementation)
+    assert batched(model, inputs) == expected
+    assert model.config._attn_implementation == implementation
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_shared_prefix(name):
+    """Two requests that share three pages have their own tokens; the pages are shared unless a layer has a window."""
+    start = prompts((3 * PAGE,))[0]
+    inputs = [start + tail for tail in prompts((9, 17), seed=5)]
+    model, expected = model_and_greedy(name, inputs)
+    found, starts = [], []
+    with model.continuous_batching_context_manager(
+        GenerationConfig(**GREEDY), continuous_batching_config=options()
+    ) as manager:
+        for ids in inputs:  # one after the other, so that the first one's pages are complete
+            request = manager.add_request(ids, max_new_tokens=12)
+            found.append(manager.get_result(request_id=request, timeout=60).generated_tokens)
+            starts.append(manager.batch_processor.cache.use_prefix_sharing)
+    assert found == expected
+    assert starts == ["sliding_attention" not in model.config.layer_types] * 2
+
+
+def test_streaming():
+    """A handler sees a request grow token by token, to the tokens that the model has alone."""
+    inputs = prompts((20,))
+    model, expected = model_and_greedy("mla", inputs)
+    seen: list[list[int]] = []
+
+    async def stream() -> None:
+        over, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def take(output) -> None:
+            seen.append(list(output.generated_tokens))
+            if output.is_finished():
+                loop.call_soon_threadsafe(over.set)
+
+        with model.continuous_batching_context_manager(
+            GenerationConfig(**GREEDY), continuous_batching_config=options()
+        ) as manager:
+            manager.register_result_handler("request", take)
+            manager.add_request(inputs[0], request_id="request", streaming=True, max_new_tokens=12)
+            await asyncio.wait_for(over.wait(), 60)
+
+    asyncio.run(stream())
+    assert [len(tokens) for tokens in seen] == sorted({len(tokens) for tokens in seen})
+    assert len(seen) > 2 and seen[-1] == expected[0]
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_the_cache_takes_what_the_layers_store(name):
+    """Its bytes for a token are those of the layers' numbers, and of what rows of one width leave empty."""
+    model = make_model(name)
+    manager = model.init_continuous_batching(GenerationConfig(**GREEDY), options())
+    cache = manager._create_batch_processor().cache
+    rows = cache.config.rows
+    numbers = [sum(layer.self_attn.cache_sizes(c)) for layer, c in zip(model.model.layers, layers(model), strict=True)]
+    assert all(count * rows.width >= n for count, n in zip(rows.counts, numbers, strict=True))
+    if not BY_GROUP:
+        assert cache.num_blocks * PAGE * rows.width * sum(rows.counts) * 4 == cache.num_sectors * cache.bytes_per_sector
+    if set(numbers) == {28}:
+        assert rows.width == 28 and rows.counts == (1, 1, 1)
+
+
+def layers(model):
+    return model.config.per_layer_config
+
+
+def test_decoding_attends_over_the_latent(monkeypatch):
+    """MLA absorbs where requests decode."""
+    model, calls = make_model("mla"), []
+    absorb = LatentAttention.absorb
+    monkeypatch.setattr(LatentAttention, "absorb", lambda *given: calls.append(1) or absorb(*given))
+    batched(model, prompts((5, 9)))
+    assert len(calls) >= 3 * 11  # layers, and tokens after the first
+
+
+@pytest.mark.parametrize(
+    ("numbers", "width", "counts"),
+    [
+        ((28, 28, 28), 28, (1, 1, 1)),
+        ((577, 577), 578, (1, 1)),
+        ((512, 256), 256, (2, 1)),
+        ((576, 1024), 576, (1, 2)),
+        ((28, 168, 56), 56, (1, 3, 1)),
+        ((3, 3), 4, (1, 1)),
+    ],
+)
+@pytest.mark.skipif(BY_GROUP, reason="transformers 5.17 has one row a layer")
+def test_widths_of_rows(numbers, width, counts):
+    """The width with the smallest cache, and with fewer rows where caches are about equal."""
+    rows = choose_rows(numbers)
+    assert (rows.width, rows.counts) == (width, counts)
+    assert [rows.first(index) for index in range(len(counts))] == [sum(counts[:i]) for i in range(len(counts))]
+
+
+def test_the_options_given_are_not_changed():
+    """What a model of rows switches off is switched off in a copy."""
+    given = options()
+    before = dataclasses.asdict(given)
+    make_model("mla").init_continuous_batching(GenerationConfig(**GREEDY), given)
+    assert dataclasses.asdict(given) == before
