@@ -164,7 +164,7 @@ def layer_sizes(
 ) -> dict[int, Fields]:
     """Return the layer's fields by numbers per token, rising, for the sizes below the present one that it may have.
 
-    `factors`: of MLA's P by numbers per token, rising, between which others are estimated; see `divided`.
+    `factors`: of MLA's P by numbers per token, rising, from which others are estimated; see `divided`.
     """
     layer = config.per_layer_config[index]
     heads, size, sizes = layer.num_key_value_heads, layer_head_dim(layer), {}
@@ -219,10 +219,10 @@ def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.T
         return max(fit(text, index, attention, trial=math.inf), torch.finfo(torch.float32).tiny), attention
 
     some = spread(list(sizes))
-    probe = some[:3][-1]  # small enough that its loss is far above the noise of rounding
+    *_, probe = small = some[:3]  # whose losses are far above the noise of rounding
     if kind == "mla":
         setting = replace(FITTED, share_cache=True)
-        factors = {n: best_division(text, index, own | sizes[n], statistics, setting)[0] for n in some}
+        factors = {n: best_division(text, index, own | sizes[n], statistics, setting)[0] for n in small}
         sizes = layer_sizes(model.config, index, kind, factors)
     errors = {numbers: tried(sizes[numbers]) for numbers in some}
     error, attention = errors[probe]
@@ -233,7 +233,10 @@ def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.T
 
 
 def between(number: int, known: Mapping[int, float]) -> float:
-    """Return what belongs to `number`, whose logarithm is linear in the number's between two that are known."""
+    """Return what belongs to `number`.
+
+    Its logarithm is linear in the number's between two that are known, and constant outside.
+    """
     return math.exp(np.interp(math.log(number), np.log(list(known)), np.log(list(known.values()))))
 
 

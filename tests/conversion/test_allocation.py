@@ -192,12 +192,12 @@ def test_a_cache_is_divided_where_the_fit_leaves_least(total):
         assert [len(text.states[number]) for number in text.states] == [2] * len(CALIBRATION)
 
 
-def test_each_size_has_a_division_of_its_own():
-    """At the sizes that are tried R and P are those that `best_division` finds there."""
+def test_small_sizes_have_divisions_of_their_own():
+    """At the three smallest sizes that are tried R and P are those that `best_division` finds there."""
     model, setting = random_model("mha"), replace(FITTED, share_cache=True)
     choices = measured_choices(model, "mla", [0], CALIBRATION, iter)[0][:-1]
     rotary = {choice.numbers: choice.fields["qk_rope_head_dim"] for choice in choices}
-    tried = spread(sorted(rotary))
+    tried = spread(sorted(rotary))[:3]
     with torch.no_grad(), streams(model, CALIBRATION) as text:
         statistics = text.see(0)
         for numbers in tried:
