@@ -251,7 +251,7 @@ class GroupedAttention(Attention):
 
 
 def refuse_other_heads(cache: Cache, key: torch.Tensor, layer_idx: int) -> None:
-    """Raise `ValueError` where `cache` holds keys of other heads than `key` (B, G, T, D), as prefix tuning may put there.
+    """Raise `ValueError` where `cache` holds keys of other heads than `key` (B, G, T, D), as of prefix tuning.
 
     PEFT's prefix tuning makes keys of the model's heads, where MLA caches its latent and mixed models differ by layer.
     """
@@ -259,6 +259,6 @@ def refuse_other_heads(cache: Cache, key: torch.Tensor, layer_idx: int) -> None:
     if held is not None and held.ndim == 4 and (held.shape[1], held.shape[3]) != (key.shape[1], key.shape[3]):
         raise ValueError(
             f"the cache holds keys of {held.shape[1]} x {held.shape[3]} numbers a token, and layer {layer_idx} caches "
-            f"{key.shape[1]} x {key.shape[3]}: it is of another model, or of prefix tuning, which can adapt neither MLA "
-            "nor layers that differ; LoRA and prompt tuning can"
+            f"{key.shape[1]} x {key.shape[3]}: it is of another model, or of prefix tuning, which can adapt neither "
+            "MLA nor layers that differ; LoRA and prompt tuning can"
         )

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.utils.import_utils import is_tracing
 
@@ -170,6 +171,28 @@ def can_chunk_loss(lm_head: nn.Module, hidden_states: torch.Tensor, loss_functio
     available = hasattr(nn.functional, "linear_cross_entropy")  # torch 2.13
     plain = is_plain_linear(lm_head) and lm_head.bias is None and lm_head.weight.device == hidden_states.device
     return available and plain and loss_function is ForCausalLMLoss
+
+
+class ChunkedLossOutput(CausalLMOutputWithPast):
+    """Output of a training step whose loss was computed in chunks: reading its `logits` raises `AttributeError`."""
+
+    # Those of the dataclass would read the logits.
+    __repr__ = dict.__repr__
+
+    def __reduce__(self):
+        return CausalLMOutputWithPast, (self.loss, None, self.past_key_values, self.hidden_states, self.attentions)
+
+    @property
+    def logits(self):
+        # Of this type, so that `getattr(outputs, "logits", None)` and `hasattr` know of none.
+        raise AttributeError(
+            "a training step as large as this computes its loss in chunks and returns no logits: call the model with "
+            "output_logits=True, or set model.logits_at_once = None"
+        )
+
+    @logits.setter
+    def logits(self, value):
+        """Take the `None` that the dataclass sets."""
 
 
 def chunked_causal_lm_loss(

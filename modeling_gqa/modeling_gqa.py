@@ -31,6 +31,7 @@ from .cache_layers import batching_options, choose_rows, grow_in_place, with_row
 from .configuration_gqa import GQAConfig
 from .layers import (
     GQAMLP,
+    ChunkedLossOutput,
     GQAHeadLinear,
     GQARMSNorm,
     GQARotaryEmbedding,
@@ -310,13 +311,15 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         )
         hidden_states = kept_positions(outputs.last_hidden_state, logits_to_keep)
         logits = loss = None
+        output_class = CausalLMOutputWithPast
         if labels is not None and not output_logits and self._chunks_loss(hidden_states):
+            output_class = ChunkedLossOutput
             loss = chunked_causal_lm_loss(hidden_states, self.lm_head.weight, labels, self.logits_at_once, **kwargs)
         else:
             logits = self.lm_head(hidden_states)
         if labels is not None and logits is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(
+        return output_class(
             loss=loss,
             logits=logits,
             past_key_values=outputs.past_key_values,

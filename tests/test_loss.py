@@ -1,5 +1,7 @@
 """A loss computed in chunks is the loss of the full logits, with the same gradients, wherever it is used."""
 
+import copy
+
 import pytest
 import torch
 from small_models import make_batch, make_model
@@ -32,7 +34,7 @@ def step(model, at_once: int | None, **inputs):
     model.logits_at_once = at_once
     model.zero_grad()
     outputs = model(**inputs)
-    assert (outputs.logits is None) == (at_once is not None)
+    assert ("logits" not in outputs) == (at_once is not None)
     outputs.loss.backward()
     gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     return outputs.loss.detach(), gradients
@@ -204,7 +206,7 @@ def test_accumulated_micro_batches_equal_one_batch(at_once):
     losses = []
     for rows in (slice(0, 2), slice(2, 5)):
         outputs = model(**{name: tensor[rows] for name, tensor in inputs.items()}, num_items_in_batch=items)
-        assert outputs.logits is None
+        assert "logits" not in outputs
         outputs.loss.backward()
         losses.append(outputs.loss.detach())
     accumulated = {name: weight.grad for name, weight in model.named_parameters()}
@@ -290,13 +292,28 @@ FULL = [
 
 
 @compat
+def test_logits_that_were_not_computed_say_so():
+    """Whoever reads them is told how to get them; whoever asks whether there are any is told no."""
+    model, inputs = make_training_model(), make_inputs()
+    model.logits_at_once = AT_ONCE
+    outputs = model(**inputs, use_cache=False)
+    with pytest.raises(AttributeError, match=r"loss in chunks.*output_logits=True, or set model\.logits_at_once"):
+        outputs.logits[..., :-1, :]
+    assert not hasattr(outputs, "logits") and getattr(outputs, "logits", None) is None
+    assert list(outputs) == ["loss"] and outputs[0] is outputs.loss is outputs["loss"] and "logits" not in repr(outputs)
+    assert copy.copy(outputs).logits is None
+    assert type(outputs)((name, x) for name, x in outputs.items()).loss is outputs.loss  # as DataParallel gathers
+    assert [x.shape for x in model(**inputs, use_cache=False, return_dict=False)] == [()]
+
+
+@compat
 @pytest.mark.parametrize("change", FULL, ids=lambda change: change.__name__)
 def test_where_logits_are_returned(change, chunk_sizes):
     """Evaluation, small steps, `output_logits` and unusual heads return logits and the same loss."""
     model, inputs = make_training_model(tie_word_embeddings=False), make_inputs()
     model.logits_at_once = AT_ONCE
     expected = model(**inputs)
-    assert expected.logits is None and len(chunk_sizes) == 1
+    assert "logits" not in expected and len(chunk_sizes) == 1
     outputs = model(**{**inputs, **change(model)})
     assert outputs.logits.shape == (3, 11, 101) and len(chunk_sizes) == 1
     if change is without_labels:
