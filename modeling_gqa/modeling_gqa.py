@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens given, S cached and new tokens, P rotary size of a layer's heads.
 """
 
+import sys
 from itertools import islice
 from typing import Any
 
@@ -49,6 +50,9 @@ ATTENTION_CLASSES: dict[str, type[Attention]] = {
     "gqa": GroupedAttention,
     "mla": LatentAttention,
 }
+# What PEFT adapts by default: queries, and values or MLA's latent; a layer has some of these. An adapter of `kv_b_proj`
+# would keep MLA from attending over its latent.
+ADAPTED_MODULES = ["q_proj", "v_proj", "q_b_proj", "kv_a_proj_with_mqa"]
 
 
 class GQADecoderLayer(GradientCheckpointingLayer):
@@ -118,6 +122,7 @@ class GQAPreTrainedModel(PreTrainedModel):
     def __init__(self, config: GQAConfig, *args, **kwargs):
         # Attribute writes since the configuration was built have skipped its checks.
         config.validate()
+        offer_to_peft()
         super().__init__(config, *args, **kwargs)
 
     @torch.no_grad()
@@ -129,6 +134,14 @@ class GQAPreTrainedModel(PreTrainedModel):
             initialization.copy_(module.frequency_indices, indices)
         if isinstance(module, GQAHeadLinear):
             initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+
+
+def offer_to_peft() -> None:
+    """Tell PEFT, if it is imported, what to adapt by default, where of Llama it adapts queries and values."""
+    constants = sys.modules.get("peft.utils.constants")
+    for table in list(vars(constants).values()) if constants else ():
+        if isinstance(table, dict) and table.get("llama") == ["q_proj", "v_proj"]:
+            table.setdefault(GQAConfig.model_type, ADAPTED_MODULES)
 
 
 class GQAModel(GQAPreTrainedModel):

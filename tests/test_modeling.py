@@ -1,5 +1,6 @@
 """The model beside its attention: Auto classes, heads, backends, masks, packed documents, training, wrapped weights."""
 
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -304,6 +305,23 @@ def test_lora_on_every_linear_layer_trains_adapters_alone(model_name):
         optimizer.step()
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     assert moved == {name for name in before if ".lora_" in name}
+
+
+def test_what_lora_adapts_by_default(model_name):
+    """Without `target_modules` it adapts queries, and values or MLA's latent, in every layer."""
+    import peft  # not installed beside the oldest transformers
+
+    model = peft.get_peft_model(make_model(model_name), peft.LoraConfig(r=3, task_type="CAUSAL_LM"))
+    adapted: dict[str, set[str]] = {}
+    for name in model.state_dict():
+        if ".lora_A" in name:
+            layer, module = re.search(r"layers\.(\d)\.self_attn\.(\w+)\.", name).groups()
+            adapted.setdefault(layer, set()).add(module)
+    for index, layer in enumerate(model.base_model.model.config.per_layer_config):
+        query = "q_b_proj" if layer.attention_kind == "mla" and layer.q_lora_rank else "q_proj"
+        rest = {"kv_a_proj_with_mqa"} if layer.attention_kind == "mla" else {"v_proj"}
+        rest |= {"v_proj"} if layer.qk_norm else set()
+        assert adapted[str(index)] == {query, *rest}
 
 
 def test_prefix_tuning(model_name):
