@@ -272,8 +272,9 @@ def update_paged(
     halves: list[torch.Tensor] = []  # (1, 1, S, width / 2) each
     rest = kwargs
     for number, row in enumerate(new.unsqueeze(1).split(rows.width, dim=-1)):
-        *stored, rest = update_row(cache, rows.first(layer_idx) + number, *row.chunk(2, dim=-1), kwargs)
-        halves += stored
+        first, second = row.chunk(2, dim=-1)
+        first, second, rest = update_row(cache, rows.first(layer_idx) + number, first, second, kwargs)
+        halves += first, second
     sizes = [x.shape[1] * x.shape[3] for x in (key, value)]
     held = torch.cat(halves, dim=-1).squeeze(1)[..., : sum(sizes)].split(sizes, dim=-1)  # (1, S, G D), (1, S, G V)
     key, value = (

@@ -175,10 +175,18 @@ def test_several_tokens_without_a_mask_expand(backend):
     assert layer.absorbs(1, 500, None)
 
 
-@pytest.mark.parametrize("backend", ["flash_attention_2", "flash_attention_3", "flex_attention", "paged|sdpa", "other"])
+@pytest.mark.parametrize(
+    "backend", ["flash_attention_2", "flash_attention_3", "flex_attention", "paged|flash_attention_2", "other"]
+)
 def test_other_backends_expand(backend):
-    """Only eager and sdpa absorb; flash, flex, paged and unknown backends receive expanded heads."""
+    """Only eager and sdpa absorb; flash, flex and unknown backends receive expanded heads."""
     assert not small_layer(backend).absorbs(1, 9, None)
+
+
+@pytest.mark.parametrize("backend", ["paged|eager", "paged|sdpa"])
+def test_continuous_batching_absorbs(backend):
+    """By the names that transformers gives eager and sdpa in continuous batching they absorb as ever."""
+    assert small_layer(backend).absorbs(1, 9, None)
 
 
 def test_training_expands():
