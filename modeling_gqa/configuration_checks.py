@@ -277,17 +277,18 @@ def check_frequencies(layer: "GQAConfig"):
     partial = layer.rope_parameters.get("partial_rotary_factor", 1.0)
     if partial != 1.0:
         raise ValueError(
-            f"partial_rotary_factor={partial} does not go with rope_frequency_indices, which say what is rotated"
+            f"partial_rotary_factor={partial} does not go with rope_frequency_indices={shown(indices)}, which say what "
+            "is rotated"
         )
     if layer.attention_kind == "mla" and 2 * len(indices) != layer.qk_rope_head_dim:
         raise ValueError(
-            f"rope_frequency_indices has {len(indices)} entries: MLA needs qk_rope_head_dim / 2 = "
+            f"rope_frequency_indices={shown(indices)} has {len(indices)} entries: MLA needs qk_rope_head_dim / 2 = "
             f"{layer.qk_rope_head_dim // 2}"
         )
     if not 0 < 2 * len(indices) <= layer.head_dim:
         raise ValueError(
-            f"rope_frequency_indices has {len(indices)} entries: a head of {layer.head_dim} dimensions has 1 to "
-            f"{layer.head_dim // 2} rotary planes"
+            f"rope_frequency_indices={shown(indices)} has {len(indices)} entries: a head of {layer.head_dim} "
+            f"dimensions has 1 to {layer.head_dim // 2} rotary planes"
         )
 
 
