@@ -65,20 +65,20 @@ def test_requests_of_several_pages_equal_generate(name, implementation):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_shared_prefix(name):
-    """Two requests that share three pages have their own tokens; the pages are shared unless a layer has a window."""
+    """Two requests that share three pages have their own tokens; sharing is on unless a layer has a window."""
     start = prompts((3 * PAGE,))[0]
     inputs = [start + tail for tail in prompts((9, 17), seed=5)]
     model, expected = model_and_greedy(name, inputs)
-    found, starts = [], []
+    found, sharing = [], []
     with model.continuous_batching_context_manager(
         GenerationConfig(**GREEDY), continuous_batching_config=options()
     ) as manager:
         for ids in inputs:  # one after the other, so that the first one's pages are complete
             request = manager.add_request(ids, max_new_tokens=12)
             found.append(manager.get_result(request_id=request, timeout=60).generated_tokens)
-            starts.append(manager.batch_processor.cache.use_prefix_sharing)
+            sharing.append(manager.batch_processor.cache.use_prefix_sharing)
     assert found == expected
-    assert starts == ["sliding_attention" not in model.config.layer_types] * 2
+    assert sharing == ["sliding_attention" not in model.config.layer_types] * 2
 
 
 def test_streaming():
