@@ -34,6 +34,9 @@ from .layers import (
 
 # DeepSeek's latent norms use this whatever `rms_norm_eps` says; its checkpoints must keep their function here.
 LATENT_NORM_EPS = 1e-6
+# Attention functions of engines, by the beginning of their names: these pad values themselves, and join the heads of
+# their output.
+ENGINES = ("vllm", "sglang")
 
 
 class LatentAttention(Attention):
@@ -122,11 +125,13 @@ class LatentAttention(Attention):
             return self.o_proj(output.flatten(2)), weights  # (B, T, hidden)
         query = torch.cat((query, query_rope), dim=-1)  # (B, H, T, N + P)
         key, value = self.expand_kv(latent, key_rope)  # (B, H, S, N + P), (B, H, S, V)
-        if self.backend != "eager":
+        padded = self.backend != "eager" and not self.backend.startswith(ENGINES)
+        if padded:
             query, key, value = pad_heads(query, key, value)
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.backend, eager_attention_forward)
         output, weights = attention_interface(self, query, key, value, attention_mask, scaling=self.scaling, **options)
-        return self.o_proj(output[..., : self.v_head_dim].flatten(2)), weights  # (B, T, hidden)
+        output = output[..., : self.v_head_dim] if padded else output
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights  # (B, T, hidden)
 
     def project_query(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Unrotated (B, H, T, N) and rotary part (B, H, T, P) of the queries of `hidden_states` (B, T, hidden)."""

@@ -1,0 +1,117 @@
+"""Attention over the latent on a CPU, for every size, dtype and block size.
+
+vLLM's own backends on a CPU take R + P = 576 alone, one of them in float32 with blocks of 16 tokens and without cached
+prefixes, the other in bfloat16 where the CPU has AMX.
+
+Shapes: T tokens, S tokens of a request so far, H query heads, R latent, P rotary key, N unrotated part, V value.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+)
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+
+from modeling_gqa.attention_functions import fused_attention
+
+
+class LatentCPUBackend(MLACommonBackend):
+    """What vLLM asks of a backend."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+
+    @staticmethod
+    def get_name() -> str:
+        return "GQA_CPU_MLA"
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """All."""
+        return []
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @staticmethod
+    def get_builder_cls() -> type["LatentCPUMetadataBuilder"]:
+        return LatentCPUMetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type["LatentCPUImpl"]:
+        return LatentCPUImpl
+
+
+class LatentCPUMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
+    """vLLM's metadata of a batch, with the lengths of its requests as numbers."""
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build: bool = False) -> MLACommonMetadata:
+        """Return the metadata; `lengths` and `starts` are those of decoded requests and then of prefilled ones."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata.lengths = common_attn_metadata.seq_lens[: metadata.num_reqs].tolist()
+        metadata.starts = metadata.query_start_loc[: metadata.num_reqs + 1].tolist()
+        return metadata
+
+
+class LatentCPUImpl(CPUMLAImpl):
+    """Attention of a batch, request by request, by torch's fused kernel."""
+
+    def __init__(self, *args, sliding_window: int | None = None, **kwargs):
+        super().__init__(*args, sliding_window=None, **kwargs)
+        self.window = sliding_window
+
+    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer) -> tuple[torch.Tensor, None]:
+        """Attend from one token of each decoded request, (T, H, R + P), over its latents; return (T, H, R)."""
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        output = query.new_empty(*query.shape[:2], self.kv_lora_rank)
+        tables = attn_metadata.decode.block_table
+        for row, length in enumerate(attn_metadata.lengths[: attn_metadata.num_decodes]):
+            held = self.held(kv_c_and_k_pe_cache, tables[row], length)[None, None]  # (1, 1, S, R + P)
+            held = held if self.window is None else held[:, :, -self.window :]
+            attended = fused_attention(query[row, None, :, None], held, held, None, self.scale)  # (1, H, 1, R + P)
+            output[row] = attended[0, :, 0, : self.kv_lora_rank]
+        return output, None
+
+    def forward_mha(
+        self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=None
+    ) -> None:
+        """Attend from the tokens of each prefilled request, (T, H, N + P), over what is rebuilt from its latents."""
+        first = attn_metadata.num_decodes
+        begin = attn_metadata.starts[first]
+        tables = attn_metadata.prefill.block_table
+        for row in range(attn_metadata.num_prefills):
+            start, end = (place - begin for place in attn_metadata.starts[first + row : first + row + 2])
+            length = attn_metadata.lengths[first + row]
+            held = self.held(kv_c_and_k_pe_cache, tables[row], length)
+            attended = self.attend(q[start:end], held)  # (T, H, V)
+            output[start:end] = attended.flatten(1)
+
+    def held(self, cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+        """Return the latents and rotary keys (S, R + P) of a request whose blocks in `cache` are in `table`."""
+        blocks = table[: -(-length // cache.shape[1])]
+        return cache.index_select(0, blocks).flatten(0, 1)[:length]
+
+    def attend(self, query: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+        """Attend from the last tokens, (T, H, N + P), over `held` (S, R + P); return (T, H, V)."""
+        tokens, length = len(query), len(held)
+        latent, key_rope = held.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        up = self.kv_b_proj(latent.contiguous())[0].unflatten(-1, (self.num_heads, -1))  # (S, H, N + V)
+        key, value = up.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        key = torch.cat((key, key_rope.unsqueeze(1).expand(-1, self.num_heads, -1)), dim=-1)  # (S, H, N + P)
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        mask = None
+        if self.window is not None or tokens != length:
+            place = torch.arange(length)
+            distance = place[-tokens:, None] - place
+            mask = distance >= 0
+            mask = mask if self.window is None else mask & (distance < self.window)
+        attended = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale
+        )  # (1, H, T, V)
+        return attended[0].transpose(0, 1)

@@ -1,0 +1,176 @@
+"""The model on vLLM's transformers backend: one of vLLM's attention layers for each layer, and the division over ranks."""
+
+from copy import copy
+
+import torch
+from torch import nn
+from transformers.modeling_utils import AttentionInterface
+from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
+from vllm.model_executor.models.transformers import (
+    TransformersForCausalLM,
+    vllm_attention_forward,
+    vllm_mla_attention_forward,
+)
+from vllm.model_executor.models.transformers.utils import replace_linear_class
+from vllm.model_executor.models.utils import PPMissingLayer, maybe_prefix
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
+
+from modeling_gqa import GQAConfig
+from modeling_gqa.attention_latent import LatentAttention
+from modeling_gqa.layers import GQAHeadLinear
+
+from .cpu import LatentCPUBackend
+
+# Of MLA; what is not named is the same on each rank.
+LATENT_STYLES = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+GROUPED_STYLES = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+
+
+def attention_forward(module: nn.Module, *args, **kwargs):
+    """Attend by the layer `module.attn`, over the latent where it is one of MLA; arguments as transformers gives them."""
+    latent = isinstance(module.attn, MLAAttention)
+    return (vllm_mla_attention_forward if latent else vllm_attention_forward)(module, *args, **kwargs)
+
+
+AttentionInterface.register("vllm_gqa", attention_forward)
+
+
+class KeyValueLinear(ReplicatedLinear):
+    """Projection to the key/value heads of a rank where there are fewer heads than ranks, so that some share one.
+
+    Args:
+        linear: the projection to all heads.
+        size: D, numbers of a head.
+        rank, ranks: this rank and their number, a multiple of the number of heads.
+    """
+
+    def __init__(self, linear: nn.Linear, size: int, rank: int, ranks: int, **options):
+        self.head = rank * (linear.out_features // size) // ranks
+        super().__init__(linear.in_features, size, bias=linear.bias is not None, return_bias=False, **options)
+
+    def weight_loader(self, param: nn.Parameter, loaded_weight: torch.Tensor) -> None:
+        """Load the rank's head of `loaded_weight`, which has all."""
+        size = self.output_size
+        super().weight_loader(param, loaded_weight.narrow(0, self.head * size, size))
+
+
+class GQAForCausalLM(TransformersForCausalLM):
+    """The language model as vLLM serves it.
+
+    Raises:
+        ValueError: the query heads of a layer, or its key/value heads, do not divide over the ranks.
+    """
+
+    def recursive_replace(self):
+        """Replace the projections of attention by vLLM's, divided by heads, and let vLLM replace the rest."""
+        for index, layer in enumerate(self.model.layers):
+            if not isinstance(layer, PPMissingLayer):
+                sizes = self.config.per_layer_config[index]
+                refuse_uneven(sizes, index, self.tp_group.world_size)
+                self._divide(layer.self_attn, sizes, f"model.layers.{index}.self_attn")
+        super().recursive_replace()
+
+    def _divide(self, attention: nn.Module, sizes: GQAConfig, prefix: str) -> None:
+        latent = isinstance(attention, LatentAttention)
+        ranks, heads = self.tp_group.world_size, sizes.num_key_value_heads
+        for name, linear in list(attention.named_children()):
+            where = maybe_prefix(prefix, name)
+            if isinstance(linear, GQAHeadLinear):
+                rows, columns = linear.weight.shape
+                weight = nn.Parameter(torch.empty(rows // ranks, columns, device=self.device_config.device))
+                set_weight_attrs(weight, {"weight_loader": sharded_weight_loader(0)})
+                linear.weight = weight
+            elif isinstance(linear, nn.Linear):
+                if not latent and name in ("k_proj", "v_proj") and heads < ranks:
+                    rank = get_tensor_model_parallel_rank()
+                    new = KeyValueLinear(
+                        linear, sizes.head_dim, rank, ranks, quant_config=self.quant_config, prefix=where
+                    )
+                else:
+                    style = (LATENT_STYLES if latent else GROUPED_STYLES).get(name, "replicate")
+                    if latent and name in ("k_proj", "v_proj"):
+                        style = "replicate"
+                    new = replace_linear_class(linear, style, self.quant_config, prefix=where)
+                setattr(attention, name, new)
+
+    def _create_attention_instances(self, prefix: str = ""):
+        """Give each layer of this rank one of vLLM's attention layers, which says what it caches."""
+        self.text_config._attn_implementation = "vllm_gqa"
+        for index, layer in enumerate(self.model.layers):
+            if isinstance(layer, PPMissingLayer):
+                continue
+            attention, sizes = layer.self_attn, self.config.per_layer_config[index]
+            options = {
+                "num_heads": sizes.num_attention_heads // self.tp_group.world_size,
+                "scale": attention.scaling,
+                "cache_config": self.cache_config,
+                "quant_config": self.quant_config,
+                "prefix": maybe_prefix(prefix, f"model.layers.{index}.self_attn.attn"),
+            }
+            window = attention.sliding_window
+            if isinstance(attention, LatentAttention):
+                attention.attn = latent_attention(attention, sizes, window, index, **options)
+                # vLLM takes the latent in place of keys and the rotary key in place of values.
+                attention.expand_kv = lambda latent, key_rope: (latent, key_rope)
+            else:
+                attention.attn = Attention(
+                    head_size=sizes.head_dim,
+                    num_kv_heads=max(1, sizes.num_key_value_heads // self.tp_group.world_size),
+                    per_layer_sliding_window=window,
+                    **options,
+                )
+
+
+def latent_attention(
+    attention: LatentAttention, sizes: GQAConfig, window: int | None, index: int, **options
+) -> MLAAttention:
+    """Return vLLM's attention over the latent for a layer.
+
+    Raises:
+        ValueError: the layer has a sliding window, which only the CPU's backend has.
+    """
+    on_cpu = current_platform.is_cpu()
+    if window is not None and not on_cpu:
+        raise ValueError(
+            f"layer {index} is MLA with a sliding window, for which vLLM has no kernel on this device: serve the model "
+            "by transformers (modeling-gqa serve)"
+        )
+    attention.kv_b_proj.return_bias = True  # as MLAAttention calls it
+    with set_current_vllm_config(of_layer(get_current_vllm_config(), sizes)):
+        return MLAAttention(
+            qk_nope_head_dim=sizes.qk_nope_head_dim,
+            qk_rope_head_dim=sizes.qk_rope_head_dim,
+            v_head_dim=sizes.v_head_dim,
+            q_lora_rank=sizes.q_lora_rank,
+            kv_lora_rank=sizes.kv_lora_rank,
+            kv_b_proj=attention.kv_b_proj,
+            sliding_window=window,
+            attn_backend=LatentCPUBackend if on_cpu else None,
+            **options,
+        )
+
+
+def of_layer(config: VllmConfig, sizes: GQAConfig) -> VllmConfig:
+    """Return `config` with a layer's sizes in place of the model's, of which vLLM's layer chooses its kernels."""
+    config = copy(config)
+    config.model_config = copy(config.model_config)
+    config.model_config.hf_text_config = sizes
+    return config
+
+
+def refuse_uneven(sizes: GQAConfig, index: int, ranks: int) -> None:
+    """Raise `ValueError` where the heads of layer `index` do not divide over the ranks."""
+    heads, key_value_heads = sizes.num_attention_heads, sizes.num_key_value_heads
+    if heads % ranks:
+        raise ValueError(f"layer {index} has {heads} query heads, which do not divide over {ranks} ranks")
+    if sizes.attention_kind != "mla" and key_value_heads % ranks and ranks % key_value_heads:
+        raise ValueError(
+            f"layer {index} has {key_value_heads} key/value heads: neither they nor {ranks} ranks are a multiple of the "
+            "other"
+        )
