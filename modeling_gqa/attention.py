@@ -18,8 +18,9 @@ ends in its own lookup and call, and what leads there is shared. `tests/test_eng
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from transformers.cache_utils import Cache
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, ColwiseParallel, TensorParallelLayer
 from transformers.processing_utils import Unpack
 from transformers.utils.generic import TransformersKwargs
 
@@ -64,6 +65,8 @@ class Attention(nn.Module):
         self.is_causal = True
         # Rules of tensor parallelism for the layer's own modules; empty: the layer stays whole on each rank.
         self.tp_plan: dict[str, str] = {}
+        # Heads of `k_proj` and `v_proj`, if they can be fewer than the ranks; `None` where no rank chooses among them.
+        self.shared_heads: int | None = None
         self.register_buffer("frequency_indices", frequency_indices(layer), persistent=False)
 
     @property
@@ -187,11 +190,12 @@ class GroupedAttention(Attention):
         self.k_proj = nn.Linear(hidden, key_value_size, bias=key_value_bias)
         self.v_proj = nn.Linear(hidden, key_value_size, bias=key_value_bias)
         self.o_proj = nn.Linear(query_size, hidden, bias=output_bias)
-        # One key/value head cannot be split over ranks, so its layer stays whole on each.
-        if layer.num_key_value_heads > 1:
-            self.tp_plan = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
-            if layer.qk_norm:
-                self.tp_plan |= dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce")
+        # One key/value head cannot be split over ranks, so each computes it.
+        self.shared_heads = layer.num_key_value_heads
+        of_keys = "colwise" if self.shared_heads > 1 else SharedByRanks.name
+        self.tp_plan = {"q_proj": "colwise", "k_proj": of_keys, "v_proj": of_keys, "o_proj": "rowwise"}
+        if layer.qk_norm:
+            self.tp_plan |= dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce")
         self.q_norm = GQARMSNorm(self.head_dim, eps=config.rms_norm_eps) if layer.qk_norm else None
         self.k_norm = GQARMSNorm(self.head_dim, eps=config.rms_norm_eps) if layer.qk_norm else None
 
@@ -248,6 +252,93 @@ class GroupedAttention(Attention):
         """
         projections, _ = cls.parameter_counts(layer)
         return queries * projections + queries * keys * layer.num_attention_heads * 2 * layer.head_dim
+
+
+class SumGradient(torch.autograd.Function):
+    """The input as it is, with its gradient summed over a process group."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradient.contiguous()
+        distributed.all_reduce(gradient, group=ctx.group)
+        return gradient, None
+
+
+class SharedByRanks(TensorParallelLayer):
+    """Rule of tensor parallelism: each rank computes the whole output and uses it for its own query heads.
+
+    Args:
+        start: where the part begins whose gradient is summed here; that of what comes before is summed later on.
+        heads: equal parts of the output, of which a rank uses one.
+    """
+
+    name = "shared_by_ranks"
+
+    def __init__(self, start: int = 0, heads: int = 1):
+        self.start, self.heads = start, heads
+
+    def transform_output_post_forward(self, module: nn.Module, output: torch.Tensor, mesh: Any) -> torch.Tensor:
+        summed = output[..., self.start :]
+        if summed.requires_grad:
+            summed = SumGradient.apply(summed, mesh.get_group())
+        if self.start:
+            return torch.cat((output[..., : self.start], summed), dim=-1)
+        return summed.chunk(self.heads, dim=-1)[mesh.get_local_rank() * self.heads // mesh.size()]
+
+
+class SplitByHeads(ColwiseParallel):
+    """Rule of tensor parallelism: a map by head, of which each rank has those of its own heads."""
+
+    name = "split_by_heads"
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        return True
+
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        return TensorParallelLayer.install_forward(self, module, mesh)
+
+    def transform_inputs_pre_forward(self, module: nn.Module, args: Any, kwargs: Any, mesh: Any) -> tuple[Any, Any]:
+        return args, kwargs  # which have the rank's heads alone
+
+    def transform_output_post_forward(self, module: nn.Module, output: torch.Tensor, mesh: Any) -> torch.Tensor:
+        return output
+
+
+for _style in (SharedByRanks, SplitByHeads):
+    ALL_PARALLEL_STYLES.register(_style.name, _style())  # type: ignore[arg-type]
+
+
+def divide_over_ranks(attention: Attention, mesh: Any) -> None:
+    """Give each rank of a mesh its query heads of a layer, and the keys and values that these read.
+
+    Raises:
+        ValueError: the heads do not divide over the ranks.
+    """
+    ranks, heads = mesh.size(), attention.shared_heads
+    layer = attention.config.per_layer_config[attention.layer_idx]
+    where = f"layer {attention.layer_idx} has"
+    if layer.num_attention_heads % ranks:
+        raise ValueError(f"{where} {layer.num_attention_heads} query heads, which do not divide over {ranks} ranks")
+    if heads is not None and heads % ranks and ranks % heads:
+        raise ValueError(
+            f"{where} {heads} key/value heads: neither they nor the {ranks} ranks are a multiple of the other"
+        )
+    for name, rule in attention.tp_plan.items():
+        module, style = attention.get_submodule(name), ALL_PARALLEL_STYLES[rule]
+        if name == "kv_a_proj_with_mqa":
+            style = SharedByRanks(start=layer.kv_lora_rank)
+        elif heads is not None and heads < ranks and name in ("k_proj", "v_proj"):
+            style = SharedByRanks(heads=heads)
+        for parameter in list(module._parameters):
+            style.shard_param(module, parameter, mesh)
+        style.install_forward(module, mesh)
+    if heads is not None:
+        attention.num_key_value_groups = layer.num_attention_heads // max(heads, ranks)
 
 
 def refuse_other_heads(cache: Cache, key: torch.Tensor, layer_idx: int) -> None:

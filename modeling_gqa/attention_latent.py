@@ -13,7 +13,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils.generic import TransformersKwargs
 from transformers.utils.import_utils import is_tracing
 
-from .attention import Attention
+from .attention import Attention, SharedByRanks, SplitByHeads
 from .attention_functions import (
     ALL_ATTENTION_FUNCTIONS,
     CPU_HAS_AMX,
@@ -85,12 +85,16 @@ class LatentAttention(Attention):
             self.q_a_proj = nn.Linear(hidden, self.q_lora_rank, bias=query_bias)
             self.q_a_layernorm = self._norm(layer, self.q_lora_rank)
             self.q_b_proj = nn.Linear(self.q_lora_rank, heads * self.qk_head_dim, bias=False)
-        # `tp_plan` stays empty: the rotary key bypasses kv_b_proj, so that with heads split over ranks its gradient
-        # would have to be summed.
         self.kv_a_proj_with_mqa = nn.Linear(compressed, self.kv_lora_rank + self.qk_rope_head_dim, bias=key_value_bias)
         self.kv_a_layernorm = self._norm(layer, self.kv_lora_rank)
         self.kv_b_proj = nn.Linear(self.kv_lora_rank, heads * (self.qk_nope_head_dim + self.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * self.v_head_dim, hidden, bias=output_bias)
+        # `kv_b_proj` sums the gradient of the latent over the ranks, but the rotary key bypasses it.
+        of_queries = "q_proj" if self.q_lora_rank is None else "q_b_proj"
+        self.tp_plan = {of_queries: "colwise", "kv_a_proj_with_mqa": SharedByRanks.name}
+        self.tp_plan |= {"kv_b_proj": "colwise", "o_proj": "rowwise"}
+        if layer.qk_norm:
+            self.tp_plan |= {"q_norm": "replicated_with_grad_allreduce", "q_head_proj": SplitByHeads.name}
 
     @staticmethod
     def _norm(layer: GQAConfig, size: int) -> nn.Module:

@@ -25,7 +25,7 @@ from transformers.processing_utils import Unpack
 from transformers.utils.generic import TransformersKwargs, can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .attention import Attention, GroupedAttention
+from .attention import Attention, GroupedAttention, divide_over_ranks
 from .attention_functions import model_masks
 from .attention_latent import LatentAttention
 from .cache_layers import batching_options, choose_rows, grow_in_place, with_rows
@@ -134,6 +134,22 @@ class GQAPreTrainedModel(PreTrainedModel):
             initialization.copy_(module.frequency_indices, indices)
         if isinstance(module, GQAHeadLinear):
             initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+
+    @classmethod
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh: Any) -> nn.Module:
+        """Divide the model as transformers does, but attention layer by layer, which a plan of names cannot."""
+        plan, ranks = model._tp_plan, getattr(distributed_config, "tp_size", 1) or 1
+        if mesh is None or ranks == 1 or isinstance(distributed_config.tp_plan, dict):
+            return super().maybe_distribute_model(model, distributed_config, mesh)
+        # transformers 5.23 has a class of its own for meshes; in 5.17 a mesh of one dimension has no name.
+        of_ranks = mesh.get_mesh("tp") if hasattr(mesh, "get_mesh") else mesh["tp"] if mesh.ndim > 1 else mesh
+        for module in model.modules():
+            if isinstance(module, Attention):
+                divide_over_ranks(module, of_ranks)
+        model._tp_plan = {name: rule for name, rule in plan.items() if "self_attn" not in name}
+        model = super().maybe_distribute_model(model, distributed_config, mesh)
+        model._tp_plan = plan
+        return model
 
 
 def offer_to_peft() -> None:

@@ -1,7 +1,7 @@
 """Plugin of vLLM: MLA caches its latent, each layer what its kind stores, and no remote code is trusted.
 
-vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its processes. Nothing here imports
-vLLM before that.
+vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its processes. Nothing here
+imports vLLM before that.
 
 - `sizes.py`: what vLLM reads of the configuration.
 - `model.py`: the model on vLLM's transformers backend, its attention layers, its division over ranks.

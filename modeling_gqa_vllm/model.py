@@ -1,4 +1,4 @@
-"""The model on vLLM's transformers backend: one of vLLM's attention layers for each layer, and the division over ranks."""
+"""The model on vLLM's transformers backend: vLLM's attention for each layer, and the division over ranks."""
 
 from copy import copy
 
@@ -33,7 +33,7 @@ GROUPED_STYLES = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise",
 
 
 def attention_forward(module: nn.Module, *args, **kwargs):
-    """Attend by the layer `module.attn`, over the latent where it is one of MLA; arguments as transformers gives them."""
+    """Attend by the layer `module.attn`, over the latent where it is MLA's; arguments as transformers gives them."""
     latent = isinstance(module.attn, MLAAttention)
     return (vllm_mla_attention_forward if latent else vllm_attention_forward)(module, *args, **kwargs)
 
@@ -171,6 +171,6 @@ def refuse_uneven(sizes: GQAConfig, index: int, ranks: int) -> None:
         raise ValueError(f"layer {index} has {heads} query heads, which do not divide over {ranks} ranks")
     if sizes.attention_kind != "mla" and key_value_heads % ranks and ranks % key_value_heads:
         raise ValueError(
-            f"layer {index} has {key_value_heads} key/value heads: neither they nor {ranks} ranks are a multiple of the "
-            "other"
+            f"layer {index} has {key_value_heads} key/value heads: neither they nor {ranks} ranks are a multiple of "
+            "the other"
         )

@@ -1,0 +1,91 @@
+"""Load models under tensor parallelism and save what they compute, for `test_ranks.py`.
+
+torchrun --nproc_per_node 4 tests/ranks/ranks_worker.py FOLDER TP FSDP
+
+FOLDER has a folder for each model. Rank 0 writes FOLDER/ranks.pt: by model logits, tokens, gradients, losses of three
+steps and the rank's share of the parameters of attention; or the message of the error.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+
+from modeling_gqa import GQAForCausalLM
+
+IDS = torch.randint(3, 101, (4, 12), generator=torch.Generator().manual_seed(1))
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def train(model: GQAForCausalLM, ids: torch.Tensor, group=None) -> list[float]:
+    """Losses of three steps of SGD; the mean over the processes of `group`, whose rows differ."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    losses = []
+    for _ in range(3):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.detach()
+        if group is not None:
+            dist.all_reduce(loss, group=group)
+            loss = loss / group.size()
+        losses.append(loss.item())
+    return losses
+
+
+def compute(model: Any) -> dict[str, Any]:
+    """Logits, greedy tokens, gradients and losses of a model in one process or over ranks of tensor parallelism."""
+    model.eval()
+    result: dict[str, Any] = {}
+    with torch.no_grad():
+        result["logits"] = whole(model(IDS).logits)
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    result["tokens"] = model.generate(IDS[:, :5], **options)
+    result["static"] = model.generate(IDS[:, :5], **options, cache_implementation="static", disable_compile=True)
+    model(IDS, labels=IDS).loss.backward()
+    result["gradients"] = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    attention = [p for name, p in model.named_parameters() if "self_attn" in name]
+    local = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in attention)
+    result["share"] = local / sum(p.numel() for p in attention)
+    result["losses"] = train(model, IDS)
+    return result
+
+
+def main(folder: Path, tp: int, fsdp: int) -> None:
+    dist.init_process_group("gloo")
+    results: dict[str, Any] = {}
+    for directory in sorted(path for path in folder.iterdir() if path.is_dir()):
+        sizes: Any = {"tp_size": tp} if fsdp == 1 else {"tp_size": tp, "fsdp_size": fsdp}
+        try:
+            model = GQAForCausalLM.from_pretrained(
+                directory, dtype=torch.float32, distributed_config=DistributedConfig(**sizes)
+            )
+        except ValueError as error:
+            results[directory.name] = str(error)
+            continue
+        if fsdp == 1:
+            results[directory.name] = compute(model)
+        else:
+            mesh = model._mesh_manager.get_mesh("fsdp") if hasattr(model, "_mesh_manager") else None
+            rows = IDS.chunk(fsdp)[mesh.get_local_rank()]
+            losses = train(model.eval(), rows, mesh.get_group())
+            results[directory.name] = {"losses": losses, "weights": {n: whole(p) for n, p in model.named_parameters()}}
+    if dist.get_rank() == 0:
+        torch.save(results, folder / "ranks.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    os._exit(0)  # as in fsdp2_worker.py

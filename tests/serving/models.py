@@ -1,0 +1,118 @@
+"""Models of every kind, in sizes that vLLM's attention on a CPU takes, and the programs that serve them.
+
+vLLM sets its process up for one model, so each is served in a process of its own, `worker.py`.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modeling_gqa import GQAConfig, GQAForCausalLM
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 576,
+    "intermediate_size": 320,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GQA: dict[str, Any] = {"attention_kind": "gqa", "num_key_value_heads": 2}
+MLA: dict[str, Any] = {
+    "attention_kind": "mla",
+    "kv_lora_rank": 96,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+}
+LARGE = {"attention_kind": "mla", "kv_lora_rank": 512, "qk_rope_head_dim": 64}  # 576 numbers, as in DeepSeek's models
+MODELS: dict[str, dict[str, Any]] = {
+    "mha": {"attention_kind": "mha"},
+    "mqa": {"attention_kind": "mqa"},
+    "gqa": GQA,
+    "gqa-norm-bias": {**GQA, "qk_norm": True, "attention_bias": True},
+    "gqa-window-tied": {**GQA, "sliding_window": 16, "tie_word_embeddings": True},
+    "grouped-mixed": {**GQA, "per_layer_config": {0: {"attention_kind": "mha"}, 2: {"attention_kind": "mqa"}}},
+    "mla": MLA,
+    "mla-576": LARGE,
+    "mla-q-lora": {**MLA, "q_lora_rank": 96},
+    "mla-chosen-frequencies": {
+        **MLA,
+        "latent_norm": False,
+        "rope_interleave": False,
+        "rope_frequency_dim": 64,
+        "rope_frequency_indices": [index % 32 for index in range(20, 36)],
+    },
+    "mla-qk-norm": {**MLA, "qk_norm": True, "qk_norm_head_dim": 64, "qk_norm_key_value_heads": 2},
+    "mla-window": {**MLA, "sliding_window": 16},
+    "mla-ranks": {
+        **MLA,
+        "latent_norm": False,
+        "per_layer_config": {0: {"kv_lora_rank": 64}, 2: {"kv_lora_rank": 200, "qk_rope_head_dim": 16}},
+    },
+    "all-mixed": {
+        **GQA,
+        "sliding_window": 16,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+        "per_layer_config": {0: LARGE, 2: {"attention_kind": "mha"}, 3: MLA},
+    },
+}
+VARIABLES = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+
+
+def save_model(name: str, directory: Path, **overrides) -> Path:
+    """Save the model `name` of `MODELS` with seeded weights in `directory`."""
+    torch.manual_seed(0)
+    GQAForCausalLM(GQAConfig(**{**SIZES, **MODELS[name], **overrides})).save_pretrained(directory)
+    return directory
+
+
+def draw_prompts(*lengths: int) -> list[list[int]]:
+    """Prompts of these lengths, the same in every call."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
+
+
+def generate(directory: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """Tokens that transformers generates greedily in float32, prompt by prompt."""
+    model: Any = GQAForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
+    return [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
+
+
+def serve(directory: Path, prompts: list[list[int]], new_tokens: int = 0, variables=None, **options) -> dict[str, Any]:
+    """What vLLM answers: see `worker.py`; `variables` are of the environment, `options` of vLLM's `LLM`.
+
+    Raises:
+        RuntimeError: the worker failed; the message is the end of what it printed.
+    """
+    job = {"model": str(directory), "prompts": prompts, "new_tokens": new_tokens, "options": options}
+    ran = subprocess.run(
+        [sys.executable, Path(__file__).parent / "worker.py"],
+        input=json.dumps(job),
+        env={**os.environ, **VARIABLES, **(variables or {})},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    answer = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
+    if not answer:
+        raise RuntimeError((ran.stdout + ran.stderr)[-6000:])
+    return json.loads(answer[0].removeprefix("ANSWER "))

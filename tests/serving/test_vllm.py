@@ -1,0 +1,112 @@
+"""vLLM serves every kind, with the plugin and, where that can be, without it."""
+
+import pytest
+import torch
+from models import MODELS, draw_prompts, generate, save_model, serve
+
+from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM
+
+PROMPTS = draw_prompts(1, 5, 20, 33, 40, 3)
+# Without the plugin vLLM reads sizes of MLA of the whole model, so layers that differ cannot be served.
+REMOTE = [name for name in MODELS if name not in ("mla-ranks", "all-mixed")]
+# vLLM loads no plugin; on a CPU without AMX it must be told that there is no kernel for the latent either.
+NO_PLUGIN = {"VLLM_PLUGINS": "", "VLLM_MLA_DISABLE": "1"}
+
+
+def cached_bytes(directory, ranks: int = 1) -> list[float]:
+    """Bytes of one token in each layer's cache on each rank, in float32."""
+    layers = GQAConfig.from_pretrained(directory).per_layer_config
+    sizes = []
+    for layer in layers:
+        numbers = sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer))
+        grouped = layer.attention_kind != "mla"
+        sizes.append(4 * numbers / (min(ranks, layer.num_key_value_heads) if grouped else 1))
+    return sizes
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_equal_those_of_generate_and_caches_hold_what_layers_store(name, tmp_path):
+    """With the plugin, in float32: six prompts, 32 greedy tokens, and the bytes of vLLM's own specifications."""
+    model = save_model(name, tmp_path)
+    answer = serve(model, PROMPTS, 32)
+    assert answer["tokens"] == generate(model, PROMPTS, 32)
+    assert [size for _, size in answer["caches"][0].values()] == cached_bytes(model)
+    latent = [spec.endswith("MLASpec") or spec == "MLAAttentionSpec" for spec, _ in answer["caches"][0].values()]
+    kinds = [layer.attention_kind for layer in GQAConfig.from_pretrained(model).per_layer_config]
+    assert latent == [kind == "mla" for kind in kinds]
+
+
+@pytest.mark.parametrize("name", REMOTE)
+def test_tokens_without_the_plugin_equal_those_of_generate(name, tmp_path):
+    """By trust in the repository's own code; MLA caches expanded heads."""
+    model = save_model(name, tmp_path)
+    answer = serve(model, PROMPTS, 32, NO_PLUGIN, trust_remote_code=True)
+    assert answer["tokens"] == generate(model, PROMPTS, 32)
+
+
+@pytest.mark.parametrize("name", ["mqa", "gqa-norm-bias", "mla-q-lora", "mla-qk-norm", "all-mixed"])
+def test_two_ranks_give_the_same_tokens(name, tmp_path):
+    """Tensor parallelism: heads and their caches are divided, the latent is on each rank."""
+    model = save_model(name, tmp_path)
+    answer = serve(model, PROMPTS, 32, tensor_parallel_size=2)
+    assert answer["tokens"] == generate(model, PROMPTS, 32)
+    for caches in answer["caches"]:
+        assert [size for _, size in caches.values()] == cached_bytes(model, 2)
+
+
+@pytest.mark.parametrize("name", ["mqa", "mla", "mla-q-lora"])
+def test_two_ranks_without_the_plugin_give_the_same_tokens(name, tmp_path):
+    """By the rules that the model carries for transformers' tensor parallelism."""
+    model = save_model(name, tmp_path)
+    answer = serve(model, PROMPTS, 32, NO_PLUGIN, trust_remote_code=True, tensor_parallel_size=2)
+    assert answer["tokens"] == generate(model, PROMPTS, 32)
+
+
+def test_heads_that_do_not_divide_are_refused(tmp_path):
+    """In one line, before the weights are loaded; vLLM itself refuses query heads."""
+    model = save_model("gqa", tmp_path, num_attention_heads=6, num_key_value_heads=3)
+    with pytest.raises(RuntimeError, match="ValueError: layer 0 has 3 key/value heads: neither they nor 2 ranks are"):
+        serve(model, PROMPTS, 4, tensor_parallel_size=2)
+
+
+def test_compiled_model_gives_the_same_tokens(tmp_path):
+    """vLLM compiles the decoder unless `--enforce-eager` is given."""
+    model = save_model("all-mixed", tmp_path)
+    answer = serve(model, PROMPTS, 32, enforce_eager=False)
+    assert answer["tokens"] == generate(model, PROMPTS, 32)
+
+
+@pytest.mark.parametrize("name", ["mla-qk-norm", "all-mixed"])
+def test_prompts_in_chunks_and_cached_prefixes_give_the_same_tokens(name, tmp_path):
+    """A prompt is computed in parts of at most 32 tokens, and a second one finds the blocks of the first."""
+    prefix, first, second = draw_prompts(100, 30, 20)
+    prompts = [prefix + first, prefix + second, prefix]
+    model = save_model(name, tmp_path)
+    options = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "block_size": 32, "one_by_one": True}
+    answer = serve(model, prompts, 16, enable_chunked_prefill=True, enable_prefix_caching=True, **options)
+    assert answer["tokens"] == generate(model, prompts, 16)
+    assert answer["cached"] == [0, 96, 96]
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla", "mla-576"])
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(name, tmp_path):
+    """Log-probabilities of given tokens, served in bfloat16, beside those that transformers computes in bfloat16."""
+    model = save_model(name, tmp_path)
+    prompts = draw_prompts(200, 120)
+    exact, rounded = (score(model, prompts, dtype) for dtype in (torch.float32, torch.bfloat16))
+    served = serve(model, prompts, dtype="bfloat16", prompt_logprobs=0)["logprobs"]
+    served = torch.tensor([x for row in served for x in row])
+    noise = (rounded - exact).square().mean().sqrt()
+    assert (served - exact).square().mean().sqrt() < 1.5 * noise
+
+
+def score(directory, prompts, dtype) -> torch.Tensor:
+    """Log-probability of each prompt token after the first."""
+    model = GQAForCausalLM.from_pretrained(directory, dtype=dtype)
+    rows = []
+    with torch.no_grad():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
+            rows.append(logprobs.gather(1, ids[0, 1:, None])[:, 0])
+    return torch.cat(rows)
