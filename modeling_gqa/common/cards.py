@@ -12,9 +12,11 @@ from .files import within, write_text
 
 # Entries of a source's card that hold for the weights made from it, too.
 KEPT_METADATA = ("license", "license_name", "license_link", "language", "datasets")
-NO_LATENT_NORM = """
-vLLM does not recognise this model's MLA: it tells MLA by an RMSNorm after `kv_a_proj_with_mqa`, which a converted model
-does not have (no linear map can match it), so it serves the model as plain attention and caches all keys and values."""
+WITH_PLUGIN = """
+vLLM 0.32 caches the latent of this model's MLA where this package is installed beside it (`pip install modeling_gqa`):
+{latent} numbers a token and layer{largest}. """
+ALIKE = "Without the package, `--trust-remote-code` serves the model with expanded keys and values: {expanded} numbers."
+DIFFERENT = "Without the package vLLM does not serve it, because its layers differ."
 
 
 def card_metadata(config: GQAConfig) -> dict[str, Any]:
@@ -32,9 +34,17 @@ def kept_metadata(card: Path | None) -> dict[str, Any]:
     return {name: found[name] for name in KEPT_METADATA if name in found} if found else {}
 
 
-def latent_norm_note(config: GQAConfig) -> str:
-    """Return what a card says of MLA layers without a latent norm; "" where there are none."""
-    return f"\n{NO_LATENT_NORM}" if any(layer.latent_norm is False for layer in config.per_layer_config) else ""
+def serving_note(config: GQAConfig) -> str:
+    """Return what a card says of MLA in vLLM, which caches it in two ways; "" where no layer is MLA."""
+    layers = [layer for layer in config.per_layer_config if layer.attention_kind == "mla"]
+    if not layers:
+        return ""
+    layer = max(layers, key=lambda layer: layer.kv_lora_rank + layer.qk_rope_head_dim)
+    largest = " at most" if config.is_heterogeneous else ""
+    note = WITH_PLUGIN.format(latent=f"{layer.kv_lora_rank + layer.qk_rope_head_dim:,}", largest=largest)
+    # vLLM pads values to the size of the keys.
+    expanded = 2 * layer.num_attention_heads * layer.qk_head_dim
+    return "\n" + note + (DIFFERENT if config.is_heterogeneous else ALIKE.format(expanded=f"{expanded:,}"))
 
 
 def write_card(folder: Path, metadata: dict[str, Any], text: str) -> None:

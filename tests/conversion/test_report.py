@@ -184,7 +184,7 @@ def test_card_has_every_number_and_the_licence(tmp_path):
     assert 'tokenizer = AutoTokenizer.from_pretrained("small"' in card
     for text in ("1,008", "168", "123,456", "3.5000", "4.2500", "0.188", "75.00%", "4,321", "999", "0.0625", "lowrank"):
         assert text in card, text
-    assert "vLLM does not recognise" in card and "transformers 5.17" in card
+    assert "vLLM 0.32 caches the latent" in card and "transformers 5.17" in card
     assert "a latent of 22 and a rotary key of 6, no latent norm" in card
 
 

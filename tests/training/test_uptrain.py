@@ -308,7 +308,7 @@ def test_results(here, pair, tmp_path):
     assert str(pair[0].parent) not in card
     # The licence of the weights that it began with; a latent without a norm is not served as MLA.
     assert yaml.safe_load(card.split("---")[1])["license"] == "llama3.2"
-    assert "vLLM does not recognise this model's MLA" in card
+    assert "vLLM 0.32 caches the latent of this model's MLA" in card
     assert (tmp_path / "run" / "final" / "conversion.json").read_text() == '{"method": "by hand"}'
     for name in LICENCES:
         assert (tmp_path / "run" / "final" / name).read_text() == f"{name} of the source"

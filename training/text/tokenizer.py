@@ -15,6 +15,8 @@ TRAINING_CHARACTERS = 100_000_000
 # Bytes after which a word is cut while the tokenizer is trained: the time grows with the square of a word's length, and
 # Base64 has no spaces. No token is longer.
 LONGEST_WORD = 256
+# Servers of chats want one. The model has seen no chats, so the messages' texts follow each other, line by line.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -50,7 +52,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer.train_from_iterator(first_characters(texts, TRAINING_CHARACTERS), trainer)
     tokenizer.pre_tokenizer = words
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PAD, padding_side="left"
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=PAD,
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
     )
 
 

@@ -245,6 +245,6 @@ def write_card(folder: Path, title: str, report: Report, config: GQAConfig, sour
         table="\n".join(f"| {' | '.join(row)} |" for row in summary(report)),
         layers=layers,
         report=REPORT_NAME,
-        runs=RUNS + cards.latent_norm_note(config),
+        runs=RUNS + cards.serving_note(config),
     )
     cards.write_card(folder, metadata, text)
