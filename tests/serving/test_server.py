@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server answers for models of the pretraining script and of a conversion, as a user has them."""
+"""vLLM's OpenAI-compatible server answers for a pretrained and a converted model, tokenizers included."""
 
 import os
 import random
