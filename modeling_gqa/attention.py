@@ -319,6 +319,8 @@ def divide_over_ranks(attention: Attention, mesh: Any) -> None:
     Raises:
         ValueError: the heads do not divide over the ranks.
     """
+    if not attention.tp_plan:
+        return
     ranks, heads = mesh.size(), attention.shared_heads
     layer = attention.config.per_layer_config[attention.layer_idx]
     where = f"layer {attention.layer_idx} has"

@@ -147,8 +147,9 @@ def latent_attention(
         )
     if on_cpu and not isinstance(attention.kv_b_proj.quant_method, UnquantizedLinearMethod):
         raise ValueError(
-            "attention over the latent reads the weight of kv_b_proj, which vLLM does not give back once it is quantized "
-            "for a CPU: quantize the checkpoint without it (llm-compressor: ignore=['lm_head', 're:.*kv_b_proj'])"
+            "attention over the latent reads the weight of kv_b_proj, which vLLM does not give back once it is "
+            "quantized for a CPU: quantize the checkpoint without it "
+            "(llm-compressor: ignore=['lm_head', 're:.*kv_b_proj'])"
         )
     attention.kv_b_proj.return_bias = True  # as MLAAttention calls it
     with set_current_vllm_config(of_layer(get_current_vllm_config(), sizes)):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from models import VARIABLES
@@ -37,8 +38,8 @@ def folder(tmp_path_factory) -> Path:
     run("-m", "modeling_gqa.command_line", "pretrain", "tiny", *OPTIONS, *data, *output)
     (folder / "run" / "final").rename(folder / "gqa")
     sizes = ["--attention-kind", "mla", "--kv-lora-rank", "48", "--qk-rope-head-dim", "16"]
-    text = ["--text", folder / "text", "--calibration-tokens", "2048"]
-    run("-m", "modeling_gqa.command_line", "convert", folder / "gqa", folder / "mla", *sizes, *text)
+    calibration = ["--text", folder / "text", "--calibration-tokens", "2048"]
+    run("-m", "modeling_gqa.command_line", "convert", folder / "gqa", folder / "mla", *sizes, *calibration)
     return folder
 
 
@@ -75,8 +76,8 @@ def served(request, folder):
 
 def expected(model: Path, text: str, new_tokens: int = 12) -> str:
     """The text that transformers generates greedily after `text`."""
-    tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=True)
-    loaded = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=True)
     inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
     ids = loaded.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     return tokenizer.decode(ids, skip_special_tokens=True)
