@@ -23,6 +23,7 @@ from transformers.utils import logging
 from .. import __version__
 from .console import err, printable
 from .conversion import add_conversion_commands
+from .serving import add_serving_commands
 from .training import add_training_commands
 
 # Wrong usage, of which a bad value is one kind; typer does not export the class.
@@ -43,6 +44,7 @@ app = typer.Typer(
 )
 add_conversion_commands(app)
 add_training_commands(app)
+add_serving_commands(app)
 
 
 def show_version(wanted: bool) -> None:

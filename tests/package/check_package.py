@@ -133,7 +133,8 @@ def main() -> None:
         stranger.run(sys.executable, "-m", "build", "--outdir", dist, ROOT)
         (wheel,), (source,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
         stranger.run(tools / "twine", "check", "--strict", wheel, source)
-        stranger.run(tools / "check-wheel-contents", "--toplevel", "modeling_gqa,modeling_gqa_command.py", wheel)
+        packages = "modeling_gqa,modeling_gqa_command.py,modeling_gqa_vllm"
+        stranger.run(tools / "check-wheel-contents", "--toplevel", packages, wheel)
         check_contents(wheel, source)
         use(stranger, wheel)
     print(f"The package works, in {time.perf_counter() - begin:.0f} s.")

@@ -1,0 +1,105 @@
+"""`modeling-gqa serve` and `chat`: transformers' commands, through the openai client, for every kind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from modeling_gqa.training.text.tokenizer import CHAT_TEMPLATE
+from openai import OpenAI
+from small_models import MODELS, SIZES, make_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from modeling_gqa import GQAForCausalLM
+
+COMMAND = [sys.executable, "-m", "modeling_gqa.command_line"]
+BATCHING = ["--continuous-batching", "--cb-num-blocks", "32", "--cb-max-batch-tokens", "64"]
+TEXT = "w31 w7 w60 w15 w92"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """A checkpoint of every small model, with a tokenizer of a word for each token, so that any tokens are text."""
+    folder = tmp_path_factory.mktemp("served")
+    words = Tokenizer(WordLevel({f"w{number}": number for number in range(SIZES["vocab_size"])}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w2", chat_template=CHAT_TEMPLATE)
+    for name in MODELS:
+        make_model(name).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["plain", "batched"])
+def client(request, checkpoints):
+    """A client of one server, which loads each model when it is asked for it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = (checkpoints / f"{request.param}.log").open("w")
+    options = BATCHING if request.param == "batched" else []
+    server = subprocess.Popen(
+        [*COMMAND, "serve", "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
+    try:
+        for _ in range(60):
+            assert server.poll() is None, Path(log.name).read_text()[-4000:]
+            try:
+                client.models.list()
+                break
+            except Exception:
+                time.sleep(1)
+        yield client
+    finally:
+        server.send_signal(signal.SIGINT)
+        assert server.wait(30) == -signal.SIGINT
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_answers(name, client, checkpoints):
+    """Chat, streamed chat and completions, with the tokens of `generate`."""
+    directory = checkpoints / name
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    model = GQAForCausalLM.from_pretrained(directory)
+    messages = [{"role": "user", "content": TEXT}]
+    inputs = tokenizer(f"{TEXT}\n", return_tensors="pt", return_token_type_ids=False)
+    new = model.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    expected = tokenizer.decode(new, skip_special_tokens=True)
+    request = {"model": str(directory), "max_tokens": 8, "temperature": 0}
+    answer = client.chat.completions.create(messages=messages, **request)
+    assert answer.choices[0].message.content == expected != ""
+    stream = client.chat.completions.create(messages=messages, stream=True, **request)
+    parts = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+    assert "".join(parts) == expected
+    assert client.completions.create(prompt=f"{TEXT}\n", **request).choices[0].text == expected
+
+
+def test_chat_asks_the_server(client, checkpoints):
+    """`chat` speaks with the server until it is told to stop."""
+    ran = subprocess.run(
+        [*COMMAND, "chat", checkpoints / "gqa", str(client.base_url).removesuffix("/v1/"), "max_new_tokens=4"],
+        env={**os.environ, "HF_HUB_OFFLINE": "0"},  # offline, the Hub's client speaks with no server
+        input=f"{TEXT}\nN\n!exit\n",  # N: do not go on behind the limit of tokens
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0 and "4 tokens in" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_without_the_packages_they_are_named():
+    code = "import sys; sys.modules['uvicorn'] = None; from modeling_gqa.command_line.main import main; main()"
+    ran = subprocess.run([sys.executable, "-c", code, "serve"], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 1 and "modeling_gqa[serving]" in ran.stderr and "Traceback" not in ran.stderr
