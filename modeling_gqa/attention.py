@@ -264,7 +264,7 @@ class SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradient.contiguous()
+        gradient = gradient.clone(memory_format=torch.contiguous_format)  # reduced in place, where others may read it
         distributed.all_reduce(gradient, group=ctx.group)
         return gradient, None
 
