@@ -323,13 +323,7 @@ def divide_over_ranks(attention: Attention, mesh: Any) -> None:
         return
     ranks, heads = mesh.size(), attention.shared_heads
     layer = attention.config.per_layer_config[attention.layer_idx]
-    where = f"layer {attention.layer_idx} has"
-    if layer.num_attention_heads % ranks:
-        raise ValueError(f"{where} {layer.num_attention_heads} query heads, which do not divide over {ranks} ranks")
-    if heads is not None and heads % ranks and ranks % heads:
-        raise ValueError(
-            f"{where} {heads} key/value heads: neither they nor the {ranks} ranks are a multiple of the other"
-        )
+    refuse_uneven(attention.layer_idx, layer.num_attention_heads, heads, ranks)
     for name, rule in attention.tp_plan.items():
         module, style = attention.get_submodule(name), ALL_PARALLEL_STYLES[rule]
         if name == "kv_a_proj_with_mqa":
@@ -341,6 +335,17 @@ def divide_over_ranks(attention: Attention, mesh: Any) -> None:
         style.install_forward(module, mesh)
     if heads is not None:
         attention.num_key_value_groups = layer.num_attention_heads // max(heads, ranks)
+
+
+def refuse_uneven(index: int, heads: int, key_value_heads: int | None, ranks: int) -> None:
+    """Raise `ValueError` where the heads of layer `index` do not divide over the ranks; of MLA only query heads do."""
+    if heads % ranks:
+        raise ValueError(f"layer {index} has {heads} query heads, which do not divide over {ranks} ranks")
+    if key_value_heads is not None and key_value_heads % ranks and ranks % key_value_heads:
+        raise ValueError(
+            f"layer {index} has {key_value_heads} key/value heads: neither they nor the {ranks} ranks are a multiple "
+            "of the other"
+        )
 
 
 def refuse_other_heads(cache: Cache, key: torch.Tensor, layer_idx: int) -> None:

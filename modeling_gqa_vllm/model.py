@@ -22,6 +22,7 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from modeling_gqa import GQAConfig
+from modeling_gqa.attention import refuse_uneven
 from modeling_gqa.attention_latent import LatentAttention
 from modeling_gqa.layers import GQAHeadLinear
 
@@ -72,7 +73,8 @@ class GQAForCausalLM(TransformersForCausalLM):
         for index, layer in enumerate(self.model.layers):
             if not isinstance(layer, PPMissingLayer):
                 sizes = self.config.per_layer_config[index]
-                refuse_uneven(sizes, index, self.tp_group.world_size)
+                shared = layer.self_attn.shared_heads
+                refuse_uneven(index, sizes.num_attention_heads, shared, self.tp_group.world_size)
                 self._divide(layer.self_attn, sizes, f"model.layers.{index}.self_attn")
         super().recursive_replace()
         if self.vllm_config.lora_config is not None:
@@ -172,15 +174,3 @@ def of_layer(config: VllmConfig, sizes: GQAConfig) -> VllmConfig:
     config.model_config = copy(config.model_config)
     config.model_config.hf_text_config = sizes
     return config
-
-
-def refuse_uneven(sizes: GQAConfig, index: int, ranks: int) -> None:
-    """Raise `ValueError` where the heads of layer `index` do not divide over the ranks."""
-    heads, key_value_heads = sizes.num_attention_heads, sizes.num_key_value_heads
-    if heads % ranks:
-        raise ValueError(f"layer {index} has {heads} query heads, which do not divide over {ranks} ranks")
-    if sizes.attention_kind != "mla" and key_value_heads % ranks and ranks % key_value_heads:
-        raise ValueError(
-            f"layer {index} has {key_value_heads} key/value heads: neither they nor {ranks} ranks are a multiple of "
-            "the other"
-        )

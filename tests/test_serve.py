@@ -2,15 +2,13 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from modeling_gqa.training.text.tokenizer import CHAT_TEMPLATE
-from openai import OpenAI
+from served import serving
 from small_models import MODELS, SIZES, make_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -40,29 +38,10 @@ def checkpoints(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", params=["plain", "batched"])
 def client(request, checkpoints):
     """A client of one server, which loads each model when it is asked for it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    log = (checkpoints / f"{request.param}.log").open("w")
     options = BATCHING if request.param == "batched" else []
-    server = subprocess.Popen(
-        [*COMMAND, "serve", "--host", "127.0.0.1", "--port", str(port), "--device", "cpu", *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
-    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
-    try:
-        for _ in range(60):
-            assert server.poll() is None, Path(log.name).read_text()[-4000:]
-            try:
-                client.models.list()
-                break
-            except Exception:
-                time.sleep(1)
+    command = [*COMMAND, "serve", "--device", "cpu", *options]
+    with serving(command, checkpoints / f"{request.param}.log", {"OMP_NUM_THREADS": "1"}) as (client, server):
         yield client
-    finally:
         server.send_signal(signal.SIGINT)
         assert server.wait(30) == -signal.SIGINT
 

@@ -23,8 +23,9 @@ from transformers.utils import logging
 from .. import __version__
 from .console import err, printable
 from .conversion import add_conversion_commands
-from .serving import add_serving_commands
-from .training import add_training_commands
+from .delegated import add_delegated_commands
+from .serving import SUMMARIES, run_served
+from .training import SCRIPTS, run_script
 
 # Wrong usage, of which a bad value is one kind; typer does not export the class.
 UsageError: Any = typer.BadParameter.__base__
@@ -43,8 +44,8 @@ app = typer.Typer(
     context_settings={"token_normalize_func": kebab_case},
 )
 add_conversion_commands(app)
-add_training_commands(app)
-add_serving_commands(app)
+add_delegated_commands(app, SCRIPTS, run_script)
+add_delegated_commands(app, SUMMARIES, run_served)
 
 
 def show_version(wanted: bool) -> None:

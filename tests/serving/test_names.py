@@ -74,7 +74,7 @@ def test_fields_that_the_plugin_reads():
     assert "text_config._attn_implementation" in inspect.getsource(TransformersForCausalLM._patch_config)
 
 
-def test_registered(monkeypatch):
+def test_registered():
     """vLLM loads the model by its architecture's name."""
     modeling_gqa_vllm.register()
     assert "GQAForCausalLM" in ModelRegistry.get_supported_archs()

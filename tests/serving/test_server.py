@@ -1,17 +1,14 @@
 """vLLM's OpenAI-compatible server answers for a pretrained and a converted model, tokenizers included."""
 
-import os
 import random
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from models import VARIABLES
-from openai import OpenAI
+from served import serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,32 +43,12 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module", params=["gqa", "mla"])
 def served(request, folder):
     """A client of a server of one model, and the model's folder."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     model = folder / request.param
-    options = ["--dtype", "float32", "--enforce-eager", "--host", "127.0.0.1", "--port", str(port)]
-    log = (folder / f"{request.param}.log").open("w")
-    server = subprocess.Popen(
-        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options],
-        env={**os.environ, **VARIABLES, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
-    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-    try:
-        for _ in range(120):
-            assert server.poll() is None, Path(log.name).read_text()[-6000:]
-            try:
-                client.models.list()
-                break
-            except Exception:
-                time.sleep(1)
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    options = ["--dtype", "float32", "--enforce-eager"]
+    variables = {**VARIABLES, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with serving([*command, *options], folder / f"{request.param}.log", variables) as (client, _):
         yield client, model
-    finally:
-        server.terminate()
-        server.wait(30)
 
 
 def expected(model: Path, text: str, new_tokens: int = 12) -> str:
