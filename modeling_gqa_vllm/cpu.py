@@ -52,15 +52,22 @@ class LatentCPUMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """vLLM's metadata of a batch, with the lengths of its requests as numbers."""
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build: bool = False) -> MLACommonMetadata:
-        """Return the metadata; `lengths` and `starts` are those of decoded requests and then of prefilled ones."""
+        """Return the metadata; `lengths` and `starts` are those of decoded requests and then of prefilled ones.
+
+        `groups` holds the decoded requests that attend in one product: as many as there are threads, since torch's
+        kernel gives a thread at least one request, and of similar lengths, since they are padded to the longest.
+        """
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata.lengths = common_attn_metadata.seq_lens[: metadata.num_reqs].tolist()
         metadata.starts = metadata.query_start_loc[: metadata.num_reqs + 1].tolist()
+        order = sorted(range(metadata.num_decodes), key=metadata.lengths.__getitem__)
+        threads = torch.get_num_threads()
+        metadata.groups = [order[start : start + threads] for start in range(0, len(order), threads)]
         return metadata
 
 
 class LatentCPUImpl(CPUMLAImpl):
-    """Attention of a batch, request by request, by torch's fused kernel."""
+    """Attention of a batch by torch's fused kernel: decoded requests in groups, prefilled ones one by one."""
 
     def __init__(self, *args, sliding_window: int | None = None, **kwargs):
         super().__init__(*args, sliding_window=None, **kwargs)
@@ -71,12 +78,27 @@ class LatentCPUImpl(CPUMLAImpl):
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         output = query.new_empty(*query.shape[:2], self.kv_lora_rank)
         tables = attn_metadata.decode.block_table
-        for row, length in enumerate(attn_metadata.lengths[: attn_metadata.num_decodes]):
-            held = self.held(kv_c_and_k_pe_cache, tables[row], length)[None, None]  # (1, 1, S, R + P)
-            held = held if self.window is None else held[:, :, -self.window :]
-            attended = fused_attention(query[row, None, :, None], held, held, None, self.scale)  # (1, H, 1, R + P)
-            output[row] = attended[0, :, 0, : self.kv_lora_rank]
+        for rows in attn_metadata.groups:
+            lengths = [attn_metadata.lengths[row] for row in rows]
+            held = self.held(kv_c_and_k_pe_cache, tables[rows], lengths[-1])
+            unseen = 0 if self.window is None else max(0, lengths[0] - self.window)
+            held, lengths = held[:, None, unseen:], [length - unseen for length in lengths]  # (B, 1, S, R + P)
+            mask = self.mask(held, lengths)
+            attended = fused_attention(query[rows, :, None], held, held, mask, self.scale)  # (B, H, 1, R + P)
+            output[rows] = attended[:, :, 0, : self.kv_lora_rank]
         return output, None
+
+    def mask(self, held: torch.Tensor, lengths: list[int]) -> torch.Tensor | None:
+        """Return what requests of `lengths` see, (B, 1, 1, S), and clear in `held` what is not theirs."""
+        longest = lengths[-1]
+        if lengths[0] == longest and (self.window is None or self.window >= longest):
+            return None
+        for row, length in enumerate(lengths):
+            held[row, :, length:] = 0  # of other requests, where it might be infinite
+        place, end = torch.arange(longest), torch.tensor(lengths)[:, None]
+        seen = place < end
+        seen = seen if self.window is None else seen & (place >= end - self.window)
+        return seen[:, None, None]
 
     def forward_mha(
         self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=None
@@ -88,14 +110,14 @@ class LatentCPUImpl(CPUMLAImpl):
         for row in range(attn_metadata.num_prefills):
             start, end = (place - begin for place in attn_metadata.starts[first + row : first + row + 2])
             length = attn_metadata.lengths[first + row]
-            held = self.held(kv_c_and_k_pe_cache, tables[row], length)
+            held = self.held(kv_c_and_k_pe_cache, tables[row : row + 1], length)[0]
             attended = self.attend(q[start:end], held)  # (T, H, V)
             output[start:end] = attended.flatten(1)
 
-    def held(self, cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the latents and rotary keys (S, R + P) of a request whose blocks in `cache` are in `table`."""
-        blocks = table[: -(-length // cache.shape[1])]
-        return cache.index_select(0, blocks).flatten(0, 1)[:length]
+    def held(self, cache: torch.Tensor, tables: torch.Tensor, length: int) -> torch.Tensor:
+        """Return a copy of the latents and rotary keys (B, S, R + P) of requests whose blocks in `cache` are listed."""
+        blocks = tables[:, : -(-length // cache.shape[1])]
+        return cache.index_select(0, blocks.flatten()).unflatten(0, blocks.shape).flatten(1, 2)[:, :length]
 
     def attend(self, query: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
         """Attend from the last tokens, (T, H, N + P), over `held` (S, R + P); return (T, H, V)."""
@@ -104,6 +126,8 @@ class LatentCPUImpl(CPUMLAImpl):
         up = self.kv_b_proj(latent.contiguous())[0].unflatten(-1, (self.num_heads, -1))  # (S, H, N + V)
         key, value = up.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         key = torch.cat((key, key_rope.unsqueeze(1).expand(-1, self.num_heads, -1)), dim=-1)  # (S, H, N + P)
+        # torch's fused kernel wants values as wide as keys.
+        value = nn.functional.pad(value, (0, max(0, key.shape[-1] - self.v_head_dim)))
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         mask = None
         if self.window is not None or tokens != length:
@@ -113,5 +137,5 @@ class LatentCPUImpl(CPUMLAImpl):
             mask = mask if self.window is None else mask & (distance < self.window)
         attended = nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale
-        )  # (1, H, T, V)
-        return attended[0].transpose(0, 1)
+        )  # (1, H, T, V, or N + P where that is more)
+        return attended[0, ..., : self.v_head_dim].transpose(0, 1)

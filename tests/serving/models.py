@@ -69,7 +69,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "2",  # so that two requests of different lengths attend in one product
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -1,0 +1,36 @@
+"""The plugin's attention over the latent on a CPU, against the formula in float64."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from modeling_gqa_vllm.cpu import LatentCPUImpl
+
+HEADS, RANK, ROPE, BLOCK = 3, 10, 4, 8
+LENGTHS = [5, 33, 8, 1, 17]
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 8, 100])
+@pytest.mark.parametrize("groups", [[[0], [1], [2], [3], [4]], [[3, 0], [2, 4], [1]], [[3, 0, 2, 4, 1]]], ids=len)
+def test_decoded_requests_see_their_own_tokens(groups, window):
+    """Requests of different lengths attend in one product, and what others left in their blocks does not matter."""
+    torch.manual_seed(0)
+    attention = LatentCPUImpl.__new__(LatentCPUImpl)
+    attention.window, attention.kv_lora_rank, attention.scale = window, RANK, 0.3
+    tables = torch.randperm(5 * 5).add(1).view(5, 5)
+    cache = torch.full((26, BLOCK, RANK + ROPE), torch.inf)
+    held = [torch.randn(length, RANK + ROPE) for length in LENGTHS]
+    for table, own in zip(tables, held, strict=True):
+        for place, latent in enumerate(own):
+            cache[table[place // BLOCK], place % BLOCK] = latent
+    before = cache.clone()
+    tables[3, 1:] = 0  # vLLM's empty block
+    metadata = SimpleNamespace(lengths=LENGTHS, groups=groups, decode=SimpleNamespace(block_table=tables))
+    query = torch.randn(5, HEADS, RANK + ROPE)
+    output, _ = attention.forward_mqa(query, cache, metadata, None)
+    for row, own in enumerate(held):
+        seen = own.double()[-(window or len(own)) :]
+        weights = (query[row].double() @ seen.T * 0.3).softmax(-1)
+        torch.testing.assert_close(output[row].double(), weights @ seen[:, :RANK], rtol=1e-5, atol=1e-6)
+    assert torch.equal(cache, before)
