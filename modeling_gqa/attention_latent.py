@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.processing_utils import Unpack
+from transformers.utils import logging
 from transformers.utils.generic import TransformersKwargs
 from transformers.utils.import_utils import is_tracing
 
@@ -37,6 +38,8 @@ LATENT_NORM_EPS = 1e-6
 # Attention functions of engines, by the beginning of their names: these pad values themselves, and join the heads of
 # their output.
 ENGINES = ("vllm", "sglang")
+# By this name transformers' verbosity holds for it, also where this file is a checkpoint's remote code.
+logger = logging.get_logger("transformers.modeling_gqa")
 
 
 class LatentAttention(Attention):
@@ -167,6 +170,11 @@ class LatentAttention(Attention):
         key_rope = key_rope.expand(-1, key.shape[1], -1, -1)  # (B, H, S, P)
         return torch.cat((key, key_rope), dim=-1), value
 
+    @property
+    def can_absorb(self) -> bool:
+        """Whether this layer, as it is now, can attend over the latent itself."""
+        return not self.training and is_plain_linear(self.kv_b_proj) and self.backend in ("eager", "sdpa")
+
     def absorbs(self, length: int, kv_length: int, attention_mask: torch.Tensor | None) -> bool:
         """Whether attending over the latent is possible and takes no more operations than rebuilding from it.
 
@@ -175,7 +183,7 @@ class LatentAttention(Attention):
         """
         # Several tokens without a mask are a prompt on an empty cache, masked by the attention function itself.
         masked = attention_mask is not None or length == 1
-        if self.training or not is_plain_linear(self.kv_b_proj) or not masked or self.backend not in ("eager", "sdpa"):
+        if not masked or not self.can_absorb:
             return False
         rank, up = self.kv_lora_rank, self.qk_nope_head_dim + self.v_head_dim
         pairs = length * kv_length
@@ -232,6 +240,26 @@ class LatentAttention(Attention):
         projections = cls.parameter_counts(layer)[0] - up_projection
         pair = 2 * rank + rope if absorbed else layer.qk_head_dim + layer.v_head_dim
         return queries * projections + (queries if absorbed else keys) * up_projection + queries * keys * heads * pair
+
+
+def say_how_requests_decode(model: nn.Module) -> None:
+    """Log once which of the two ways the MLA layers of `model` decode by; transformers shows warnings by default."""
+    layers = [layer for layer in model.modules() if isinstance(layer, LatentAttention)]
+    if not layers:
+        return
+    absorbing = sum(layer.can_absorb for layer in layers)
+    sizes = sorted({layer.kv_lora_rank + layer.qk_rope_head_dim for layer in layers})
+    line = (
+        f"{absorbing} of {len(layers)} MLA layers decode by attention over their cached latent "
+        f"(R + P = {' or '.join(map(str, sizes))} numbers per token and layer)"
+    )
+    if absorbing < len(layers):
+        backend = layers[0].backend
+        reason = "their kv_b_proj is adapted, quantized or divided over ranks"
+        if backend not in ("eager", "sdpa"):
+            reason = f"{backend} takes no latent"
+        line += f"; the others rebuild keys and values from it at every token, because {reason}"
+    logger.warning_once(line)
 
 
 def yarn_scale(rope_parameters: dict) -> float:

@@ -27,7 +27,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention import Attention, GroupedAttention, divide_over_ranks
 from .attention_functions import model_masks
-from .attention_latent import LatentAttention
+from .attention_latent import LatentAttention, say_how_requests_decode
 from .cache_layers import batching_options, choose_rows, grow_in_place, with_rows
 from .configuration_gqa import GQAConfig
 from .layers import (
@@ -399,7 +399,9 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         layers = self.config.per_layer_config
         numbers = [sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer)) for layer in layers]
         at_peak = max(2 * layer.num_attention_heads * (layer.qk_head_dim or layer.head_dim) for layer in layers)
-        return with_rows(manager, choose_rows(numbers), at_peak)
+        manager = with_rows(manager, choose_rows(numbers), at_peak)
+        say_how_requests_decode(self)  # now that the manager has chosen the attention
+        return manager
 
 
 # transformers' generic heads build their base model through AutoModel, which asks for trust in remote code.

@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 from small_models import MODELS, make_model
+from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.testing_utils import CaptureLogger
 
-from modeling_gqa.attention_latent import LatentAttention
+from modeling_gqa.attention_latent import LatentAttention, logger, say_how_requests_decode
 from modeling_gqa.cache_layers import BY_GROUP, choose_rows
 
 pytestmark = pytest.mark.compat
@@ -42,6 +44,18 @@ def model_and_greedy(name: str, inputs: list[list[int]], implementation: str = "
     return model, found
 
 
+def said_by(function, *given) -> str:
+    """What MLA logs in a call, at transformers' verbosity, though it was said before."""
+    logger.warning_once.__func__.cache_clear()
+    with CaptureLogger(logger) as captured:
+        function(*given)
+    return captured.out
+
+
+def said_at_start(model) -> str:
+    return said_by(model.init_continuous_batching, GenerationConfig(**GREEDY), options())
+
+
 def batched(model, inputs: list[list[int]], **given) -> list[list[int]]:
     done = model.generate_batch(
         inputs,
@@ -65,20 +79,24 @@ def test_requests_of_several_pages_equal_generate(name, implementation):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_shared_prefix(name):
-    """Two requests that share three pages have their own tokens; sharing is on unless a layer has a window."""
+    """The second of two requests that share three pages computes only its own; with a window it computes all."""
     start = prompts((3 * PAGE,))[0]
     inputs = [start + tail for tail in prompts((9, 17), seed=5)]
     model, expected = model_and_greedy(name, inputs)
-    found, sharing = [], []
+    found, sharing, computed = [], [], []
     with model.continuous_batching_context_manager(
         GenerationConfig(**GREEDY), continuous_batching_config=options()
     ) as manager:
+        model.model.embed_tokens.register_forward_hook(lambda module, args, output: computed.append(args[0].numel()))
         for ids in inputs:  # one after the other, so that the first one's pages are complete
             request = manager.add_request(ids, max_new_tokens=12)
             found.append(manager.get_result(request_id=request, timeout=60).generated_tokens)
             sharing.append(manager.batch_processor.cache.use_prefix_sharing)
     assert found == expected
-    assert sharing == ["sliding_attention" not in model.config.layer_types] * 2
+    shares = "sliding_attention" not in model.config.layer_types
+    assert sharing == [shares] * 2
+    first, second = (len(ids) + 11 for ids in inputs)  # the last of 12 tokens is not computed
+    assert sum(computed) == first + second - 3 * PAGE * shares
 
 
 def test_streaming():
@@ -131,6 +149,31 @@ def test_decoding_attends_over_the_latent(monkeypatch):
     monkeypatch.setattr(LatentAttention, "absorb", lambda *given: calls.append(1) or absorb(*given))
     batched(model, prompts((5, 9)))
     assert len(calls) >= 3 * 11  # layers, and tokens after the first
+
+
+@pytest.mark.parametrize("name", ["mla", "mixed"])
+def test_the_way_of_decoding_is_said(name):
+    """A user sees how many MLA layers attend over their latent, and why the others do not."""
+    model = make_model(name)
+    count = 3 if name == "mla" else 1
+    line = f"{count} of {count} MLA layers decode by attention over their cached latent (R + P = 28 numbers per token"
+    assert line in said_at_start(model)
+    attention = model.model.layers[0].self_attn
+    attention.kv_b_proj = nn.Sequential(attention.kv_b_proj)  # as an adapter wraps it
+    wrapped = said_at_start(model)
+    assert f"{count - 1} of {count} MLA" in wrapped and "the others rebuild keys" in wrapped and "adapted" in wrapped
+
+
+def test_an_attention_without_latents_is_named():
+    """As when a model was loaded with flash attention, which transformers 5.17 replaces by sdpa."""
+    model = make_model("mla")
+    model.config._attn_implementation = "flash_attention_2"
+    said = said_by(say_how_requests_decode, model)
+    assert "0 of 3 MLA" in said and "flash_attention_2 takes no latent" in said
+
+
+def test_nothing_is_said_without_latents():
+    assert "MLA" not in said_at_start(make_model("gqa"))
 
 
 @pytest.mark.parametrize(
