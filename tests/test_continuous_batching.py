@@ -46,7 +46,7 @@ def model_and_greedy(name: str, inputs: list[list[int]], implementation: str = "
 
 def said_by(function, *given) -> str:
     """What MLA logs in a call, at transformers' verbosity, though it was said before."""
-    logger.warning_once.__func__.cache_clear()
+    logger.warning_once.__func__.cache_clear()  # type: ignore[attr-defined]
     with CaptureLogger(logger) as captured:
         function(*given)
     return captured.out
