@@ -116,8 +116,9 @@ def test_help_names_commands_and_options():
         "target",
         "seconds",
         "memory",
+        "engine",  # --for, which is no name in Python
     }
-    assert {f"--{name}" for name in fields} <= listed
+    assert {f"--{name}" for name in fields} | {"--for"} <= listed
     said = " ".join(plain("--help").split())
     assert "130 or 143" in said and "A TARGET that exists is refused" in said
     for name in ("convert", "import", "export"):
@@ -384,6 +385,20 @@ def test_chosen_layers_alone_change(checkpoints, tmp_path):
     kept = [name for name in before if "self_attn" not in name or "layers.1." in name]
     assert all(torch.equal(before[name], after[name]) for name in kept) and len(kept) < len(before)
     assert "vLLM 0.32 caches the latent" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_where_sizes_are_chosen_while_converting_it_is_said_again_where_they_run(checkpoints, corpus, tmp_path):
+    """Before it is known which they are, and after; a budget changes the cost as well."""
+    for name, options in (("size", ("--cache-size", 24)), ("budget", ("--budget", 400))):
+        arguments = ("convert", checkpoints / "mha", tmp_path / name, *MLA, *options, "--for", "vllm")
+        printed = run(*arguments, "--text", corpus, *TEXT_OPTIONS)
+        serving = json.loads((tmp_path / name / "conversion.json").read_text())["serving"]
+        layers = GQAConfig.from_pretrained(tmp_path / name).per_layer_config
+        latent = {layer.qk_rope_head_dim for layer in layers if layer.attention_kind == "mla"}
+        assert latent and all(sum(f"+ {size} and {HEAD_DIM}" in line for line in serving) for size in latent)
+        assert f"+ P and {HEAD_DIM}" in printed and all(line in printed for line in serving)
+        assert printed.count("Needs: this package where vLLM is") == 1
+        assert printed.count("Cache: ") == (2 if name == "budget" else 1)
 
 
 def test_budget_is_kept_and_layers_that_were_not_chosen_too(checkpoints, corpus, tmp_path):
@@ -702,7 +717,7 @@ def test_a_warning_is_one_line(checkpoints, tmp_path):
 @pytest.mark.parametrize("options", [
     ("--attention-kind", "sparse"), ("--dtype", "float99"), ("--layers", "3-1"), ("--layers", "a"), ("--batch-size", 0),
     ("--no-such-option",), ("--method", "magic"), ("--layers", "0-999999999999"), ("--layers", "9" * 5000),
-    ("--batch-size", 2**70),
+    ("--batch-size", 2**70), ("--for", "tgi"), ("--for", ""),
 ], ids=lambda options: " ".join(map(str, options))[:30])  # fmt: skip
 def test_wrong_usage_exits_with_2(options, checkpoints, tmp_path):
     result = call("convert", checkpoints / "mha", tmp_path / "out", *MQA, *options)

@@ -66,12 +66,22 @@ def convert(
             plan = job.plan(force)
             show(plan)
             how = f"by {plan['method']}" + (", calibrated on the text" if job.text else "")
-            out.print(job.describe_memory(), soft_wrap=True)
+            for line in (job.describe_memory(), *(plan["serving"] or ())):
+                out.print(line, soft_wrap=True)
             out.print(f"Dry run: would convert {'exactly' if plan['exact'] else how}. Nothing was written.")
             return
+        printed: list[str] = []
+
+        def say(line: str) -> None:
+            printed.append(line)
+            out.print(line, soft_wrap=True)
+
         with progress_bars() as show_progress:
-            report = job.run(force, show_progress, lambda line: out.print(line, soft_wrap=True))
+            report = job.run(force, show_progress, say)
         show(report)
+        for line in report["serving"] or ():
+            if line not in printed:  # of sizes that were chosen while converting
+                say(line)
         out.print(describe_cost(report))
         if said := warning(report):
             out.print(f"Warning: {said}.", soft_wrap=True)
@@ -178,3 +188,5 @@ def show_inspection(found: dict[str, Any]) -> None:
     how = f"to transformers' own class, as {export['family']}" if export["family"] else ""
     text = ": ".join(filter(None, (how, export["reason"])))
     out.print(f"Export: {text.rstrip('.')}.", soft_wrap=True)
+    for line in found["vllm"]:
+        out.print(f"vLLM: {line[0].lower()}{line[1:]}", soft_wrap=True)

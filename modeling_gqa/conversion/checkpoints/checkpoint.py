@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...common.errors import ConversionError, one_line
 from ...configuration_gqa import GQAConfig
@@ -265,3 +265,13 @@ def further_layers(config: PreTrainedConfig) -> range:
     """Return the indices of DeepSeek-V3's layers for speculative decoding, which transformers' model leaves out too."""
     count = getattr(config, "num_nextn_predict_layers", None) or 0
     return range(config.num_hidden_layers, config.num_hidden_layers + count)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a checkpoint; raises `ConversionError`."""
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a missing file, a missing package, a damaged file: each has its own class
+        raise ConversionError(
+            f"--text needs the tokenizer of {folder}, which cannot be loaded: {one_line(error)[:200]}"
+        ) from error

@@ -14,6 +14,7 @@ from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.exporting import export_config, inexactness
 from ..targets import changed_layers, exact_latent_sizes, lossy_layers, target_config
 from .report import describe_layer
+from .serving import describe_runs
 
 LAYER_FIELDS = (
     "attention_kind",
@@ -110,4 +111,5 @@ def inspect_checkpoint(source: str | Path, ignore_fields: Collection[str] = ()) 
         ],
         "conversions": conversions(config, dtype),
         "export": {"family": family_out, "reason": reason},
+        "vllm": describe_runs(config),
     }

@@ -1,27 +1,23 @@
 """One conversion from checkpoint to checkpoint: what the command `modeling-gqa convert` does."""
 
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ... import __version__
 from ...accounting import cache_bytes_per_token, count_parameters
-from ...common.errors import ConversionError, one_line
+from ...common.errors import ConversionError
 from ...common.progress import ShowProgress
 from ...configuration_gqa import GQAConfig
 from ...modeling_gqa import GQAForCausalLM
 from ..allocation import allocate
 from ..checkpoints.aside import check_target, refuse_overlap, written_aside
-from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoints.checkpoint import Checkpoint, load_tokenizer, open_checkpoint
 from ..checkpoints.writing import write_model
 from ..convert import SELECTION_TOKENS, convert_model, describe
 from ..kept import keep_target, kept_in, layers_folder
@@ -31,8 +27,9 @@ from ..text.measuring import compare_predictions, layer_errors
 from ..text.packing import read_batches
 from .memory import Memory, count_memory
 from .options import Options
-from .report import FORMAT_VERSION, Report, write_card, write_report
-from .sizing import expected_target, find_target, layers_after
+from .report import FORMAT_VERSION, Report, versions, write_card, write_report
+from .serving import describe_serving
+from .sizing import Goal, expected_target, find_goal, layers_after
 
 # "auto" compares settings on a quarter of the tokens that calibrate them.
 SELECTION_SHARE = 4
@@ -64,20 +61,19 @@ class Job(Options):
         """
         check_target(self.target.resolve(), force)
         checkpoint = self.open(download=False)
-        target, exact = find_target(self, checkpoint.config, checkpoint.dtype)
+        config, goal = checkpoint.config, find_goal(self, checkpoint.config, checkpoint.dtype)
         if checkpoint.tensors:
-            self.read_text(checkpoint, exact)
-        config = checkpoint.config
-        self.memory = self.count_memory(checkpoint, target)
-        report = self.describe(checkpoint, target or config)
-        later = target is None or (self.shares_cache and not exact)
-        pairs = zip(layer_fields(config), layers_after(self, config, target, later), strict=True)
+            self.read_text(checkpoint, goal.exact)
+        self.memory = self.count_memory(checkpoint, goal)
+        report = self.describe(checkpoint, goal.target or config)
+        report["serving"] = self.describe_serving(checkpoint, goal)
+        pairs = zip(layer_fields(config), layers_after(config, goal), strict=True)
         report["layers"] = [{"layer": i, "from": describe(old), "to": new} for i, (old, new) in enumerate(pairs)]
-        if later:
+        if goal.later:
             report["parameters_after"] = None
-        if target is None:
+        if goal.target is None:
             report["cache_bytes_per_token_after"] = self.budget
-        return report | {"exact": exact, "method": self.method}
+        return report | {"exact": goal.exact, "method": self.method}
 
     def run(self, force: bool, show_progress: ShowProgress, say: Callable[[str], None] = lambda line: None) -> Report:
         """Convert, measure and save; the target appears complete at the end, or not at all.
@@ -95,24 +91,26 @@ class Job(Options):
             OSError: a file cannot be read or written.
         """
         checkpoint = self.open(download=False)  # what can be refused early is
-        target, exact = find_target(self, checkpoint.config, checkpoint.dtype)
+        goal = find_goal(self, checkpoint.config, checkpoint.dtype)
         held = ExitStack()
         with written_aside(self.target, force, held) as aside:
             if not checkpoint.tensors:
                 assumed, checkpoint = checkpoint.dtype, self.open()
                 refuse_overlap(checkpoint.folder, self.target)
                 if checkpoint.dtype != assumed:  # config.json does not name it
-                    target, exact = find_target(self, checkpoint.config, checkpoint.dtype)
+                    goal = find_goal(self, checkpoint.config, checkpoint.dtype)
             with self.timed("reading text"):
-                batches = self.read_text(checkpoint, exact)
+                batches = self.read_text(checkpoint, goal.exact)
             with self.timed("loading"):
                 model = checkpoint.load(checkpoint.dtype, self.device).eval()
-            self.memory = self.count_memory(checkpoint, target)
-            say(self.describe_memory())
+            self.memory = self.count_memory(checkpoint, goal)
+            for line in (self.describe_memory(), *(self.describe_serving(checkpoint, goal) or ())):
+                say(line)
             with self.timed("converting"):
-                converted, done = self.convert(model, target, checkpoint, batches, held, show_progress)
+                converted, done = self.convert(model, goal, checkpoint, batches, held, show_progress)
             report = self.describe(checkpoint, converted.config)
             report.update(done)
+            report["serving"] = self.describe_serving(checkpoint, goal, converted.config)
             if batches:
                 with self.timed("measuring"):
                     self.measure(report, model, converted, batches, show_progress)
@@ -132,14 +130,22 @@ class Job(Options):
         checkpoint = open_checkpoint(self.source, download=download, ignore_fields=ignored, dtype=dtype)
         return replace(checkpoint, dtype=dtype) if dtype else checkpoint
 
-    def count_memory(self, checkpoint: Checkpoint, target: GQAConfig | None) -> Memory:
-        """Return what the conversion takes, by accounting; `target` is as `find_target` returns it."""
+    def count_memory(self, checkpoint: Checkpoint, goal: Goal) -> Memory:
+        """Return what the conversion takes, by accounting."""
         config, dtype = checkpoint.config, checkpoint.dtype
-        after = expected_target(self, config, target, dtype)
+        after = expected_target(goal.options, config, goal.target, dtype)
         return count_memory(config, after, dtype, self.batch_size if self.text else 0, self.block_length(config))
 
     def describe_memory(self) -> str:
         return f"Memory on {self.device}: {self.memory}."
+
+    def describe_serving(self, source: Checkpoint, goal: Goal, result: GQAConfig | None = None) -> list[str] | None:
+        """Return what the result costs and runs on in the engine of `--for`; `result` is known once it is converted."""
+        if self.engine is None:
+            return None
+        after = result or expected_target(goal.options, source.config, goal.target, source.dtype)
+        later = goal.later and result is None
+        return describe_serving(source.config, after, source.dtype, self, goal.chosen, later)
 
     def block_length(self, config: GQAConfig) -> int:
         """Return how many tokens of text a block has."""
@@ -175,19 +181,19 @@ class Job(Options):
     def convert(
         self,
         model: GQAForCausalLM,
-        target: GQAConfig | None,
+        goal: Goal,
         checkpoint: Checkpoint,
         batches: Batches,
         held: ExitStack,
         show_progress: ShowProgress,
     ) -> tuple[GQAForCausalLM, Any]:
-        """Return what `convert_model` returns; without a target, for the one that the budget allows.
+        """Return what `convert_model` returns; where the goal has no target, for the one that the budget allows.
 
         Until `held` is closed, `.TARGET.layers` beside the target holds the sizes that were chosen and the layers that
         are finished. After an interruption the same command goes on from them.
         """
         calibration = batches.get("calibration")
-        plan = self.identity(checkpoint, target, batches)
+        plan = self.identity(checkpoint, goal.target, batches)
         folder = held.enter_context(kept_in(layers_folder(self.target), plan))
 
         def choose() -> GQAConfig:
@@ -197,14 +203,14 @@ class Job(Options):
 
         return convert_model(
             model,
-            target or keep_target(folder, choose),
+            goal.target or keep_target(folder, choose),
             calibration,
             selection=batches.get("selection"),
             method=self.method,
             regroup=self.regroup,
             refit=self.refit,
             refine=self.refine,
-            share_cache=self.shares_cache,
+            share_cache=goal.options.shares_cache,
             share_weights=True,
             seed=self.seed,
             folder=folder,
@@ -265,15 +271,11 @@ class Job(Options):
             **{f"cache_bytes_per_token_{when}": cache_bytes_per_token(c, dtype) for when, c in both.items()},
             **{f"parameters_{when}": count_parameters(c) for when, c in both.items()},
             **unmeasured,
+            "serving": None,
             "tokens": 0,
             "text": text if self.text else None,
             "command": command,
-            "versions": {
-                "modeling_gqa": __version__,
-                "transformers": transformers.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": versions(),
         }
         return report
 
@@ -283,16 +285,6 @@ class Job(Options):
         start = time.perf_counter()
         yield
         self.seconds[name] = round(time.perf_counter() - start, 3)
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint; raises `ConversionError`."""
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # a missing file, a missing package, a damaged file: each has its own class
-        raise ConversionError(
-            f"--text needs the tokenizer of {folder}, which cannot be loaded: {one_line(error)[:200]}"
-        ) from error
 
 
 def count_tokens(batches: list[Batch]) -> int:

@@ -21,6 +21,7 @@ from ..text.reading import find_files
 Kind = Literal["mha", "mqa", "gqa", "mla"]
 Method = Literal["lowrank", "auto", "procrustes", "mean", "first", "random"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Engine = Literal["vllm"]
 Source = Annotated[
     str,
     typer.Argument(metavar="SOURCE", help="Folder of a checkpoint, a .gguf file, or name of a model on the Hub."),
@@ -101,6 +102,15 @@ class Options:
             parser=parse_layers,
             metavar="LAYERS",
             help="Indices of the layers to change, such as 0,2-5; the others keep their attention. Default: all.",
+        ),
+    ] = None
+    engine: Annotated[
+        Engine | None,
+        _attention(
+            "--for",
+            help="Engine that is to serve the result. A --cache-size becomes R and P that the engine's fast kernels "
+            "take, where the model is large enough, and lines before the conversion say what the cache costs and what "
+            "it runs on. Sizes given as R and P are kept.",
         ),
     ] = None
     method: Annotated[

@@ -1,11 +1,16 @@
 """The report of a conversion: its type, its rows as they are printed, the file `conversion.json` and the model card."""
 
 import json
+import platform
 from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
+import torch
+import transformers
+
+from ... import __version__
 from ...common import cards
 from ...common.files import write_text
 from ...configuration_gqa import GQAConfig
@@ -62,6 +67,7 @@ class Report(TypedDict, total=False):
     kl: float | None  # KL(source || result) on the evaluation text, nats per token
     top1_agreement: float | None  # share of tokens with the same most likely next token, 0 to 1
     tokens: int  # predicted for these measurements; 0 without text
+    serving: list[str] | None  # lines on cost and kernels in the engine of `--for`; None without it
     text: TextReport | None
     command: dict[str, Any]  # the options, as `Options.as_json`
     versions: dict[str, str]  # of modeling_gqa, transformers, torch and python
@@ -210,6 +216,16 @@ def warning(report: Report) -> str | None:
         f"{report['perplexity_before']:.4g} became {report['perplexity_after']:.4g}. Nearer to the source come "
         f"{', '.join(ways)}; or heal the result by training: modeling-gqa uptrain"
     )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the software that a report names."""
+    return {
+        "modeling_gqa": __version__,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 def write_report(folder: Path, report: Report) -> None:

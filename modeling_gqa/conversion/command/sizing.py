@@ -1,5 +1,7 @@
 """The configuration that the options of a conversion lead to, and what they ask in vain."""
 
+from typing import NamedTuple
+
 import torch
 
 from ...accounting import cache_bytes_per_token
@@ -21,10 +23,32 @@ from ..targets import (
     target_config,
 )
 from .options import SIZES, Options
+from .serving import served_sizes
 
 
-def find_target(options: Options, config: GQAConfig, dtype: torch.dtype) -> tuple[GQAConfig | None, bool]:
-    """Return the result's configuration (`None`: a budget is to be shared out), and whether it is exact.
+class Goal(NamedTuple):
+    """What the options of a conversion lead to from a source.
+
+    Args:
+        options: the options, with the sizes in them that were chosen for `--for`.
+        chosen: a sentence on what became of the sizes that were given; "" where nothing was chosen.
+        target: the result's configuration; `None`: a budget is to be shared out.
+        exact: whether it computes the source's function.
+    """
+
+    options: Options
+    chosen: str
+    target: GQAConfig | None
+    exact: bool
+
+    @property
+    def later(self) -> bool:
+        """Whether sizes are chosen while converting, by what the layers would lose."""
+        return self.target is None or (self.options.shares_cache and not self.exact)
+
+
+def find_goal(options: Options, config: GQAConfig, dtype: torch.dtype) -> Goal:
+    """Return what the options lead to.
 
     Args:
         options: of the conversion.
@@ -34,6 +58,7 @@ def find_target(options: Options, config: GQAConfig, dtype: torch.dtype) -> tupl
     Raises:
         ConversionError: it cannot be had from this source, or caches more than the source.
     """
+    options, chosen = served_sizes(options, config, dtype)
     target, exact = None, False
     if options.budget is not None:
         least = smallest_target(config, options.attention_kind, options.budget, layers=options.layers, dtype=dtype)
@@ -48,7 +73,7 @@ def find_target(options: Options, config: GQAConfig, dtype: torch.dtype) -> tupl
         exact = not lossy_layers(config, target)
     if options.attention_kind == "mla" and not exact and options.method not in ("auto", "lowrank"):
         raise ConversionError(f"--method={options.method} merges heads, which MLA does not: choose auto or lowrank")
-    return target, exact
+    return Goal(options, chosen, target, exact)
 
 
 def sized_target(options: Options, config: GQAConfig, dtype: torch.dtype) -> GQAConfig:
@@ -82,10 +107,11 @@ def refuse_larger(options: Options, config: GQAConfig, size: int | None, given: 
         )
 
 
-def layers_after(options: Options, source: GQAConfig, target: GQAConfig | None, later: bool) -> list[str]:
-    """Return what each layer will be; `later`: sizes of those that change are chosen by what they would lose."""
+def layers_after(source: GQAConfig, goal: Goal) -> list[str]:
+    """Return what each layer of the configuration `source` will be."""
+    options, target = goal.options, goal.target
     after = [describe(layer) for layer in layer_fields(target or source)]
-    for index in chosen_layers(source, options.layers) if later else ():
+    for index in chosen_layers(source, options.layers) if goal.later else ():
         layer = target.per_layer_config[index] if target else None
         size = f"R + P = {layer.kv_lora_rank + layer.qk_rope_head_dim}" if layer else "chosen by loss"
         after[index] = f"{options.attention_kind}, {size}"
@@ -98,7 +124,7 @@ def expected_target(options: Options, config: GQAConfig, target: GQAConfig | Non
     Args:
         options: of the conversion.
         config: the source's.
-        target: as `find_target` returns it.
+        target: as `find_goal` has it.
         dtype: of the result.
     """
     fields = layer_fields(target or config)

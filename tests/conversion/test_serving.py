@@ -1,0 +1,228 @@
+"""Conversions meant for vLLM: the sizes that are chosen, what is said of cost and kernels, and the command."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import make_config
+from typer.testing import CliRunner
+
+from modeling_gqa import GQAConfig, GQAForCausalLM
+from modeling_gqa.command_line import main as command
+from modeling_gqa.conversion import ConversionError
+from modeling_gqa.conversion.command.options import Options
+from modeling_gqa.conversion.command.serving import describe_layer_runs, describe_runs, describe_serving
+from modeling_gqa.conversion.command.sizing import Goal, expected_target, find_goal
+
+SMALL = {"vocab_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
+SOURCES = {
+    # heads of 128, 2,048 numbers per token and layer
+    "8B": {**SMALL, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
+    # heads of 64, 1,024 numbers
+    "1B": {**SMALL, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64},
+    # heads of 64, 384 numbers
+    "135M": {**SMALL, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64},
+    "narrow": {**SMALL, "hidden_size": 300, "num_attention_heads": 8, "attention_kind": "mha", "head_dim": 128},
+    "mqa": {**SMALL, "hidden_size": 256, "num_attention_heads": 4, "attention_kind": "mqa", "head_dim": 64},
+    "tiny": {**SMALL, "hidden_size": 64, "num_attention_heads": 4, "attention_kind": "mha", "head_dim": 16},
+}
+EXACT = "is kept, since the conversion is exact with it"
+KEPT = "is kept; vLLM's fast kernels take R + P = 512 + 64 or 256 + 64."
+SMALLER = "256 + 64, more than this model can use"
+
+
+def goal(name: str, kind: str = "mla", config: GQAConfig | None = None, **options) -> tuple[GQAConfig, Options, Goal]:
+    config = config or GQAConfig(**SOURCES[name])
+    wanted = Options("source", Path("target"), kind, engine="vllm", **options)  # type: ignore[arg-type]
+    return config, wanted, find_goal(wanted, config, torch.bfloat16)
+
+
+def lines(name: str, kind: str = "mla", config: GQAConfig | None = None, **options) -> list[str]:
+    config, wanted, found = goal(name, kind, config, **options)
+    after = expected_target(found.options, config, found.target, torch.bfloat16)
+    return describe_serving(config, after, torch.bfloat16, wanted, found.chosen, found.later)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sizes", "said"),
+    [
+        ("8B", {}, (512, 64), "as none were given"),
+        ("8B", {"cache_size": 1024}, (512, 64), "for --cache-size=1024"),
+        ("8B", {"cache_size": 576}, (512, 64), "for --cache-size=576"),
+        ("8B", {"cache_size": 512}, (512, 64), "for --cache-size=512"),  # an eighth more
+        ("8B", {"cache_size": 511}, (256, 64), "for --cache-size=511"),
+        ("8B", {"cache_size": 285}, (256, 64), "for --cache-size=285"),
+        ("8B", {"cache_size": 284}, (142, 142), KEPT),
+        ("8B", {"cache_bytes": 1024}, (512, 64), "for --cache-bytes=1024"),
+        ("8B", {"kv_lora_rank": 512}, (512, 64), "for --kv-lora-rank=512"),
+        ("8B", {"kv_lora_rank": 256}, (256, 64), "for --kv-lora-rank=256"),
+        ("8B", {"kv_lora_rank": 100}, (100, 100), KEPT),
+        ("8B", {"kv_lora_rank": 100, "qk_rope_head_dim": 64}, (100, 64), "=64 are kept."),
+        ("8B", {"kv_lora_rank": 512, "qk_rope_head_dim": 128}, (512, 128), "=128 are kept."),
+        ("8B", {"cache_size": 2048}, (1024, 1024), EXACT),
+        ("1B", {"cache_size": 512}, (512, 64), "for --cache-size=512"),
+        ("1B", {"kv_lora_rank": 512}, (512, 512), EXACT),
+        ("135M", {}, (256, 64), "as none were given"),
+        ("135M", {"cache_size": 350}, (256, 64), "for --cache-size=350"),
+        ("135M", {"cache_size": 192}, (96, 96), KEPT),
+        ("mqa", {}, (64, 64), EXACT),
+        ("mqa", {"cache_size": 64}, (32, 32), SMALLER),
+        ("tiny", {"cache_size": 64}, (32, 32), SMALLER),
+        ("narrow", {"cache_size": 1000}, (256, 64), "for --cache-size=1000"),  # its input fills no latent of 512
+    ],
+)
+def test_choice(name, options, sizes, said):
+    """The largest fast size that is at most an eighth more than was asked; what cannot be had or is exact is kept."""
+    config, wanted, found = goal(name, **options)
+    assert found.target is not None
+    assert [(x.kv_lora_rank, x.qk_rope_head_dim) for x in found.target.per_layer_config] == [sizes] * 2
+    assert said in found.chosen
+    assert found.chosen.startswith(f"R = {sizes[0]} and P = {sizes[1]} ") == (found.options is not wanted)
+    assert found.exact == (EXACT in found.chosen)
+    before = Options("source", Path("target"), "mla", **options)
+    if options and found.options is wanted:  # as without --for
+        assert found.target.to_dict() == find_goal(before, config, torch.bfloat16).target.to_dict()
+
+
+@pytest.mark.parametrize("size", [2049, 99999, 0, -5])
+def test_sizes_that_are_refused_without_the_engine_are_refused_with_it(size):
+    with pytest.raises(ConversionError, match=f"size={size}(: a latent of| is more than layer| must be pos)"):
+        goal("8B", cache_size=size)
+
+
+def test_a_chosen_size_is_not_divided_anew(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    for size, later in ((600, False), (128, True)):
+        _, wanted, found = goal("8B", cache_size=size, text=[tmp_path])
+        assert wanted.shares_cache and found.later is later
+    _, _, found = goal("8B", "gqa", num_key_value_heads=2)
+    assert not found.later and not found.chosen
+
+
+def test_cost():
+    """Numbers and bytes per token and layer, and the share of the source's cache."""
+    cost = "576 numbers (1,152 bytes in bfloat16) per token and layer; 2,304 bytes per token of the whole model"
+    assert lines("8B", cache_size=600)[1] == f"Cache: {cost}, 0.28 of the source's 8,192."
+    mixed = lines("8B", cache_size=600, layers=[1])
+    assert "1,152 bytes in bfloat16) per token and layer; 5,248 bytes" in mixed[1] and "0.64 of" in mixed[1]
+    (cost,) = [line for line in lines("8B", "gqa", num_key_value_heads=2) if line.startswith("Cache")]
+    assert "512 numbers (1,024 bytes in bfloat16)" in cost and "0.25 of the source's 8,192" in cost
+
+
+def test_a_budget_is_the_most(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    said = lines("8B", budget=4096, text=[tmp_path])
+    assert said[:2] == [
+        "Sizes: --budget chooses R and P by layer.",
+        "Cache: at most 4,096 bytes per token of the whole model, 0.50 of the source's 8,192.",
+    ]
+    assert "NVIDIA GPUs (Triton) where P becomes 64" in said[2]
+    assert "these have 64 + P and 64" in lines("1B", budget=2048, text=[tmp_path])[2]
+    heads = lines("8B", "gqa", budget=4096, text=[tmp_path])
+    assert heads[1] == "Runs on: GPUs (FlashAttention); a CPU." and "at most 4,096 bytes" in heads[0]
+
+
+FAST = (
+    "NVIDIA GPUs (Triton; FlashAttention on Hopper; FlashMLA on Hopper and Blackwell; FlashInfer on Blackwell; cutlass"
+)
+KERNELS = {
+    "512 + 64": ("8B", {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, FAST),
+    "256 + 64": ("8B", {"kv_lora_rank": 256, "qk_rope_head_dim": 64}, "Hopper; FlashInfer on Blackwell)"),
+    "100 + 64": ("8B", {"kv_lora_rank": 100, "qk_rope_head_dim": 64}, "NVIDIA GPUs (Triton)"),
+    "448 + 64": ("8B", {"kv_lora_rank": 448, "qk_rope_head_dim": 64}, "(Triton, with --attention-backend TRITON_MLA)"),
+    "512 + 32": ("8B", {"kv_lora_rank": 512, "qk_rope_head_dim": 32}, "and these have 128 + 32 and 128"),
+    "heads of 64": ("1B", {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "and these have 64 + 64 and 64"),
+    "whole rotation": ("mqa", {}, "and these have 0 + 64 and 64"),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_over_the_latent(name):
+    source, options, said = KERNELS[name]
+    (where,) = [line for line in lines(source, **options) if line.startswith("Runs on: ")]
+    assert where.startswith("Runs on: a CPU (this package's attention); ") and said in where
+    assert ("no NVIDIA GPU" in where) == ("these have" in said)
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (128, "GPUs (FlashAttention); a CPU"),
+        (72, "GPUs (FlashAttention); no CPU"),
+        (512, "GPUs (Triton); a CPU"),
+        (36, "GPUs (Triton); no CPU"),
+        (12, "GPUs (FlexAttention); no CPU"),
+    ],
+)
+def test_heads_of_grouped_attention(size, said):
+    config = GQAConfig(**{**SOURCES["tiny"], "head_dim": size})
+    *_, runs, needs = lines("", "gqa", config, num_key_value_heads=2)
+    assert runs.startswith(f"Runs on: {said}") and needs.startswith("Needs: nothing")
+    assert ("224, 256 or 512, and these have" in runs) == ("no CPU" in said)
+
+
+def test_layers_that_differ_are_told_apart():
+    """Also a window over the latent, which no GPU has."""
+    said = describe_runs(make_config("mixed-window"))
+    assert [line.split(" run on: ")[0] for line in said[:-1]] == ["Layers 0-1", "Layers 2"]
+    assert "no GPU, where vLLM has no window over the latent" in said[1] and said[-1].startswith("Needs: this package")
+    layer = GQAConfig(**SOURCES["8B"]).per_layer_config[0]
+    assert describe_layer_runs(layer, window=5) == describe_layer_runs(layer)
+
+
+# -- the command
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """One layer of 8 heads of 128, which caches 2,048 numbers."""
+    torch.manual_seed(0)
+    sizes = {**SOURCES["tiny"], "hidden_size": 300, "num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 1}
+    folder = tmp_path_factory.mktemp("serving") / "source"
+    GQAForCausalLM(GQAConfig(**sizes)).save_pretrained(folder)
+    return folder
+
+
+def call(*arguments) -> str:
+    result = CliRunner().invoke(command.app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_command_chooses_says_and_saves(source, tmp_path):
+    arguments = ("convert", source, tmp_path / "out", "--attention-kind", "mla", "--cache-size", 300, "--for", "vllm")
+    planned = call(*arguments, "--dry-run")
+    assert not (tmp_path / "out").exists()
+    printed = call(*arguments)
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert report["command"]["engine"] == "vllm" and report["command"]["cache_size"] == 300
+    assert [line.split(":")[0] for line in report["serving"]] == ["Sizes", "Cache", "Runs on", "Needs"]
+    for line in report["serving"]:  # before the table of what was done, and once
+        assert planned.count(f"{line}\n") == printed.count(f"{line}\n") == 1
+        assert printed.index(line) < printed.index("before")
+    assert "320 numbers (1,280 bytes in float32) per token and layer" in report["serving"][1]
+    layer = GQAConfig.from_pretrained(tmp_path / "out").per_layer_config[0]
+    assert (layer.kv_lora_rank, layer.qk_rope_head_dim) == (256, 64)
+    model = GQAForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=2, pad_token_id=0).shape == (1, 4)
+    inspected = json.loads(call("inspect", tmp_path / "out", "--json"))
+    assert inspected["vllm"] == report["serving"][2:]
+    assert "vLLM: runs on: a CPU (this package's attention); NVIDIA GPUs (Triton; Flash" in call(
+        "inspect", tmp_path / "out"
+    )
+
+
+def test_without_the_option_nothing_is_chosen_or_said(source, tmp_path):
+    printed = call("convert", source, tmp_path / "out", "--attention-kind", "mla", "--cache-size", 300)
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert report["serving"] is None and "Runs on" not in printed
+    layer = GQAConfig.from_pretrained(tmp_path / "out").per_layer_config[0]
+    assert (layer.kv_lora_rank, layer.qk_rope_head_dim) == (150, 150)
+
+
+def test_another_engine_is_refused_with_those_that_are_known(source, tmp_path):
+    arguments = ["convert", str(source), str(tmp_path / "out"), "--attention-kind", "mla", "--for", "tgi"]
+    result = CliRunner().invoke(command.app, arguments)
+    assert result.exit_code == 2 and "tgi" in result.output and "vllm" in result.output
+    assert not (tmp_path / "out").exists()
