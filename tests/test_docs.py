@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from run_page import find_blocks
 
+from modeling_gqa.accounting import kernels
+from modeling_gqa.conversion.command.serving import listed
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
@@ -82,6 +85,25 @@ def test_tables_are_the_results_in_the_repository():
     quoted = re.findall(r"\d+ / \d+ \([\d.]+x\)", (ROOT / "README.md").read_text())
     assert quoted
     assert all(cell in tables()[0] for cell in quoted)
+
+
+def test_sizes_of_kernels_are_those_of_the_code():
+    section = (DOCS / "serving.md").read_text().split("## Which cache sizes do engines take?")[1].split("\n## ")[0]
+    first, second = re.findall(r"(?:^\|.*\|\n)+", section, flags=re.MULTILINE)
+    assert [[cell.strip() for cell in row.strip("|").split("|")] for row in first.splitlines()[2:]] == [
+        [
+            kernel.name,
+            ", ".join(kernel.devices) or "all",
+            listed([f"{rank} + {rope}" for rank, rope in kernel.sizes] or ["any"]),
+            listed(kernel.unrotated or ["any"]),
+        ]
+        for kernel in kernels.LATENT_KERNELS
+    ]
+    assert [tuple(map(int, re.findall(r"\d+", row))) for row in second.splitlines()[2:]] == list(kernels.PROMPT_SIZES)
+    said = " ".join(section.split())
+    assert f"takes heads of {listed(kernels.CPU_HEADS)} numbers" in said
+    assert f"takes any {listed(kernels.FAST_SUMS)} to suit" in said
+    assert f"multiples of {kernels.FLASH_MULTIPLE} up to {kernels.FLASH_MOST}" in said
 
 
 # -- the tree

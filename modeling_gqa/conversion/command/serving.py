@@ -184,6 +184,6 @@ def latent_on_gpus(layer: GQAConfig, window: int | None, unknown: bool) -> str:
 
 
 def listed(items: Sequence[Any]) -> str:
-    """Return `1, 2 or 3`."""
+    """Return `1, 2 or 3`, and `1` of one."""
     *others, last = map(str, items)
-    return f"{', '.join(others)} or {last}"
+    return f"{', '.join(others)} or {last}" if others else last
