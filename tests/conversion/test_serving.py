@@ -2,10 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from small_models import make_config
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
@@ -15,8 +18,8 @@ from modeling_gqa.conversion.command.options import Options
 from modeling_gqa.conversion.command.serving import describe_layer_runs, describe_runs, describe_serving
 from modeling_gqa.conversion.command.sizing import Goal, expected_target, find_goal
 
-SMALL = {"vocab_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
-SOURCES = {
+SMALL: dict[str, Any] = {"vocab_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
+SOURCES: dict[str, dict[str, Any]] = {
     # heads of 128, 2,048 numbers per token and layer
     "8B": {**SMALL, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
     # heads of 64, 1,024 numbers
@@ -181,6 +184,9 @@ def source(tmp_path_factory) -> Path:
     sizes = {**SOURCES["tiny"], "hidden_size": 300, "num_attention_heads": 8, "head_dim": 128, "num_hidden_layers": 1}
     folder = tmp_path_factory.mktemp("serving") / "source"
     GQAForCausalLM(GQAConfig(**sizes)).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, "w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     return folder
 
 
@@ -211,6 +217,17 @@ def test_the_command_chooses_says_and_saves(source, tmp_path):
     assert "vLLM: runs on: a CPU (this package's attention); NVIDIA GPUs (Triton; Flash" in call(
         "inspect", tmp_path / "out"
     )
+
+
+def test_with_text_the_sizes_that_were_chosen_stay(source, tmp_path):
+    """Where a cache size is kept, the text divides it between R and P."""
+    for index in range(40):
+        (tmp_path / f"{index}.txt").write_text(" ".join(f"w{(index * n) % 61}" for n in range(1, 60)))
+    text = ("--text", tmp_path, "--sequence-length", 32, "--calibration-tokens", 512, "--evaluation-tokens", 256)
+    target = tmp_path.parent / f"{tmp_path.name}-out"
+    call("convert", source, target, "--attention-kind", "mla", "--cache-size", 300, "--for", "vllm", *text)
+    layer = GQAConfig.from_pretrained(target).per_layer_config[0]
+    assert (layer.kv_lora_rank, layer.qk_rope_head_dim) == (256, 64)
 
 
 def test_without_the_option_nothing_is_chosen_or_said(source, tmp_path):
