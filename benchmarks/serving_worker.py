@@ -79,7 +79,8 @@ class Transformers:
         dtype = getattr(torch, options["dtype"])
         self.model: Any = AutoModelForCausalLM.from_pretrained(options["model"], dtype=dtype)
         self.options = options
-        self.bytes_per_token = cache_bytes_per_token(self.model.config, dtype)
+        config: Any = self.model.config
+        self.bytes_per_token = cache_bytes_per_token(config, dtype)
         self.room = options["cache_bytes"] // self.bytes_per_token
 
     def serve(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
