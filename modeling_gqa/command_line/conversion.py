@@ -1,6 +1,7 @@
 """The commands `convert`, `import`, `export` and `inspect`."""
 
 import json
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -8,6 +9,7 @@ import typer
 from rich.table import Table
 
 from ..conversion.checkpoints.exporting import export_checkpoint
+from ..conversion.checkpoints.gguf import is_gguf
 from ..conversion.checkpoints.importing import import_checkpoint
 from ..conversion.command.inspection import inspect_checkpoint
 from ..conversion.command.job import Job
@@ -21,6 +23,9 @@ FORCE = (
 )
 IgnoreField = Annotated[list[str] | None, typer.Option("--ignore-field", help=IGNORE_FIELD, show_default=False)]
 Force = Annotated[bool, typer.Option("--force", help=FORCE)]
+ExportTarget = Annotated[
+    Path, typer.Argument(metavar="TARGET", help="Folder to write: a complete Hub repository. Or a file NAME.gguf.")
+]
 Unpacked = Literal["float32", "bfloat16", "float16"]
 EXAMPLES = """Examples:
 
@@ -122,7 +127,7 @@ def import_(
 
 def export(
     source: Source,
-    target: Target,
+    target: ExportTarget,
     family: Annotated[
         str | None,
         typer.Option(
@@ -133,12 +138,13 @@ def export(
 ) -> None:
     """Rewrite a checkpoint of this package as one of transformers' own classes, such as Llama's.
 
-    Refused, with the reason, if no class can express the model: for instance if its layers differ in kind.
+    A TARGET that ends in .gguf is written as a GGUF file for llama.cpp, with the tokenizer. Refused, with the reason, if
+    no class can express the model: for instance if its layers differ in kind.
     """
     with user_errors(target), progress_bars() as show_progress:
         progress = show_progress("exporting tensors")
         config = export_checkpoint(source, target, family=family, force=force, progress=progress)
-    saved(target, f"a {config.model_type} model")
+    saved(target, f"a {config.model_type} model{', for llama.cpp' if is_gguf(target) else ''}")
 
 
 def inspect(

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from modeling_gqa.common.errors import ConversionError
-from modeling_gqa.conversion.checkpoints.aside import check_target, refuse_overlap, why_kept, written_aside
+from modeling_gqa.conversion.checkpoints.aside import (
+    check_target,
+    file_written_aside,
+    refuse_overlap,
+    why_kept,
+    written_aside,
+)
 
 
 def checkpoint(folder, content="old"):
@@ -427,3 +433,82 @@ def test_a_folder_that_cannot_be_written_to_is_said():
             isinstance(said, ConversionError) and str(said) == f"{folder}/target cannot be written: permission denied"
         )
         assert names(folder) == ["target"]
+
+
+# -- a file
+
+
+def test_a_file_appears_when_it_is_complete(tmp_path):
+    target = tmp_path / "made" / "model.gguf"
+    with file_written_aside(target) as path:
+        path.write_bytes(b"GGUF new")
+        assert not target.exists()
+    assert target.read_bytes() == b"GGUF new" and names(target.parent) == ["model.gguf"]
+
+
+def test_an_existing_file_needs_force_and_to_be_of_its_kind(tmp_path):
+    target = tmp_path / "model.gguf"
+    target.write_bytes(b"GGUF old")
+    with pytest.raises(ConversionError, match=r"exists already: .*\(--force\)"), file_written_aside(target):
+        pytest.fail("entered")
+    with file_written_aside(target, force=True) as path:
+        path.write_bytes(b"GGUF new")
+        assert target.read_bytes() == b"GGUF old"
+    assert target.read_bytes() == b"GGUF new"
+    target.write_bytes(b"mine")
+    with pytest.raises(ConversionError, match="is no GGUF file"), file_written_aside(target, force=True):
+        pytest.fail("entered")
+    target.unlink()
+    target.mkdir()
+    with pytest.raises(ConversionError, match="is a folder"), file_written_aside(target, force=True):
+        pytest.fail("entered")
+    assert names(tmp_path) == ["model.gguf"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("step", ["writing", "before", "after"])
+def test_a_failure_leaves_the_file_old_or_new(step, error, tmp_path, monkeypatch):
+    target, replace = tmp_path / "model.gguf", Path.replace
+    target.write_bytes(b"GGUF old")
+
+    def failing(path, to):
+        if step == "after":
+            replace(path, to)
+        raise error
+
+    def write():
+        with file_written_aside(target, force=True) as path:
+            path.write_bytes(b"GGUF new")
+            if step == "writing":
+                raise error
+
+    monkeypatch.setattr(Path, "replace", failing)
+    with pytest.raises(error):
+        write()
+    assert target.read_bytes() == (b"GGUF new" if step == "after" else b"GGUF old")
+    assert names(tmp_path) == ["model.gguf"]
+
+
+def test_a_file_that_appears_meanwhile_is_kept(tmp_path):
+    target = tmp_path / "made" / "model.gguf"
+
+    def write():
+        with file_written_aside(target) as path:
+            path.write_bytes(b"GGUF new")
+            target.write_bytes(b"GGUF theirs")
+
+    with pytest.raises(ConversionError, match="exists already"):
+        write()
+    assert target.read_bytes() == b"GGUF theirs" and names(target.parent) == ["model.gguf"]
+    with pytest.raises(KeyboardInterrupt), file_written_aside(tmp_path / "way" / "model.gguf"):
+        raise KeyboardInterrupt
+    assert names(tmp_path) == ["made"]
+
+
+def test_what_a_killed_process_left_of_a_file_is_swept(tmp_path):
+    (tmp_path / ".model.gguf.lock").touch()
+    (tmp_path / ".model.gguf.new-12").mkdir()
+    (tmp_path / ".model.gguf.new-12" / "model.gguf").write_bytes(b"GGUF half")
+    with file_written_aside(tmp_path / "model.gguf") as path:
+        path.write_bytes(b"GGUF new")
+    assert names(tmp_path) == ["model.gguf"]

@@ -1,4 +1,4 @@
-"""A folder written beside its target and then renamed: whenever the process ends, the target is as it was or complete.
+"""A folder or file written beside its target, then renamed: whenever the process ends, that is as it was or complete.
 
 While a target NAME is written, `.NAME.lock` and `.NAME.new-PID` lie beside it, and for a moment `.NAME.old-PID`. What a
 killed process leaves of them, the next one to the same target deletes or puts back.
@@ -36,6 +36,7 @@ CHECKPOINT_KINDS = (
     "conversion.json",
     ".gitattributes",
 )
+GGUF_MAGIC = b"GGUF"  # with which such a file begins
 # Modules that transformers loads by name; others belong to a checkpoint where these import them.
 CODE_KINDS = ("modeling_*.py", "configuration_*.py", "tokenization_*.py")
 RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.(\w+)\s+import", re.MULTILINE)
@@ -55,25 +56,60 @@ def written_aside(target: str | Path, force: bool = False, held: ExitStack | Non
             another process is writing it.
     """
     target = Path(target).resolve()
-    made = [folder for folder in target.parents if not folder.exists()]
     aside, old = (beside(target, role, os.getpid()) for role in ("new", "old"))
-    try:
-        with writing(target) as left, held or nullcontext():
-            if left:  # without a lock left beside them, folders of such names are the user's
-                recover(target)
+    with _parents_made(target), writing(target) as left, held or nullcontext():
+        if left:  # without a lock left beside them, folders of such names are the user's
+            recover(target)
+        check_target(target, force)
+        try:
+            aside.mkdir()
+            yield aside
             check_target(target, force)
-            try:
-                aside.mkdir()
-                yield aside
-                check_target(target, force)
-                if target.exists():
-                    sync(aside)  # before what it replaces is deleted
-                    target.rename(old)
-                aside.rename(target)
-            finally:
-                insist(lambda: settle(target, old, aside))
+            if target.exists():
+                sync(aside)  # before what it replaces is deleted
+                target.rename(old)
+            aside.rename(target)
+        finally:
+            insist(lambda: settle(target, old, aside))
+
+
+@contextmanager
+def file_written_aside(target: str | Path, force: bool = False) -> Iterator[Path]:
+    """Yield the path of a new file that takes the place of `target` at the end; on any failure all is as it was.
+
+    Args:
+        target: the GGUF file to write.
+        force: whether a GGUF file at `target` is replaced.
+
+    Raises:
+        ConversionError: `target` cannot be written or replaced, at the start or at the end; or another process is
+            writing it.
+    """
+    target = Path(target).resolve()
+    aside = beside(target, "new", os.getpid())
+    with _parents_made(target), writing(target) as left:
+        if left:
+            recover(target)
+        check_file(target, force)
+        try:
+            aside.mkdir()
+            yield aside / target.name
+            check_file(target, force)
+            if target.exists():
+                sync(aside)
+            (aside / target.name).replace(target)
+        finally:
+            insist(lambda: shutil.rmtree(aside, ignore_errors=True))
+
+
+@contextmanager
+def _parents_made(target: Path) -> Iterator[None]:
+    """Remove the folders above `target` that were made meanwhile, and are empty, if the block fails."""
+    missing = [folder for folder in target.parents if not folder.exists()]
+    try:
+        yield
     except BaseException:
-        for folder in made:
+        for folder in missing:
             with suppress(OSError):
                 folder.rmdir()
         raise
@@ -174,6 +210,20 @@ def check_target(target: Path, force: bool) -> None:
         raise ConversionError(f"{target} is the folder you are in, or holds it: go elsewhere, or give another target")
     if reason := why_kept(target):
         raise ConversionError(f"{target} {reason}, which force (--force) does not replace: choose another target")
+
+
+def check_file(target: Path, force: bool) -> None:
+    """Raise `ConversionError` for a target that no file can be written to; GGUF files are replaced if `force` is."""
+    if not target.exists():
+        return
+    if target.is_dir():
+        raise ConversionError(f"{target} is a folder: give a file to write to")
+    if not force:
+        raise ConversionError(f"{target} exists already: choose another target, or overwrite it with force (--force)")
+    if not target.is_file() or not target.open("rb").read(4) == GGUF_MAGIC:
+        raise ConversionError(
+            f"{target} is no GGUF file, which force (--force) does not replace: choose another target"
+        )
 
 
 def why_kept(folder: Path) -> str | None:

@@ -1,5 +1,7 @@
 """This package's models as transformers' own classes: Llama, Mistral, Qwen2, Qwen3 and, for MLA, DeepSeek-V3.
 
+All but the last can be written as a GGUF file too, for llama.cpp.
+
 An exported model computes the same function, and its tensors hold the same bits. Two exports round, and `inexactness`
 names them: a softmax scale folded into the query weights, and a latent without a norm (see `padding.py`).
 """
@@ -16,10 +18,13 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 from ...common.errors import ConversionError, did_you_mean, one_line
 from ...common.progress import Progress
 from ...configuration_gqa import GQAConfig
-from .aside import refuse_overlap, written_aside
+from .aside import file_written_aside, refuse_overlap, written_aside
 from .checkpoint import meta_model, open_checkpoint, own_tensors
 from .families import SHARED
 from .files import LazyTensor
+from .gguf import is_gguf
+from .gguf_tokenizer import read_vocabulary
+from .gguf_writing import refuse_for_llama_cpp, write_gguf
 from .obstacles import GROUPED_FAMILIES, LATENT_FAMILIES, obstacles, scale_ratio
 from .padding import padded_latent, zero_where_missing
 from .writing import MAX_SHARD_SIZE, write_checkpoint
@@ -99,22 +104,23 @@ def export_checkpoint(
     progress: Progress = iter,
     max_shard_size: int = MAX_SHARD_SIZE,
 ) -> PreTrainedConfig:
-    """Rewrite a checkpoint of this package as one of transformers' own class, with its tokenizer.
+    """Rewrite a checkpoint of this package as one of transformers' own class, or as a GGUF file, with its tokenizer.
 
     Args:
         source: folder of a checkpoint of this package in safetensors, or the name of one on the Hub.
-        target: folder to write; it appears complete at the end, or not at all.
+        target: folder to write, or a file whose name ends in ".gguf"; it appears complete at the end, or not at all.
         family: see `export_config`.
         force: whether a checkpoint at `target` is replaced.
         progress: wraps the iteration over the tensors' names.
-        max_shard_size: bytes of a weights file, and of the tensors held in memory at a time.
+        max_shard_size: bytes of a weights file, and of the tensors held in memory at a time; a GGUF file is one, and
+            a tensor at a time is held.
 
     Returns:
-        The configuration that was written.
+        The configuration that was written, or that a GGUF file stands for.
 
     Raises:
         ConversionError: the source is not complete or not of this package, no class of transformers can express it,
-            or the target exists.
+            llama.cpp cannot compute it or read its tokenizer, or the target exists.
 
     Example:
         ```python
@@ -141,8 +147,15 @@ def export_checkpoint(
         raise ConversionError(f"{source} is a {checkpoint.family} model: only modeling_gqa models are exported")
     config = checkpoint.config
     stock = export_config(config, family)
+    if is_gguf(target):
+        refuse_for_llama_cpp(config, stock)
+        vocabulary = read_vocabulary(checkpoint.folder, stock.vocab_size)
     model = meta_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(stock)], stock)  # type: ignore[arg-type]
     tensors = own_tensors(model, _stock_tensors(config, checkpoint.tensors))
+    if is_gguf(target):
+        with file_written_aside(target, force) as path:
+            write_gguf(path, stock, tensors, vocabulary, progress)
+        return stock
     with written_aside(target, force) as aside:
         write_checkpoint(aside, model, tensors, checkpoint.folder, progress, max_shard_size)
     return stock

@@ -1,0 +1,403 @@
+"""GGUF files that are exported: read back by llama.cpp's package and by transformers' loader of them."""
+
+import json
+import resource
+import shutil
+import sys
+import weakref
+from pathlib import Path
+
+import gguf
+import numpy
+import pytest
+import torch
+from stock_models import LINEAR, LLAMA3, YARN, randomise
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from modeling_gqa import GQAConfig, GQAForCausalLM
+from modeling_gqa.command_line.main import app
+from modeling_gqa.conversion import ConversionError, export_checkpoint, import_checkpoint
+from modeling_gqa.conversion.checkpoints import gguf_writing
+from modeling_gqa.conversion.checkpoints.gguf_tokenizer import LLAMA3_WORDS, read_vocabulary
+from training.text.tokenizer import CHAT_TEMPLATE, train_tokenizer
+
+SIZES = {
+    "vocab_size": 307,
+    "hidden_size": 66,
+    "intermediate_size": 58,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 14,
+    "max_position_embeddings": 40,
+    "attention_kind": "gqa",
+    "rms_norm_eps": 1e-3,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 1,
+}
+QWEN2 = {"query_bias": True, "key_value_bias": True, "output_bias": False, "hidden_size": 84}
+# name -> (architecture, fields). transformers' loader computes all of these as llama.cpp does.
+MODELS = {
+    "gqa": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "mha-tied": ("llama", {"attention_kind": "mha", "num_key_value_heads": 6, "tie_word_embeddings": True}),
+    "mqa": ("llama", {"attention_kind": "mqa", "num_key_value_heads": 1}),
+    "scaled": ("llama", {"softmax_scale": 0.1}),
+    "qwen2": ("qwen2", QWEN2),
+    "qwen3": ("qwen3", {"qk_norm": True, "head_dim": 128}),
+}
+# Of these it leaves out something, so their tensors and entries are looked at.
+UNREAD = {
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "linear": ("llama", {"rope_parameters": LINEAR}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "no-multiple": ("llama", {"hidden_size": 68}),  # of the heads: Mistral's class
+}
+TEXTS = [
+    "Hello, world!  It's 12345 we'll don't 'S",
+    "Ünïcödé façade é e\u0301 “…”\n\n\n  def f(x):\t\treturn x ** 2\r\n",
+    "😶\u200d🌫️🚀 中文 и русский ไทย 1٣½ \u00a0\u3000x\u200b",
+    "a<|endoftext|>b<|pad|> <|endoftext|> c ",
+    " ",
+    "",
+]
+
+
+def own_model(dtype=torch.float32, **fields) -> GQAForCausalLM:
+    fields = {**SIZES, **fields}
+    if "rope_parameters" in fields:
+        fields["rope_parameters"] = dict(fields["rope_parameters"])
+    model = GQAForCausalLM(GQAConfig(**fields)).eval()
+    randomise(model)
+    model.tie_weights()
+    return model.to(dtype)
+
+
+def write_own(folder: Path, tokenizer=None, **fields) -> GQAForCausalLM:
+    """Save a model with a tokenizer of the pretraining script's."""
+    model = own_model(**fields)
+    model.save_pretrained(folder)
+    (tokenizer or train_tokenizer(["the thing that they then thought 12 123"] * 9, 300)).save_pretrained(folder)
+    return model
+
+
+def read(path: Path) -> tuple[dict, dict]:
+    """A file's entries and tensors, by llama.cpp's package."""
+    reader = gguf.GGUFReader(path)
+    entries = {name: field.contents() for name, field in reader.fields.items()}
+    tensors = {}
+    for item in reader.tensors:
+        values = torch.from_numpy(numpy.copy(gguf.dequantize(item.data, item.tensor_type)))
+        tensors[item.name] = (values.view(*reversed(item.shape.tolist())), item.tensor_type.name)
+    return entries, tensors
+
+
+def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of queries or keys, with those of a rotary plane as neighbours."""
+    half = len(rows) // heads // 2
+    order = [2 * half * head + plane + half * part for head in range(heads) for plane in range(half) for part in (0, 1)]
+    return rows[order]
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+# -- the model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_reads_the_same_model_and_tokenizer(name, tmp_path):
+    architecture, fields = MODELS[name]
+    ours = write_own(tmp_path / "ours", **fields)
+    stock = export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
+    assert stock.model_type == architecture
+    where = {"pretrained_model_name_or_path": tmp_path, "gguf_file": "model.gguf"}
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+    assert type(model).__module__.startswith(f"transformers.models.{architecture}.")
+    tokens = torch.randint(307, (3, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, ours(tokens).logits, atol=1e-4, rtol=1e-4)
+    expected, found = AutoTokenizer.from_pretrained(tmp_path / "ours"), AutoTokenizer.from_pretrained(**where)
+    for text in TEXTS:
+        assert found(text)["input_ids"] == expected(text)["input_ids"]
+    assert (found.eos_token, found.pad_token, found.chat_template) == ("<|endoftext|>", "<|pad|>", CHAT_TEMPLATE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [*MODELS, *UNREAD])
+def test_every_tensor_holds_the_same_bits(name, dtype, tmp_path):
+    """Matrices keep their dtype, norms and biases are in float32; Llama's queries and keys have llama.cpp's order."""
+    architecture, fields = {**MODELS, **UNREAD}[name]
+    if name == "scaled":
+        fields = {"softmax_scale": 14**-0.5 / 4}  # a power of two, which rounds nothing
+    write_own(tmp_path / "ours", dtype=dtype, **fields)
+    stock = export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
+    export_checkpoint(tmp_path / "ours", tmp_path / "stock")
+    entries, tensors = read(tmp_path / "model.gguf")
+    stored = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", dtype=dtype)
+    state = {name: tensor for name, tensor in stored.state_dict().items() if name not in stored.all_tied_weights_keys}
+    assert entries["general.architecture"] == architecture
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], stock.num_hidden_layers)
+    assert len(tensors) == len(state) + (name == "llama3")
+    for stock_name, tensor in state.items():
+        values, kind = tensors[names.get_name(stock_name, (".weight", ".bias"))]
+        part = stock_name.split(".")[-2]
+        if architecture == "llama" and part in ("q_proj", "k_proj"):
+            heads = stock.num_attention_heads if part == "q_proj" else stock.num_key_value_heads
+            tensor = interleaved(tensor, heads)
+        assert torch.equal(values, tensor.float()), stock_name
+        expected = torch.float32 if tensor.dim() == 1 else dtype
+        assert kind == {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}[expected], stock_name
+
+
+def test_the_entries_are_the_configurations(tmp_path):
+    write_own(tmp_path / "ours", rope_parameters=LINEAR)
+    export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
+    entries, tensors = read(tmp_path / "model.gguf")
+    expected = {
+        "context_length": 40,
+        "embedding_length": 66,
+        "block_count": 2,
+        "feed_forward_length": 58,
+        "attention.head_count": 6,
+        "attention.head_count_kv": 2,
+        "attention.key_length": 14,
+        "attention.value_length": 14,
+        "attention.layer_norm_rms_epsilon": pytest.approx(1e-3),
+        "rope.dimension_count": 14,
+        "rope.freq_base": 500.0,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 3.0,
+        "vocab_size": 307,
+    }
+    own = {name.removeprefix("llama."): value for name, value in entries.items() if name.startswith("llama.")}
+    assert own == expected
+    assert tensors["blk.1.ffn_down.weight"][0].shape == (66, 58)
+
+
+def test_llama3s_frequencies_are_divided(tmp_path):
+    write_own(tmp_path / "ours", rope_parameters=LLAMA3)
+    export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
+    export_checkpoint(tmp_path / "ours", tmp_path / "stock")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    factors, kind = read(tmp_path / "model.gguf")[1]["rope_freqs.weight"]
+    default = 500.0 ** (-torch.arange(0, 14, 2) / 14)
+    torch.testing.assert_close(default / factors, stock.model.rotary_emb.inv_freq)
+    assert kind == "F32" and factors.unique().numel() > 2
+
+
+def test_a_file_can_be_imported_again(tmp_path):
+    model = write_own(tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
+    import_checkpoint(tmp_path / "model.gguf", tmp_path / "again", dtype=torch.float32)
+    again = GQAForCausalLM.from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
+    write_own(tmp_path / "ours", dtype=torch.bfloat16)
+    seen: list[weakref.ref] = []
+
+    def look(name, tensor):
+        assert not any(reference() is not None for reference in seen[:-1])
+        seen.append(weakref.ref(tensor))
+
+    monkeypatch.setattr(gguf_writing, "check_finite", look)
+    export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
+    assert len(seen) == len(read(tmp_path / "model.gguf")[1])
+
+
+REFUSED = {
+    "mla": (
+        {
+            "attention_kind": "mla",
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "kv_lora_rank": 22,
+            "qk_nope_head_dim": 10,
+            "qk_rope_head_dim": 6,
+            "v_head_dim": 13,
+        },
+        "it exports to deepseek_v3, and only llama, mistral, qwen2, qwen3 are written",
+    ),
+    "mixed": ({"per_layer_config": {1: {"attention_kind": "mqa"}}}, "its layers differ in attention_kind"),
+    "window": ({"sliding_window": 5, "layer_types": ["sliding_attention"] * 2}, r"its layers have windows"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act='gelu', and llama.cpp's architecture computes silu"),
+    "norms-and-biases": ({"qk_norm": True, "attention_bias": True}, "has biases beside norms of queries and keys"),
+    "yarn": ({"rope_parameters": YARN}, "rope_type='yarn' is not written for llama"),
+    "qwen-llama3": ({"qk_norm": True, "rope_parameters": LLAMA3}, "rope_type='llama3' is not written for qwen3"),
+    "float64": ({"dtype": torch.float64}, "is stored in torch.float64, which llama.cpp has not: save it in float32"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_llama_cpp_does_not_compute_is_refused(name, tmp_path):
+    fields, reason = REFUSED[name]
+    write_own(tmp_path / "ours", **fields)
+    with pytest.raises(ConversionError, match=reason) as raised:
+        export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
+    assert "\n" not in str(raised.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+# -- the tokenizer
+
+
+def byte_level(pre_tokenizer, normalizer=None, **fields) -> Tokenizer:
+    vocabulary = {token: index + 2 for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    model = models.BPE({"<|endoftext|>": 0, "<|pad|>": 1, **vocabulary, "ab": 258}, [("a", "b")], **fields)
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
+    if normalizer:
+        tokenizer.normalizer = normalizer
+    return tokenizer
+
+
+def wrapped(tokenizer: Tokenizer, **options) -> PreTrainedTokenizerFast:
+    special = {"eos_token": "<|endoftext|>", "pad_token": "<|pad|>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **{**special, **options})
+
+
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+LLAMA3_STEPS = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
+
+
+def with_token(**options) -> PreTrainedTokenizerFast:
+    tokenizer = wrapped(byte_level(GPT2))
+    tokenizer.add_tokens([type(tokenizer._added_tokens_decoder[0])("<tool>", **options)])
+    return tokenizer
+
+
+def test_tokens_merges_and_special_tokens(tmp_path):
+    write_own(tmp_path / "ours")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
+    entries, _ = read(tmp_path / "model.gguf")
+    own = {name.removeprefix("tokenizer."): value for name, value in entries.items() if name.startswith("tokenizer.")}
+    assert (own["ggml.model"], own["ggml.pre"], own["chat_template"]) == ("gpt2", "gpt-2", CHAT_TEMPLATE)
+    ids = tokenizer.get_vocab()
+    assert own["ggml.tokens"][: len(ids)] == sorted(ids, key=ids.get)
+    assert own["ggml.tokens"][len(ids) :] == [f"[PAD{index}]" for index in range(len(ids), 307)]
+    assert own["ggml.token_type"] == [3, 3, *[1] * (len(ids) - 2), *[5] * (307 - len(ids))]
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    assert own["ggml.merges"] == [" ".join(merge) for merge in merges] and len(merges) > 10
+    assert [own[f"ggml.{name}_token_id"] for name in ("bos", "eos")] == [0, 0] and own["ggml.padding_token_id"] == 1
+    assert (own["ggml.add_bos_token"], own["ggml.add_eos_token"]) == (False, False)
+
+
+def test_llama3s_pre_tokenizer_is_known_and_other_tokens_are_kept(tmp_path):
+    """A bos before each text, none of its own, a token of the user's, and two chat templates."""
+    tokenizer = wrapped(byte_level(LLAMA3_STEPS, ignore_merges=True), bos_token="<|pad|>")
+    tokenizer.chat_template = {"default": "{{ 1 }}", "tools": "{{ 2 }}"}
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<|pad|> $A", special_tokens=[("<|pad|>", 1)]
+    )
+    write_own(tmp_path / "ours", tokenizer)
+    found = read_vocabulary(tmp_path / "ours", 307)
+    assert (found.pre_tokenizer, found.adds) == ("llama-bpe", {"bos": True, "eos": False})
+    assert (found.tokens[259], found.kinds[259]) == ("<tool>", 4) and found.special["bos"] == 1
+    assert found.chat_template == [{"name": "default", "template": "{{ 1 }}"}, {"name": "tools", "template": "{{ 2 }}"}]
+    write_own(tmp_path / "plain", wrapped(byte_level(GPT2)))
+    assert read_vocabulary(tmp_path / "plain", 307).special == {"bos": 0, "eos": 0, "pad": 1}
+
+
+TOKENIZERS = {
+    "digits": (
+        lambda: wrapped(byte_level(pre_tokenizers.Sequence([pre_tokenizers.Digits(True), GPT2]))),
+        "its pre-tokenizer is none of gpt-2, llama-bpe: export to a folder",
+    ),
+    "prefix": (lambda: wrapped(byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True))), "its pre-tokenizer is"),
+    "one-word": (lambda: wrapped(byte_level(pre_tokenizers.ByteLevel(False, use_regex=False))), "its pre-tokenizer is"),
+    "whole-words": (lambda: wrapped(byte_level(GPT2, ignore_merges=True)), "its pre-tokenizer is none of"),
+    "merges-only": (lambda: wrapped(byte_level(LLAMA3_STEPS)), "its pre-tokenizer is none of"),
+    "normalizer": (lambda: wrapped(byte_level(GPT2, normalizers.NFC())), r"it normalizes texts \(NFC\)"),
+    "dropout": (lambda: wrapped(byte_level(GPT2, dropout=0.1)), "its model has dropout=0.1"),
+    "suffix": (lambda: wrapped(byte_level(GPT2, end_of_word_suffix="x")), "its model has end_of_word_suffix='x'"),
+    "strips": (lambda: with_token(lstrip=True), "its token '<tool>' has lstrip=True"),
+    "no-eos": (lambda: wrapped(byte_level(GPT2), eos_token=None), "it has no end-of-text token"),
+    "no-bytes": (
+        lambda: wrapped(Tokenizer(models.WordLevel({"<|endoftext|>": 0, "<|pad|>": 1}, "<|pad|>"))),
+        "it is not byte-level BPE",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_tokenizer_that_llama_cpp_reads_otherwise_is_refused(name, tmp_path):
+    make, reason = TOKENIZERS[name]
+    write_own(tmp_path / "ours", make())
+    with pytest.raises(ConversionError, match=f"llama.cpp would not tokenize as .* because {reason}") as raised:
+        export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
+    assert "\n" not in str(raised.value) and not (tmp_path / "model.gguf").exists()
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+    own_model().save_pretrained(tmp_path / "ours")
+    with pytest.raises(ConversionError, match=r"a GGUF file needs the tokenizer of .*ours, which cannot be loaded"):
+        export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
+
+
+# -- the command, and the file
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_command_writes_a_file_once(tmp_path):
+    write_own(tmp_path / "ours")
+    target = tmp_path / "made" / "model.GGUF"
+    result = run("export", tmp_path / "ours", target)
+    assert result.exit_code == 0 and "a llama model" in result.output, result.output
+    assert "exists already" in run("export", tmp_path / "ours", target).stderr
+    shutil.copy(target, tmp_path / "first")
+    target.write_bytes(b"GGUF, an older one")
+    assert run("export", tmp_path / "ours", target, "--force").exit_code == 0
+    assert target.read_bytes() == (tmp_path / "first").read_bytes()
+    target.write_text("my thesis")
+    assert "is no GGUF file, which force" in run("export", tmp_path / "ours", target, "--force").stderr
+    assert [path.name for path in target.parent.iterdir()] == ["model.GGUF"] and target.read_text() == "my thesis"
+
+
+def test_a_failure_leaves_the_older_file(tmp_path):
+    model = write_own(tmp_path / "ours")
+    model.model.norm.weight.data[3] = torch.nan
+    model.save_pretrained(tmp_path / "ours")
+    target = tmp_path / "model.gguf"
+    target.write_bytes(b"GGUF, an older one")
+    result = run("export", tmp_path / "ours", target, "--force")
+    assert result.exit_code == 1 and "model.norm.weight holds nan" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "ours"]
+    assert target.read_bytes() == b"GGUF, an older one"
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    """A limit on the size of files stops the writing as a full disk does."""
+    write_own(tmp_path / "ours")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+        result = run("export", tmp_path / "ours", tmp_path / "model.gguf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.exit_code == 1 and result.stderr.count("\n") == 1, result.output
+    assert "No space left on device" in result.stderr and "make room" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
+    write_own(tmp_path / "ours")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConversionError, match=r"needs gguf, which is not installed: pip install '\.\[conversion\]'"):
+        export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]

@@ -1,0 +1,137 @@
+"""Exported GGUF files in llama.cpp: the tokens of our tokenizers, and the greedy tokens of `generate`."""
+
+import inspect
+import json
+import random
+import shutil
+import tokenize as some_source
+from pathlib import Path
+
+import pytest
+import torch
+from engine import Engine
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from modeling_gqa import GQAConfig, GQAForCausalLM
+from modeling_gqa.conversion import export_checkpoint
+from modeling_gqa.conversion.checkpoints.gguf_tokenizer import LLAMA3_WORDS, PRE_TOKENIZERS
+from training.text.tokenizer import END_OF_TEXT, PAD, train_tokenizer
+
+VOCABULARY, NEW_TOKENS = 1200, 40
+SIZES = {
+    "vocab_size": VOCABULARY + 5,  # some ids without a token
+    "hidden_size": 128,
+    "intermediate_size": 176,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 1,
+}
+GQA = {"attention_kind": "gqa", "num_key_value_heads": 2}
+ROPE = {"rope_theta": 10000.0}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+MODELS = {
+    "gqa": GQA,
+    "mha-tied": {"attention_kind": "mha", "tie_word_embeddings": True},
+    "mqa": {"attention_kind": "mqa", "num_key_value_heads": 1},
+    "quickstart-heads": {**GQA, "num_attention_heads": 8, "head_dim": 16},
+    "biases": {**GQA, "attention_bias": True, "mlp_bias": True},
+    "scaled": {**GQA, "softmax_scale": 0.1},
+    "linear": {**GQA, "rope_parameters": {"rope_type": "linear", "factor": 3.0, **ROPE}},
+    "llama3": {**GQA, "rope_parameters": {"rope_type": "llama3", "factor": 8.0, **ROPE, **LLAMA3}},
+    "no-multiple": {**GQA, "hidden_size": 130},  # of the heads: Mistral's class
+    "qwen2": {**GQA, "query_bias": True, "key_value_bias": True, "output_bias": False},
+    "qwen3": {**GQA, "qk_norm": True, "head_dim": 40},
+}
+PROMPTS = ["import os\n\n\ndef", "class Foo:\n    def __init__(self", "for i in range(", "The", "if __name__ =="]
+TEXTS = [
+    "Hello, world!",
+    "  a   b    c\t\td \n\n\n e\n",
+    "Ünïcödé façade — naïve… “quotes” é e\u0301",
+    "I've we'll they're she'd I'm don't 'S 'Ll'RE",
+    "12345 3.14159 1,000,000 x1y22z333 ²³ ½ Ⅷ ٣",
+    "😶\u200d🌫️🚀🚀 ✅ 🧑🏽\u200d💻",
+    "中文 и русский ไทย العربية देवनागरी ǅ ß ﬁ",
+    "<|endoftext|>a<|pad|>b <|endoftext|> c",
+    "\u00a0\u2003\u3000\u200b \u1680 \u202f\ufeff",
+    "a\r\n\r\nb\x0b\x0c\x85\u2028x \n\x00\x01\x7f",
+    " ",
+    "\n",
+    "a ",
+    "x" * 300 + " " * 300 + "y",
+    "'''```\"\"\"!!??--== _snake_case__ \ud7ff\ufffd\U0010ffff",
+]
+
+
+def source_texts() -> list[str]:
+    return [inspect.getsource(module) for module in (some_source, inspect, json, random, shutil)]
+
+
+def gpt2() -> PreTrainedTokenizerFast:
+    return train_tokenizer(source_texts(), VOCABULARY)
+
+
+def llama3() -> PreTrainedTokenizerFast:
+    """As Llama 3's: words by its expression, whole words first, and a token before each text."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence([split, byte_level]), decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    options = {"special_tokens": [END_OF_TEXT, PAD], "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(source_texts(), trainers.BpeTrainer(vocab_size=VOCABULARY, **options))
+    tokenizer.post_processor = processors.TemplateProcessing(f"{PAD} $A", special_tokens=[(PAD, 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=PAD, eos_token=END_OF_TEXT, pad_token=PAD)
+
+
+TOKENIZERS = {"gpt-2": gpt2, "llama-bpe": llama3}
+
+
+def random_text(draw: random.Random) -> str:
+    """Letters, spaces and line ends, and characters of all scripts."""
+    blocks = ((0xA0, 0x24F), (0x370, 0x6FF), (0x2000, 0x2FFF), (0x3000, 0x9FFF), (0x1F300, 0x1F6FF))
+    kinds = (lambda: draw.choice(" \n\t\r'"), lambda: chr(draw.randint(*draw.choice(blocks))))
+    return "".join(draw.choice((*kinds, lambda: chr(draw.randint(32, 126))))() for _ in range(40))
+
+
+def exported(folder: Path, tokenizer: PreTrainedTokenizerFast, **fields) -> Engine:
+    torch.manual_seed(3)
+    model = GQAForCausalLM(GQAConfig(**{**SIZES, **fields}))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, 0.0 if "bias" in name else 1.0, 0.3)
+    model.save_pretrained(folder / "ours")
+    tokenizer.save_pretrained(folder / "ours")
+    export_checkpoint(folder / "ours", folder / "model.gguf")
+    return Engine(folder / "model.gguf", SIZES["max_position_embeddings"])
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_texts_are_split_into_the_same_tokens(name, tmp_path):
+    engine = exported(tmp_path, TOKENIZERS[name](), **GQA)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ours")
+    draw = random.Random(0)
+    for text in [*TEXTS, *source_texts()[:1], *(random_text(draw) for _ in range(300))]:
+        assert engine.tokenize(text) == tokenizer(text)["input_ids"], ascii(text)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_text_is_that_of_generate(name, tmp_path):
+    engine = exported(tmp_path, gpt2(), **MODELS[name])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ours")
+    lengths = []
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        rows = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+        expected = rows[0, inputs["input_ids"].shape[1] :].tolist()
+        tokens, text = engine.generate(prompt, NEW_TOKENS)
+        assert [token for token in tokens if token] == [token for token in expected if token]
+        assert text == tokenizer.decode(expected, skip_special_tokens=True)
+        lengths.append(len(expected))
+    assert max(lengths) == NEW_TOKENS
