@@ -138,8 +138,8 @@ def export(
 ) -> None:
     """Rewrite a checkpoint of this package as one of transformers' own classes, such as Llama's.
 
-    A TARGET that ends in .gguf is written as a GGUF file for llama.cpp, with the tokenizer. Refused, with the reason, if
-    no class can express the model: for instance if its layers differ in kind.
+    A TARGET that ends in .gguf is written as a GGUF file for llama.cpp, with the tokenizer. Refused, with the reason,
+    if no class can express the model: for instance if its layers differ in kind.
     """
     with user_errors(target), progress_bars() as show_progress:
         progress = show_progress("exporting tensors")

@@ -313,8 +313,8 @@ def test_llama3s_pre_tokenizer_is_known_and_other_tokens_are_kept(tmp_path):
 
 TOKENIZERS = {
     "digits": (
-        lambda: wrapped(byte_level(pre_tokenizers.Sequence([pre_tokenizers.Digits(True), GPT2]))),
-        "its pre-tokenizer is none of gpt-2, llama-bpe: export to a folder",
+        lambda: wrapped(byte_level(pre_tokenizers.Sequence([pre_tokenizers.Digits(False), GPT2]))),
+        "its pre-tokenizer is none of gpt-2, smollm, llama-bpe: export to a folder",
     ),
     "prefix": (lambda: wrapped(byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True))), "its pre-tokenizer is"),
     "one-word": (lambda: wrapped(byte_level(pre_tokenizers.ByteLevel(False, use_regex=False))), "its pre-tokenizer is"),
@@ -358,7 +358,7 @@ def test_the_command_writes_a_file_once(tmp_path):
     write_own(tmp_path / "ours")
     target = tmp_path / "made" / "model.GGUF"
     result = run("export", tmp_path / "ours", target)
-    assert result.exit_code == 0 and "a llama model" in result.output, result.output
+    assert result.exit_code == 0 and "a llama model, for llama.cpp" in result.output, result.output
     assert "exists already" in run("export", tmp_path / "ours", target).stderr
     shutil.copy(target, tmp_path / "first")
     target.write_bytes(b"GGUF, an older one")

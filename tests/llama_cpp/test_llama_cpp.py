@@ -6,6 +6,7 @@ import random
 import shutil
 import tokenize as some_source
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from modeling_gqa.conversion.checkpoints.gguf_tokenizer import LLAMA3_WORDS, PRE
 from training.text.tokenizer import END_OF_TEXT, PAD, train_tokenizer
 
 VOCABULARY, NEW_TOKENS = 1200, 40
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY + 5,  # some ids without a token
     "hidden_size": 128,
     "intermediate_size": 176,
@@ -76,20 +77,37 @@ def gpt2() -> PreTrainedTokenizerFast:
     return train_tokenizer(source_texts(), VOCABULARY)
 
 
+def trained(steps: list, *, before: str = "", **options) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with these steps of pre-tokenization; `before` is the token before each text."""
+    tokenizer = Tokenizer(models.BPE(**options))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    training: dict[str, Any] = {
+        "special_tokens": [END_OF_TEXT, PAD],
+        "initial_alphabet": alphabet,
+        "show_progress": False,
+    }
+    tokenizer.train_from_iterator(source_texts(), trainers.BpeTrainer(vocab_size=VOCABULARY, **training))
+    if before:
+        tokenizer.post_processor = processors.TemplateProcessing(f"{before} $A", special_tokens=[(before, 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=before or END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=PAD
+    )
+
+
+def smollm() -> PreTrainedTokenizerFast:
+    """As SmolLM2's: each digit is a word."""
+    return trained([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+
+
 def llama3() -> PreTrainedTokenizerFast:
     """As Llama 3's: words by its expression, whole words first, and a token before each text."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     split = pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence([split, byte_level]), decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    options = {"special_tokens": [END_OF_TEXT, PAD], "initial_alphabet": alphabet, "show_progress": False}
-    tokenizer.train_from_iterator(source_texts(), trainers.BpeTrainer(vocab_size=VOCABULARY, **options))
-    tokenizer.post_processor = processors.TemplateProcessing(f"{PAD} $A", special_tokens=[(PAD, 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=PAD, eos_token=END_OF_TEXT, pad_token=PAD)
+    return trained([split, byte_level], before=PAD, ignore_merges=True)
 
 
-TOKENIZERS = {"gpt-2": gpt2, "llama-bpe": llama3}
+TOKENIZERS = {"gpt-2": gpt2, "smollm": smollm, "llama-bpe": llama3}
 
 
 def random_text(draw: random.Random) -> str:

@@ -30,6 +30,7 @@ SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
 # first. tests/llama_cpp compares the tokens of each.
 PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
     "gpt-2": [GPT2_STEP],
+    "smollm": [{"type": "Digits", "individual_digits": True}, GPT2_STEP],
     "llama-bpe": [{**SPLIT, "pattern": {"Regex": LLAMA3_WORDS}}, BYTES_STEP],
 }
 # Those with which llama.cpp takes a word that is a token whole, also where no merges lead to it.
