@@ -220,10 +220,15 @@ def check_file(target: Path, force: bool) -> None:
         raise ConversionError(f"{target} is a folder: give a file to write to")
     if not force:
         raise ConversionError(f"{target} exists already: choose another target, or overwrite it with force (--force)")
-    if not target.is_file() or not target.open("rb").read(4) == GGUF_MAGIC:
+    if not target.is_file() or not _is_gguf_inside(target):
         raise ConversionError(
             f"{target} is no GGUF file, which force (--force) does not replace: choose another target"
         )
+
+
+def _is_gguf_inside(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
 
 
 def why_kept(folder: Path) -> str | None:
