@@ -40,6 +40,7 @@ from .layers import (
     chunked_causal_lm_loss,
     frequency_indices,
     kept_positions,
+    offer_to_liger,
     refuse_without_tokens,
 )
 
@@ -123,6 +124,7 @@ class GQAPreTrainedModel(PreTrainedModel):
         # Attribute writes since the configuration was built have skipped its checks.
         config.validate()
         offer_to_peft()
+        offer_to_liger()
         super().__init__(config, *args, **kwargs)
 
     @torch.no_grad()

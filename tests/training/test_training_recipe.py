@@ -6,6 +6,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from training.errors import RecipeError
+from training.recipe import pretraining
 from training.recipe.catalogue import CONFIGURATION, preset_names, recipe_names
 from training.recipe.command_line import load_recipe
 from training.recipe.model import load_config
@@ -59,6 +60,15 @@ def test_refused(write, yaml_values, options, message):
     with pytest.raises(RecipeError) as error:
         load_recipe([write(**yaml_values), *options])
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("installed", "message"), [(False, "use_liger_kernel needs the package liger-kernel"), (True, "needs a GPU")]
+)
+def test_liger_is_refused_where_it_would_change_nothing(write, installed, message, monkeypatch):
+    monkeypatch.setattr(pretraining, "is_liger_kernel_available", lambda: installed)
+    with pytest.raises(RecipeError, match=message):
+        load_recipe([write(use_liger_kernel=True, use_cpu=True)])
 
 
 @pytest.mark.parametrize("argv", [["configuration/recipes/quickstar.yaml"], []])

@@ -107,6 +107,8 @@ class Recipe(TrainingArguments):
             raise ValueError("fsdp shards a model over several processes, and there is one: start it with torchrun")
         if self.use_liger_kernel and not is_liger_kernel_available():
             raise ValueError("use_liger_kernel needs the package liger-kernel: install it, or leave the option out")
+        if self.use_liger_kernel and self.use_cpu:
+            raise ValueError("use_liger_kernel needs a GPU, and this run is on the CPU: leave the option out")
         if self.torch_compile and str(self.torch_compile_backend).upper() not in DynamoBackend.__members__:
             backends = ", ".join(sorted(DynamoBackend.__members__)).lower()
             raise ValueError(f"torch_compile_backend is {self.torch_compile_backend}; there are {backends}")
