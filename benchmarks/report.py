@@ -196,6 +196,21 @@ def norms_sentence(rows: list[dict]) -> str:
     )
 
 
+def serving_table(rows: list[dict]) -> str:
+    """Bytes per token, requests that fit, and new tokens per second (ratio) by system and number of requests."""
+    found = {(row["system"], row["requests"]): row for row in rows}
+    systems, counts = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
+    least = min(row["gflop"] for row in rows if row["requests"] == counts[-1])
+    lines = []
+    for system in systems:
+        cells = [found[system, count] for count in counts]
+        rates = (f"{cell['tokens_per_second']:.1f} ({times(cell['ratio'])})" for cell in cells)
+        last = cells[-1]
+        lines.append([system, f"{last['bytes_per_token']:,}", str(last["fit"]), times(last["gflop"] / least), *rates])
+    header = ["", "bytes per token", "requests that fit", "FLOPs"]
+    return markdown([*header, *(f"{count} at once" if count > 1 else "1 request" for count in counts)], lines)
+
+
 def conversion_table(rows: list[dict]) -> str:
     """KL in nats and perplexity, by method and target."""
     names = {
@@ -324,6 +339,8 @@ def tables() -> list[str]:
     if (norms := RESULTS / "decode_norms.json").is_file():
         rows = json.loads(norms.read_text(encoding="utf-8"))["rows"]
         found += [norms_table(rows), norms_sentence(rows)]
+    if (served := RESULTS / "serving.json").is_file():
+        found.append(serving_table(json.loads(served.read_text(encoding="utf-8"))["rows"]))
     return found
 
 

@@ -1,6 +1,7 @@
 """The model on vLLM's transformers backend: vLLM's attention for each layer, and the division over ranks."""
 
 from copy import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -100,8 +101,6 @@ class GQAForCausalLM(TransformersForCausalLM):
                     )
                 else:
                     style = (LATENT_STYLES if latent else GROUPED_STYLES).get(name, "replicate")
-                    if latent and name in ("k_proj", "v_proj"):
-                        style = "replicate"
                     new = replace_linear_class(linear, style, self.quant_config, prefix=where)
                 setattr(attention, name, new)
 
@@ -111,7 +110,8 @@ class GQAForCausalLM(TransformersForCausalLM):
         for index, layer in enumerate(self.model.layers):
             if isinstance(layer, PPMissingLayer):
                 continue
-            attention, sizes = layer.self_attn, self.config.per_layer_config[index]
+            attention: Any = layer.self_attn
+            sizes, window = self.config.per_layer_config[index], attention.sliding_window
             options = {
                 "num_heads": sizes.num_attention_heads // self.tp_group.world_size,
                 "scale": attention.scaling,
@@ -119,11 +119,10 @@ class GQAForCausalLM(TransformersForCausalLM):
                 "quant_config": self.quant_config,
                 "prefix": maybe_prefix(prefix, f"model.layers.{index}.self_attn.attn"),
             }
-            window = attention.sliding_window
             if isinstance(attention, LatentAttention):
                 attention.attn = latent_attention(attention, sizes, window, index, **options)
                 # vLLM takes the latent in place of keys and the rotary key in place of values.
-                attention.expand_kv = lambda latent, key_rope: (latent, key_rope)
+                layer.self_attn.expand_kv = lambda latent, key_rope: (latent, key_rope)
             else:
                 attention.attn = Attention(
                     head_size=sizes.head_dim,
@@ -133,27 +132,25 @@ class GQAForCausalLM(TransformersForCausalLM):
                 )
 
 
-def latent_attention(
-    attention: LatentAttention, sizes: GQAConfig, window: int | None, index: int, **options
-) -> MLAAttention:
+def latent_attention(attention: Any, sizes: GQAConfig, window: int | None, index: int, **options) -> MLAAttention:
     """Return vLLM's attention over the latent for a layer.
 
     Raises:
         ValueError: the layer has a sliding window, which only the CPU's backend has, or a quantized `kv_b_proj` there.
     """
-    on_cpu = current_platform.is_cpu()
+    on_cpu, up_projection = current_platform.is_cpu(), attention.kv_b_proj
     if window is not None and not on_cpu:
         raise ValueError(
             f"layer {index} is MLA with a sliding window, for which vLLM has no kernel on this device: serve the model "
             "by transformers (modeling-gqa serve)"
         )
-    if on_cpu and not isinstance(attention.kv_b_proj.quant_method, UnquantizedLinearMethod):
+    if on_cpu and not isinstance(up_projection.quant_method, UnquantizedLinearMethod):
         raise ValueError(
             "attention over the latent reads the weight of kv_b_proj, which vLLM does not give back once it is "
             "quantized for a CPU: quantize the checkpoint without it "
             "(llm-compressor: ignore=['lm_head', 're:.*kv_b_proj'])"
         )
-    attention.kv_b_proj.return_bias = True  # as MLAAttention calls it
+    up_projection.return_bias = True  # as MLAAttention calls it
     with set_current_vllm_config(of_layer(get_current_vllm_config(), sizes)):
         return MLAAttention(
             qk_nope_head_dim=sizes.qk_nope_head_dim,
@@ -161,7 +158,7 @@ def latent_attention(
             v_head_dim=sizes.v_head_dim,
             q_lora_rank=sizes.q_lora_rank,
             kv_lora_rank=sizes.kv_lora_rank,
-            kv_b_proj=attention.kv_b_proj,
+            kv_b_proj=up_projection,
             sliding_window=window,
             attn_backend=LatentCPUBackend if on_cpu else None,
             **options,
