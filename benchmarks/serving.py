@@ -102,8 +102,14 @@ class Worker:
             stderr=self.log.open("w"),
             text=True,
         )
+        self.room = self.bytes_per_token = 0
+
+    def start(self) -> None:
+        """Wait until the model is loaded and a first short request is answered."""
         cache = self.answer()
         self.room, self.bytes_per_token = cache["room"], cache["bytes_per_token"]
+        warm = self.seconds(requests=1, prompt_tokens=8, new_tokens=2, seed=0)
+        print(f"{self.name}: room for {self.room} tokens, first request {warm:.1f} s", flush=True)
 
     def seconds(self, **job) -> float:
         """Seconds that the job takes."""
@@ -210,18 +216,18 @@ def main(arguments: ServingArguments, sizes: ServingSizes) -> None:
                 model, engine, variables = SYSTEMS[name]
                 options |= {"model": str(folder / model), "engine": engine, "trust": variables is WITHOUT_PLUGIN}
                 workers[name] = Worker(name, folder, options, variables)
-                warm = workers[name].seconds(requests=1, prompt_tokens=8, new_tokens=2, seed=0)
-                print(f"{name}: room for {workers[name].room} tokens, first request {warm:.1f} s", flush=True)
+            for worker in workers.values():
+                worker.start()
             for requests, rounds in zip(arguments.requests, arguments.rounds, strict=True):
                 found = measure(workers, arguments, requests, rounds)
                 for name, times in found.items():
                     config = configs[SYSTEMS[name][0]]
                     rows.append(make_row(name, config, workers[name], times, found, arguments, requests))
+                save(arguments.output, "serving", " ".join(sys.argv), machine, sizes=vars(sizes), rows=rows)
         finally:
             for worker in workers.values():
                 worker.stop()
     print_table(f"{arguments.prompt_tokens} + {arguments.new_tokens} tokens a request", rows, COLUMNS)
-    save(arguments.output, "serving", " ".join(sys.argv), machine, sizes=vars(sizes), rows=rows)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ prefixes, the other in bfloat16 where the CPU has AMX.
 Shapes: T tokens, S tokens of a request so far, H query heads, R latent, P rotary key, N unrotated part, V value.
 """
 
-from typing import ClassVar
+import math
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +18,6 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
-
-from modeling_gqa.attention_functions import fused_attention
 
 
 class LatentCPUBackend(MLACommonBackend):
@@ -48,26 +47,56 @@ class LatentCPUBackend(MLACommonBackend):
         return LatentCPUImpl
 
 
+# Tokens of decoded requests that attend in one product: as many as a copy of them is worth keeping in memory.
+TOGETHER = 8192
+
+
+class Group(NamedTuple):
+    """Decoded requests that attend in one product, padded to the longest.
+
+    Args:
+        rows: their places in the batch, (B,).
+        lengths: their numbers of tokens, ascending.
+        tables: the places of their blocks in the cache, (B, n).
+    """
+
+    rows: torch.Tensor
+    lengths: list[int]
+    tables: torch.Tensor
+
+
 class LatentCPUMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """vLLM's metadata of a batch, with the lengths of its requests as numbers."""
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build: bool = False) -> MLACommonMetadata:
         """Return the metadata; `lengths` and `starts` are those of decoded requests and then of prefilled ones.
 
-        `groups` holds the decoded requests that attend in one product: as many as there are threads, since torch's
-        kernel gives a thread at least one request, and of similar lengths, since they are padded to the longest.
+        `groups` holds the decoded requests, those of similar lengths together.
         """
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         metadata.lengths = common_attn_metadata.seq_lens[: metadata.num_reqs].tolist()
         metadata.starts = metadata.query_start_loc[: metadata.num_reqs + 1].tolist()
-        order = sorted(range(metadata.num_decodes), key=metadata.lengths.__getitem__)
-        threads = torch.get_num_threads()
-        metadata.groups = [order[start : start + threads] for start in range(0, len(order), threads)]
+        tables = metadata.decode.block_table if metadata.num_decodes else None
+        metadata.groups = make_groups(metadata.lengths[: metadata.num_decodes], tables, TOGETHER)
         return metadata
+
+
+def make_groups(lengths: list[int], tables: torch.Tensor | None, most: int) -> list[Group]:
+    """Return requests of these lengths in groups of at most so many tokens with their padding, or of one request."""
+    groups: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if groups and (len(groups[-1]) + 1) * lengths[row] <= most:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return [Group(torch.tensor(rows), [lengths[row] for row in rows], tables[rows]) for rows in groups]
 
 
 class LatentCPUImpl(CPUMLAImpl):
     """Attention of a batch by torch's fused kernel: decoded requests in groups, prefilled ones one by one."""
+
+    # Holds the latents of a group; memory that is new in each call would cost more than the attention.
+    scratch: ClassVar[torch.Tensor] = torch.empty(0)
 
     def __init__(self, *args, sliding_window: int | None = None, **kwargs):
         super().__init__(*args, sliding_window=None, **kwargs)
@@ -77,15 +106,18 @@ class LatentCPUImpl(CPUMLAImpl):
         """Attend from one token of each decoded request, (T, H, R + P), over its latents; return (T, H, R)."""
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         output = query.new_empty(*query.shape[:2], self.kv_lora_rank)
-        tables = attn_metadata.decode.block_table
-        for rows in attn_metadata.groups:
-            lengths = [attn_metadata.lengths[row] for row in rows]
-            held = self.held(kv_c_and_k_pe_cache, tables[rows], lengths[-1])
+        for rows, lengths, tables in attn_metadata.groups:
+            held = self.copied(kv_c_and_k_pe_cache, tables, lengths[-1])
             unseen = 0 if self.window is None else max(0, lengths[0] - self.window)
-            held, lengths = held[:, None, unseen:], [length - unseen for length in lengths]  # (B, 1, S, R + P)
-            mask = self.mask(held, lengths)
-            attended = fused_attention(query[rows, :, None], held, held, mask, self.scale)  # (B, H, 1, R + P)
-            output[rows] = attended[:, :, 0, : self.kv_lora_rank]
+            held = held[:, None, unseen:]  # (B, 1, S, R + P)
+            mask = self.mask(held, [length - unseen for length in lengths])
+            # torch's kernel gives a thread at least the heads that are together.
+            parts = shares(self.num_heads, -(-torch.get_num_threads() // len(rows)))
+            held = held.expand(-1, parts, -1, -1)
+            attended = nn.functional.scaled_dot_product_attention(
+                query[rows].unflatten(1, (parts, -1)), held, held, attn_mask=mask, scale=self.scale
+            )  # (B, parts, H / parts, R + P)
+            output[rows] = attended.flatten(1, 2)[..., : self.kv_lora_rank]
         return output, None
 
     def mask(self, held: torch.Tensor, lengths: list[int]) -> torch.Tensor | None:
@@ -100,6 +132,17 @@ class LatentCPUImpl(CPUMLAImpl):
         seen = seen if self.window is None else seen & (place >= end - self.window)
         return seen[:, None, None]
 
+    @classmethod
+    def copied(cls, cache: torch.Tensor, tables: torch.Tensor, length: int) -> torch.Tensor:
+        """Return a copy of the first tokens of requests, (B, S, R + P), which the next call overwrites."""
+        size, numbers = cache.shape[1:]
+        blocks = tables[:, : -(-length // size)]
+        shape = (blocks.numel(), size, numbers)
+        if cls.scratch.dtype != cache.dtype or cls.scratch.numel() < math.prod(shape):
+            cls.scratch = cache.new_empty(math.prod(shape))
+        held = torch.index_select(cache, 0, blocks.flatten(), out=cls.scratch[: math.prod(shape)].view(shape))
+        return held.view(len(tables), -1, numbers)[:, :length]
+
     def forward_mha(
         self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=None
     ) -> None:
@@ -110,14 +153,9 @@ class LatentCPUImpl(CPUMLAImpl):
         for row in range(attn_metadata.num_prefills):
             start, end = (place - begin for place in attn_metadata.starts[first + row : first + row + 2])
             length = attn_metadata.lengths[first + row]
-            held = self.held(kv_c_and_k_pe_cache, tables[row : row + 1], length)[0]
+            held = self.copied(kv_c_and_k_pe_cache, tables[row : row + 1], length)[0]
             attended = self.attend(q[start:end], held)  # (T, H, V)
             output[start:end] = attended.flatten(1)
-
-    def held(self, cache: torch.Tensor, tables: torch.Tensor, length: int) -> torch.Tensor:
-        """Return a copy of the latents and rotary keys (B, S, R + P) of requests whose blocks in `cache` are listed."""
-        blocks = tables[:, : -(-length // cache.shape[1])]
-        return cache.index_select(0, blocks.flatten()).unflatten(0, blocks.shape).flatten(1, 2)[:, :length]
 
     def attend(self, query: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
         """Attend from the last tokens, (T, H, N + P), over `held` (S, R + P); return (T, H, V)."""
@@ -139,3 +177,8 @@ class LatentCPUImpl(CPUMLAImpl):
             query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.scale
         )  # (1, H, T, V, or N + P where that is more)
         return attended[0, ..., : self.v_head_dim].transpose(0, 1)
+
+
+def shares(heads: int, wanted: int) -> int:
+    """Return into how many equal parts of at least two heads they divide, at most as many as are wanted."""
+    return next(parts for parts in range(min(wanted, max(1, heads // 2)), 0, -1) if heads % parts == 0)

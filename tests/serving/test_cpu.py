@@ -5,19 +5,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from modeling_gqa_vllm.cpu import LatentCPUImpl
+from modeling_gqa_vllm.cpu import LatentCPUImpl, make_groups, shares
 
-HEADS, RANK, ROPE, BLOCK = 3, 10, 4, 8
+HEADS, RANK, ROPE, BLOCK = 6, 10, 4, 8
 LENGTHS = [5, 33, 8, 1, 17]
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 8, 100])
-@pytest.mark.parametrize("groups", [[[0], [1], [2], [3], [4]], [[3, 0], [2, 4], [1]], [[3, 0, 2, 4, 1]]], ids=len)
-def test_decoded_requests_see_their_own_tokens(groups, window):
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("most", "counts"), [(1, [1] * 5), (20, [2, 1, 1, 1]), (40, [3, 1, 1]), (1000, [5])])
+def test_decoded_requests_see_their_own_tokens(most, counts, threads, window, monkeypatch):
     """Requests of different lengths attend in one product, and what others left in their blocks does not matter."""
     torch.manual_seed(0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     attention = LatentCPUImpl.__new__(LatentCPUImpl)
-    attention.window, attention.kv_lora_rank, attention.scale = window, RANK, 0.3
+    attention.window, attention.kv_lora_rank, attention.scale, attention.num_heads = window, RANK, 0.3, HEADS
     tables = torch.randperm(5 * 5).add(1).view(5, 5)
     cache = torch.full((26, BLOCK, RANK + ROPE), torch.inf)
     held = [torch.randn(length, RANK + ROPE) for length in LENGTHS]
@@ -26,7 +28,8 @@ def test_decoded_requests_see_their_own_tokens(groups, window):
             cache[table[place // BLOCK], place % BLOCK] = latent
     before = cache.clone()
     tables[3, 1:] = 0  # vLLM's empty block
-    metadata = SimpleNamespace(lengths=LENGTHS, groups=groups, decode=SimpleNamespace(block_table=tables))
+    metadata = SimpleNamespace(groups=make_groups(LENGTHS, tables, most))
+    assert [len(group.rows) for group in metadata.groups] == counts
     query = torch.randn(5, HEADS, RANK + ROPE)
     output, _ = attention.forward_mqa(query, cache, metadata, None)
     for row, own in enumerate(held):
@@ -34,3 +37,9 @@ def test_decoded_requests_see_their_own_tokens(groups, window):
         weights = (query[row].double() @ seen.T * 0.3).softmax(-1)
         torch.testing.assert_close(output[row].double(), weights @ seen[:, :RANK], rtol=1e-5, atol=1e-6)
     assert torch.equal(cache, before)
+
+
+def test_parts_of_heads():
+    """Equal parts of two heads and more, so that no thread has one row, which is slow in bfloat16."""
+    assert [shares(12, wanted) for wanted in (1, 2, 5, 6, 64)] == [1, 2, 4, 6, 6]
+    assert [shares(heads, 2) for heads in (1, 2, 3, 7)] == [1, 1, 1, 1]
