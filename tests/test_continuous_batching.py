@@ -10,6 +10,7 @@ from small_models import MODELS, make_model
 from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
 from modeling_gqa.attention_latent import LatentAttention, logger, say_how_requests_decode
 from modeling_gqa.cache_layers import BY_GROUP, choose_rows
@@ -45,10 +46,15 @@ def model_and_greedy(name: str, inputs: list[list[int]], implementation: str = "
 
 
 def said_by(function, *given) -> str:
-    """What MLA logs in a call, at transformers' verbosity, though it was said before."""
+    """What MLA logs in a call, at transformers' default verbosity, though it was said before."""
     logger.warning_once.__func__.cache_clear()  # type: ignore[attr-defined]
-    with CaptureLogger(logger) as captured:
-        function(*given)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_warning()  # the command line, which other tests call in this process, shows only errors
+    try:
+        with CaptureLogger(logger) as captured:
+            function(*given)
+    finally:
+        logging.set_verbosity(verbosity)
     return captured.out
 
 
