@@ -43,12 +43,10 @@ def served_sizes(options: Options, config: GQAConfig, dtype: torch.dtype) -> tup
     is given alone gets P from there, and without any size it is the largest. Other sizes are kept, and exact ones too.
 
     Args:
-        options: of the conversion.
+        options: of a conversion to MLA.
         config: the source's.
         dtype: of the result.
     """
-    if options.engine is None or options.attention_kind != "mla":
-        return options, ""
     if options.budget is not None:
         return options, "--budget chooses R and P by layer."
     given = {name: value for name in GIVEN if (value := getattr(options, name)) is not None}

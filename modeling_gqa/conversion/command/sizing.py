@@ -58,8 +58,9 @@ def find_goal(options: Options, config: GQAConfig, dtype: torch.dtype) -> Goal:
     Raises:
         ConversionError: it cannot be had from this source, or caches more than the source.
     """
-    options, chosen = served_sizes(options, config, dtype)
-    target, exact = None, False
+    chosen, target, exact = "", None, False
+    if options.engine is not None and options.attention_kind == "mla":
+        options, chosen = served_sizes(options, config, dtype)
     if options.budget is not None:
         least = smallest_target(config, options.attention_kind, options.budget, layers=options.layers, dtype=dtype)
         lossy_layers(config, least)  # raises where it cannot be had
