@@ -9,6 +9,10 @@ although kernels may skip what a causal mask or a window hides. Heads that are p
 padding.
 """
 
+from .bounds import Machine, decode_bytes, decode_seconds, faster_contexts, largest_batch, longest_context
+from .costs import ContextCost, CostReport, LayerCost, report
+from .experts import Experts
+from .layers import Model
 from .operations import decode_flops, prefill_flops, training_flops
 from .sizes import (
     cache_bytes,
@@ -19,12 +23,24 @@ from .sizes import (
 )
 
 __all__ = [
+    "ContextCost",
+    "CostReport",
+    "Experts",
+    "LayerCost",
+    "Machine",
+    "Model",
     "cache_bytes",
     "cache_bytes_per_token",
     "count_attention_parameters",
     "count_parameters",
+    "decode_bytes",
     "decode_flops",
+    "decode_seconds",
     "decode_weights",
+    "faster_contexts",
+    "largest_batch",
+    "longest_context",
     "prefill_flops",
+    "report",
     "training_flops",
 ]

@@ -1,16 +1,16 @@
 """Floating-point operations of training, prefill and decoding, summed over the layers."""
 
 from ..configuration_gqa import GQAConfig
-from .layers import iterate_layers, mlp_matrices, visible_tokens
+from .layers import Model, as_model
 
 
 def training_flops(
-    config: GQAConfig, batch_size: int, sequence_length: int, gradient_checkpointing: bool = False
+    config: GQAConfig | Model, batch_size: int, sequence_length: int, gradient_checkpointing: bool = False
 ) -> float:
     """FLOPs of one training step: forward, and twice that backward (gradients of inputs and of weights).
 
     Args:
-        config: the configuration.
+        config: the configuration, or a `Model`.
         batch_size: number of rows.
         sequence_length: tokens of each row; logits are computed for all of them.
         gradient_checkpointing: count the decoder layers' second forward too, as hardware utilisation does and model
@@ -23,21 +23,22 @@ def training_flops(
         print(accounting.training_flops(GQAConfig(), batch_size=8, sequence_length=1024) / 1e12, "TFLOP a step")
         ```
     """
-    layers = _layers_flops(config, sequence_length, sequence_length)
+    model, config = as_model(config), as_model(config).config
+    layers = _layers_flops(model, sequence_length, sequence_length)
     total = 3 * (layers + _head_flops(config, sequence_length))
     if gradient_checkpointing:
-        down = sum(layer.hidden_size * layer.intermediate_size for layer in config.per_layer_config)
+        down = model.total(lambda layer: layer.mlp_matrices // 3)
         total += layers - 2 * sequence_length * down
     return float(batch_size * total)
 
 
 def prefill_flops(
-    config: GQAConfig, batch_size: int, sequence_length: int, logits_to_keep: int = 1, absorbed: bool = False
+    config: GQAConfig | Model, batch_size: int, sequence_length: int, logits_to_keep: int = 1, absorbed: bool = False
 ) -> float:
     """FLOPs of one forward over `batch_size` prompts of `sequence_length` tokens, on an empty cache.
 
     Args:
-        config: the configuration.
+        config: the configuration, or a `Model`.
         batch_size: number of prompts.
         sequence_length: tokens of each prompt.
         logits_to_keep: positions of each prompt whose logits are computed, 0 for all; `generate` needs 1.
@@ -51,15 +52,16 @@ def prefill_flops(
         print(accounting.prefill_flops(GQAConfig(), batch_size=1, sequence_length=1024) / 1e9, "GFLOP")
         ```
     """
-    layers = _layers_flops(config, sequence_length, sequence_length, absorbed)
-    return float(batch_size * (layers + _head_flops(config, min(logits_to_keep or sequence_length, sequence_length))))
+    model, positions = as_model(config), min(logits_to_keep or sequence_length, sequence_length)
+    layers = _layers_flops(model, sequence_length, sequence_length, absorbed)
+    return float(batch_size * (layers + _head_flops(model.config, positions)))
 
 
-def decode_flops(config: GQAConfig, batch_size: int, cache_length: int, absorbed: bool = True) -> float:
+def decode_flops(config: GQAConfig | Model, batch_size: int, cache_length: int, absorbed: bool = True) -> float:
     """FLOPs of decoding one token in each of `batch_size` rows.
 
     Args:
-        config: the configuration.
+        config: the configuration, or a `Model`.
         batch_size: number of rows.
         cache_length: tokens seen before; the new one attends to them (to the window's last ones) and to itself.
         absorbed: MLA attends over the latent, as a plain `kv_b_proj` allows; else it rebuilds all keys and values.
@@ -73,16 +75,13 @@ def decode_flops(config: GQAConfig, batch_size: int, cache_length: int, absorbed
             print(absorbed, accounting.decode_flops(config, batch_size=1, cache_length=2048, absorbed=absorbed))
         ```
     """
-    return float(batch_size * (_layers_flops(config, 1, cache_length + 1, absorbed) + _head_flops(config, 1)))
+    model = as_model(config)
+    return float(batch_size * (_layers_flops(model, 1, cache_length + 1, absorbed) + _head_flops(model.config, 1)))
 
 
-def _layers_flops(config: GQAConfig, queries: int, keys: int, absorbed: bool = False) -> int:
-    """FLOPs of all decoder layers for one row; only decoding has fewer keys in a window, a prompt is masked."""
-    multiplications = 0
-    for layer, attention, window in iterate_layers(config):
-        seen = visible_tokens(keys, window) if queries == 1 else keys
-        multiplications += attention.multiplications(layer, queries, seen, absorbed) + queries * mlp_matrices(layer)
-    return 2 * multiplications
+def _layers_flops(model: Model, queries: int, keys: int, absorbed: bool = False) -> int:
+    """FLOPs of all decoder layers for one row."""
+    return model.total(lambda layer: layer.flops(queries, keys, absorbed))
 
 
 def _head_flops(config: GQAConfig, positions: int) -> int:

@@ -24,6 +24,7 @@ from .. import __version__
 from .console import err, printable
 from .conversion import add_conversion_commands
 from .delegated import add_delegated_commands
+from .report import add_report_command
 from .serving import SUMMARIES, run_served
 from .training import SCRIPTS, run_script
 
@@ -44,6 +45,7 @@ app = typer.Typer(
     context_settings={"token_normalize_func": kebab_case},
 )
 add_conversion_commands(app)
+add_report_command(app)
 add_delegated_commands(app, SCRIPTS, run_script)
 add_delegated_commands(app, SUMMARIES, run_served)
 

@@ -5,6 +5,10 @@ from pathlib import Path
 
 from .errors import ConversionError, one_line
 
+# Presets and recipes: in this package where it is installed, and beside it in a checkout.
+_PLACES = [folder / "configuration" for folder in Path(__file__).resolve().parents[1:3]]
+CONFIGURATION = next((folder for folder in _PLACES if folder.is_dir()), _PLACES[0])
+
 
 def within(folder: Path, path: Path) -> Path:
     """Return `path`, which a checkpoint in `folder` names; raises `ConversionError` where it leads out of the folder.

@@ -4,11 +4,9 @@ import os
 from pathlib import Path
 
 from modeling_gqa.common.errors import did_you_mean
+from modeling_gqa.common.files import CONFIGURATION
 
 from ..errors import RecipeError
-
-# Beside `training/` in a checkout, and beside `modeling_gqa/training/` where the package is installed.
-CONFIGURATION = Path(__file__).resolve().parents[2] / "configuration"
 
 
 def recipe_names(script: str = "pretrain") -> list[str]:

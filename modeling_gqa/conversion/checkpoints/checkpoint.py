@@ -183,13 +183,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise ConversionError(f"{folder} has no config.json, but a GGUF file: give the file itself, {files[0]}")
     fields = read_json(folder / "config.json")
     model_type = fields.get("model_type")
-    for name in ("num_hidden_layers", "num_nextn_predict_layers"):
-        layers = fields.get(name)
-        if isinstance(layers, int) and layers > MOST_LAYERS:
-            said = f"{layers:.3g}" if layers < 10**300 else "larger than any number that counts something"
-            raise ConversionError(
-                f"{folder / 'config.json'} is not valid: {name} must be at most {MOST_LAYERS:,}, and is {said}"
-            )
+    check_layers(folder / "config.json", fields)
     # With either of these, transformers' loader reads weights that the configuration does not describe.
     if (folder / "adapter_config.json").is_file():
         raise ConversionError(
@@ -206,6 +200,15 @@ def read_config(folder: Path) -> PreTrainedConfig:
         return config_class.from_pretrained(folder)
     except Exception as error:  # each class checks its own way, or not at all
         raise ConversionError(f"{folder / 'config.json'} is not valid: {one_line(error)}") from error
+
+
+def check_layers(path: Path, fields: Mapping[str, Any]) -> None:
+    """Raise `ConversionError` where the fields in `path` name more layers than a list of them should hold."""
+    for name in ("num_hidden_layers", "num_nextn_predict_layers"):
+        layers = fields.get(name)
+        if isinstance(layers, int) and layers > MOST_LAYERS:
+            said = f"{layers:.3g}" if layers < 10**300 else "larger than any number that counts something"
+            raise ConversionError(f"{path} is not valid: {name} must be at most {MOST_LAYERS:,}, and is {said}")
 
 
 def meta_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

@@ -323,8 +323,13 @@ def import_config(config: PreTrainedConfig, *, ignore_fields: Collection[str] = 
         assert config.attention_kind == "gqa" and config.query_bias
         ```
     """
+    refuse_fields(config, find_family(config.model_type), ignore_fields)
+    return translate(config)
+
+
+def translate(config: PreTrainedConfig) -> GQAConfig:
+    """Return the `GQAConfig` that the fields known here lead to, whatever others there are; see `import_config`."""
     family = find_family(config.model_type)
-    refuse_fields(config, family, ignore_fields)
     try:
         fields = {name: copy.deepcopy(getattr(config, name)) for name in SHARED} | family.translate(config)
         fields["attention_dropout"] = fields["attention_dropout"] or 0.0

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...accounting import count_parameters
-from ...accounting.layers import iterate_layers
+from ...accounting.layers import as_model
 from ...configuration_gqa import GQAConfig
 from ..fitting import STEP_TOKENS
 from ..targets import changed_layers
@@ -51,7 +51,7 @@ def count_memory(source: GQAConfig, target: GQAConfig, dtype: torch.dtype, rows:
         rows: rows of a batch of text; 0 without text.
         length: tokens of a row.
     """
-    old, new = ([sum(kind.parameter_counts(x)) for x, kind, _ in iterate_layers(c)] for c in (source, target))
+    old, new = ([layer.attention_parameters for layer in as_model(c).layers] for c in (source, target))
     changed = changed_layers(source, target)
     work = [
         layer_work(target.per_layer_config[i], old[i], new[i], dtype.itemsize, rows * length, length) for i in changed

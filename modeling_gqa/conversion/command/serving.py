@@ -17,7 +17,7 @@ from ...accounting.kernels import (
     is_mistaken,
     latent_kernels,
 )
-from ...accounting.layers import iterate_layers
+from ...accounting.layers import as_model
 from ...common.errors import ConversionError
 from ...configuration_gqa import GQAConfig
 from ..allocation import numbers_per_token
@@ -136,12 +136,12 @@ def describe_runs(config: GQAConfig, unknown: frozenset[int] | set[int] = frozen
         config: of the model.
         unknown: indices of MLA layers whose R and P are chosen later.
     """
-    layers = list(iterate_layers(config))
+    layers = as_model(config).layers
     where = runs(
-        describe_layer_runs(layer, window, index in unknown) for index, (layer, _, window) in enumerate(layers)
+        describe_layer_runs(layer.config, layer.window, index in unknown) for index, layer in enumerate(layers)
     )
     lines = [f"Layers {range_} run on: {what}." if len(where) > 1 else f"Runs on: {what}." for range_, what in where]
-    return [*lines, NEEDED if any(layer.attention_kind == "mla" for layer, *_ in layers) else NOT_NEEDED]
+    return [*lines, NEEDED if any(layer.config.attention_kind == "mla" for layer in layers) else NOT_NEEDED]
 
 
 def describe_layer_runs(layer: GQAConfig, window: int | None = None, unknown: bool = False) -> str:

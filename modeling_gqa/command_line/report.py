@@ -1,0 +1,174 @@
+"""The command `report`: what models cost, from their configurations alone."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import typer
+
+from ..accounting import Machine, Model, report
+from ..common.errors import ConversionError
+from ..configuration_gqa import GQAConfig
+from ..conversion.command.options import Kind
+from ..reporting.configurations import PRESETS, changed, find_model
+from ..reporting.costs import Costs, compare
+from ..reporting.measuring import measure_decoding, measure_machine
+from ..reporting.pictures import plot_costs, save
+from ..reporting.tables import Table
+from .console import out, printable, progress_bars, user_errors
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+GIB, GB, TERA = 2**30, 1e9, 1e12
+SIZES = {
+    "attention_kind": (Kind, "Attention of all layers."),
+    "hidden_size": (int, "Width of the model."),
+    "num_hidden_layers": (int, "Number of layers."),
+    "num_attention_heads": (int, "Number of query heads."),
+    "num_key_value_heads": (int, "GQA: number of key/value heads."),
+    "head_dim": (int, "Size of a head."),
+    "intermediate_size": (int, "Width of the MLP."),
+    "vocab_size": (int, "Number of tokens that there are."),
+    "sliding_window": (int, "Tokens that each layer sees."),
+    "kv_lora_rank": (int, "MLA: size R of the latent."),
+    "q_lora_rank": (int, "MLA: size of the latent of queries."),
+    "qk_nope_head_dim": (int, "MLA: size N of a head's part without positions."),
+    "qk_rope_head_dim": (int, "MLA: size P of the rotary key."),
+    "v_head_dim": (int, "MLA: size V of a value."),
+}
+EXAMPLES = """Examples:
+
+- `modeling-gqa report llama-3-8b --attention-kind mla --memory 80 --bandwidth 3350 --rate 989`
+- `modeling-gqa report out/ meta-llama/Llama-3.2-1B deepseek-v3 --context 4096 --context 131072`
+- `modeling-gqa report smollm2-135m --attention-kind mla --kv-lora-rank 64 --qk-rope-head-dim 32 --measure`
+- `modeling-gqa report --hidden-size 4096 --num-attention-heads 32 --attention-kind gqa --json`
+"""
+_asked, _machine, _output = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("What is asked", "The machine", "Output")
+)
+
+
+def add_report_command(app: typer.Typer) -> None:
+    """Add the command of this file to a command line."""
+    app.command("report", epilog=EXAMPLES)(with_sizes(report_))
+
+
+def with_sizes(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command that ends in `**sizes` an option for each of `SIZES`, ahead of its own."""
+    import inspect
+
+    own = [x for x in inspect.signature(command).parameters.values() if x.kind != inspect.Parameter.VAR_KEYWORD]
+    panel = "Another configuration: the first CONFIG, or this package's default, with other sizes"
+    sizes = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=Annotated[kind | None, typer.Option(help=said, rich_help_panel=panel, show_default=False)],  # type: ignore[operator]
+            default=None,
+        )
+        for name, (kind, said) in SIZES.items()
+    ]
+    command.__signature__ = inspect.Signature([own[0], *sizes, *own[1:]])  # type: ignore[attr-defined]
+    return command
+
+
+def report_(
+    configs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG]...",
+            help="Preset, folder with a config.json, that file, or name of a model on the Hub, of which only "
+            f"config.json is read. Presets: {', '.join(PRESETS)}.",
+            show_default=False,
+        ),
+    ] = None,
+    *,
+    context: Annotated[
+        list[int], _asked(min=1, help="Tokens of each row; may be repeated.", metavar="TOKENS")
+    ] = [1024, 8192, 32768],  # noqa: B006 - typer reads it
+    batch_size: Annotated[list[int], _asked(min=1, help="Number of rows; may be repeated.", metavar="ROWS")] = [1],  # noqa: B006
+    dtype: Annotated[
+        Dtype, _asked(help="Of weights and cache. auto: what the first CONFIG names, else bfloat16.")
+    ] = "auto",
+    memory: Annotated[
+        float | None, _machine(min=0, help="Memory for weights and cache, in GiB.", show_default=False)
+    ] = None,
+    bandwidth: Annotated[
+        float | None, _machine(min=0, help="What it reads, in GB/s (10^9 bytes).", show_default=False)
+    ] = None,
+    rate: Annotated[
+        float | None, _machine(min=0, help="Matrix products in the dtype, in TFLOP/s.", show_default=False)
+    ] = None,
+    measure: Annotated[
+        bool, _machine("--measure", help="Measure this machine, and decoding with random weights on it.")
+    ] = False,
+    device: Annotated[
+        str | None, _machine(help="What --measure measures. Default: cuda where it is, else cpu.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, _output("--json", help="Print JSON.")] = False,
+    plot: Annotated[
+        Path | None,
+        _output(help="Picture to write: cache and bound against the context.", metavar="FILE", show_default=False),
+    ] = None,
+    **sizes: Any,
+) -> None:
+    """Show what models cost, from their configurations alone: parameters, FLOPs, cache, bytes read, and the bound on
+    their speed.
+
+    Nothing is downloaded but `config.json`, and nothing is built unless `--measure` asks for it. With several
+    configurations, each is compared with the first. Stock configurations of Llama, Mistral, Qwen2, Qwen3, DeepSeek-V2
+    and V3, Youtu, Mixtral and Qwen3-MoE are read, too.
+    """
+    with user_errors():
+        models, named = find_models(configs or [], {name: value for name, value in sizes.items() if value is not None})
+        precision = getattr(torch, dtype) if dtype != "auto" else named or torch.bfloat16
+        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        machine = find_machine(bandwidth, rate, measure, where, precision)
+        room = memory * GIB if memory else None
+        options: dict[str, Any] = {"contexts": sorted(set(context)), "batch_sizes": sorted(set(batch_size))}
+        reports = [report(model, **options, dtype=precision, memory=room, machine=machine) for model in models]
+        measured = []
+        if measure:
+            with progress_bars() as show_progress:
+                measured = measure_decoding(models, *options.values(), precision, where, show_progress)
+        costs = Costs(models, reports, compare(models, machine, precision, batch_size), measured)
+        if plot:
+            save(plot_costs(models, machine, max(batch_size), max(context), precision), plot)
+        if as_json:
+            print(json.dumps(costs.to_dict(), indent=2), flush=True)
+            return
+        for section in costs.sections():
+            out.print(section.to_rich() if isinstance(section, Table) else printable(section), soft_wrap=False)
+        if plot:
+            out.print(f"Wrote {printable(plot)}.", soft_wrap=True)
+
+
+def find_models(sources: list[str], sizes: dict[str, Any]) -> tuple[list[Model], torch.dtype | None]:
+    """Return the models that the command line names, each under a name of its own, and the first one's dtype."""
+    found = [find_model(source) for source in sources]
+    models = [model for model, _ in found]
+    if sizes or not models:
+        models.append(changed(models[0] if models else Model(GQAConfig(), "default"), sizes))
+    names = [model.name for model in models]
+    models = [
+        Model(model.config, f"{model.name} ({sources[index]})" if names.count(model.name) > 1 else model.name, model.experts)
+        if index < len(sources)
+        else model
+        for index, model in enumerate(models)
+    ]
+    return models, found[0][1] if found else None
+
+
+def find_machine(
+    bandwidth: float | None, rate: float | None, measure: bool, device: str, dtype: torch.dtype
+) -> Machine | None:
+    """Return the machine that the options describe, or this one; raises `ConversionError` for half of a description."""
+    if measure:
+        if bandwidth or rate:
+            raise ConversionError("--measure measures bandwidth and rate: leave out --bandwidth and --rate")
+        return measure_machine(device, dtype)
+    if (bandwidth is None) != (rate is None):
+        raise ConversionError("a bound needs both --bandwidth and --rate")
+    return Machine(bandwidth * GB, rate * TERA) if bandwidth and rate else None

@@ -1,0 +1,1 @@
+"""What models cost, for people and programs: configurations by name, tables, pictures and JSON."""

@@ -1,0 +1,175 @@
+"""What this machine can do at best, and what a decoded token takes on it."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import psutil
+import torch
+
+from ..accounting import Machine, Model, cache_bytes, count_parameters
+from ..common.errors import ConversionError
+from ..common.progress import ShowProgress
+from ..modeling_gqa import GQAForCausalLM
+
+GIB = 2**30
+STEPS, MOST_ROUNDS = 4, 9
+
+
+@dataclass(frozen=True)
+class MeasuredToken:
+    """What one decoded token took, of models that decoded in turn.
+
+    Args:
+        batch_size: number of rows, of which each decoded a token.
+        context: tokens of each row before.
+        milliseconds: by name of the model, the median over rounds.
+        ratio: by name of the model, how many times as long as the first it took: the median over rounds.
+    """
+
+    batch_size: int
+    context: int
+    milliseconds: dict[str, float]
+    ratio: dict[str, float]
+
+
+def machine_name(device: str) -> str:
+    """Return the name of the processor, and of a CPU how many threads torch uses."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    cpu = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
+    return f"{cpu}, {torch.get_num_threads()} threads"
+
+
+def seconds(function: Callable[[], object], device: str) -> float:
+    """Time of one call, by events on CUDA."""
+    if device.startswith("cuda"):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1000
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def read_bandwidth(device: str) -> float:
+    """Bytes per second of the fastest of seven sums over 1 GiB."""
+    data = torch.ones(GIB // 4, device=device)
+    data.sum()
+    return GIB / min(seconds(data.sum, device) for _ in range(7))
+
+
+def matmul_rate(device: str, dtype: torch.dtype, size: int = 2048) -> float:
+    """Operations per second of the fastest of ten products of square matrices."""
+    matrix = torch.randn(size, size, device=device).to(dtype)
+    result = torch.empty_like(matrix)
+    torch.mm(matrix, matrix, out=result)
+    return 2 * size**3 / min(seconds(lambda: torch.mm(matrix, matrix, out=result), device) for _ in range(10))
+
+
+def measure_machine(device: str, dtype: torch.dtype) -> Machine:
+    """Measure what a device reads and computes per second at best; takes a few seconds."""
+    return Machine(read_bandwidth(device), matmul_rate(device, dtype), machine_name(device))
+
+
+def filled_cache(model: Any, rows: int, tokens: int, dtype: torch.dtype, device: str) -> Any:
+    """Return the cache that `generate` makes for `model`, holding random keys and values of `tokens` tokens."""
+    inputs: dict = {}
+    model._prepare_cache_for_generation(model.generation_config, inputs, None, rows, tokens)
+    cache = inputs["past_key_values"]
+    for index, module in enumerate(layer.self_attn for layer in model.model.layers):
+        if hasattr(module, "kv_lora_rank"):
+            shapes = [(rows, 1, tokens, module.kv_lora_rank), (rows, 1, tokens, module.qk_rope_head_dim)]
+        else:
+            heads = module.k_proj.out_features // module.head_dim
+            shapes = [(rows, heads, tokens, module.head_dim)] * 2
+        cache.update(*(torch.randn(shape, dtype=dtype, device=device) for shape in shapes), index)
+    return cache
+
+
+def measure_decoding(
+    models: Sequence[Model],
+    contexts: Sequence[int],
+    batch_sizes: Sequence[int],
+    dtype: torch.dtype,
+    device: str,
+    show_progress: ShowProgress,
+    budget: float = 4.0,
+) -> list[MeasuredToken]:
+    """Build models with random weights and let them decode in turn from caches of random numbers.
+
+    Args:
+        models: what is measured, none with experts.
+        contexts: tokens in the cache.
+        batch_sizes: numbers of rows.
+        dtype: of weights and cache.
+        device: where they run.
+        show_progress: as in `common.progress`.
+        budget: seconds for each number of rows and tokens, from which 3 to 9 rounds follow.
+
+    Raises:
+        ConversionError: the models do not fit the memory, or have experts.
+    """
+    check_measurable(models, max(contexts), max(batch_sizes), dtype, device)
+    built: dict[str, Any] = {}
+    for model in models:
+        built[model.name] = GQAForCausalLM._from_config(model.config, dtype=dtype).to(device).eval()
+    cells = list(product(batch_sizes, contexts))
+    return [
+        measure_cell(built, rows, tokens, dtype, device, budget)
+        for rows, tokens in show_progress("decoding")(cells)
+    ]
+
+
+def check_measurable(models: Sequence[Model], tokens: int, rows: int, dtype: torch.dtype, device: str) -> None:
+    """Raise `ConversionError` for models that cannot be built here."""
+    for model in models:
+        if model.experts:
+            raise ConversionError(f"{model.name} has experts, which this package cannot build: leave it out to measure")
+    # A cache that grows has room for a quarter more, and is copied when it does.
+    caches = sum(cache_bytes(model, rows, tokens, dtype) for model in models)
+    needed = sum(count_parameters(model) for model in models) * dtype.itemsize + 2.25 * caches
+    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
+    if needed > free:
+        raise ConversionError(
+            f"measuring takes {needed / GIB:.1f} GiB of memory and {free / GIB:.1f} are free: give fewer models, or "
+            "smaller --context and --batch-size"
+        )
+
+
+@torch.no_grad()
+def measure_cell(
+    built: dict[str, Any], rows: int, tokens: int, dtype: torch.dtype, device: str, budget: float
+) -> MeasuredToken:
+    """Time one decoded token of each model, in turn."""
+    caches = {name: filled_cache(model, rows, tokens, dtype, device) for name, model in built.items()}
+    ids = torch.ones(rows, 1, dtype=torch.long, device=device)
+
+    def turn(name: str) -> float:
+        model, cache = built[name], caches[name]
+        times = [seconds(lambda: model(ids, past_key_values=cache), device) for _ in range(STEPS)]
+        if model.config.sliding_window is None:  # full windows cost the same later on, and cannot be cropped
+            cache.crop(-STEPS)
+        return statistics.median(times)
+
+    first = sum(turn(name) for name in built)  # warms up
+    rounds = min(MOST_ROUNDS, max(3, int(budget / (first * STEPS))))
+    times = [{name: turn(name) for name in built} for _ in range(rounds)]
+    base = next(iter(built))
+    return MeasuredToken(
+        batch_size=rows,
+        context=tokens,
+        milliseconds={name: statistics.median(row[name] for row in times) * 1000 for name in built},
+        ratio={name: statistics.median(row[name] / row[base] for row in times) for name in built},
+    )

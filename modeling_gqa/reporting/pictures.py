@@ -1,0 +1,103 @@
+"""Pictures: one colour for each attention kind everywhere, and lines that are named where they end."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..accounting import Machine, Model, cache_bytes, decode_seconds
+from ..common.errors import ConversionError, install_extra
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# Colours that people with any colour vision tell apart (Okabe and Ito, 2008, jfly.uni-koeln.de/color).
+COLORS = {"mha": "#D55E00", "gqa": "#E69F00", "mqa": "#009E73", "mla": "#0072B2", "mixed": "#CC79A7"}
+STYLES = ("-", "--", ":", "-.")  # of models of the same kind
+GIB = 2**30
+
+
+def new_figure(**options: Any) -> "Figure":
+    """Return a matplotlib figure; raises `ConversionError` where that is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConversionError(f"a picture needs matplotlib: {install_extra('bench')}") from None
+    return Figure(layout="constrained", **options)
+
+
+def save(figure: "Figure", path: Path) -> None:
+    """Write a picture in the format that the name ends in; raises `ConversionError` for names of no format."""
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:] not in formats:
+        raise ConversionError(f"{path} names no picture: let it end in .{', .'.join(sorted(formats))}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"Software": None} if path.suffix == ".png" else None
+    figure.savefig(path, dpi=130, metadata=metadata)
+
+
+def kind_of(model: Model) -> str:
+    """Return the attention kind of a model, "mixed" where its layers differ in it."""
+    kinds = {layer.config.attention_kind for layer in model.layers}
+    return kinds.pop() if len(kinds) == 1 else "mixed"
+
+
+def line_styles(models: Sequence[Model]) -> list[dict[str, Any]]:
+    """Return how the line of each model is drawn: the colour of its kind, and a stroke of its own among that kind."""
+    seen: dict[str, int] = {}
+    found = []
+    for model in models:
+        kind = kind_of(model)
+        number = seen[kind] = seen.get(kind, -1) + 1
+        found.append({"color": COLORS.get(kind, "black"), "linestyle": STYLES[number % len(STYLES)]})
+    return found
+
+
+def name_lines(axis: Any, ends: Sequence[tuple[float, float, str, str]], least: float = 0.08) -> None:
+    """Write names at the right ends of lines, moved apart where they would cover each other.
+
+    Args:
+        axis: with a logarithmic vertical scale and its final limits.
+        ends: x, y, name and colour of each.
+        least: distance between two names, as a share of the axis's height.
+    """
+    placed: list[float] = []
+    for x, y, name, color in sorted(ends, key=lambda end: end[1]):
+        _, height = axis.transAxes.inverted().transform(axis.transData.transform((x, y)))
+        height = max(height, placed[-1] + least) if placed else height
+        placed.append(height)
+        axis.annotate(
+            name, (1.02, height), xycoords="axes fraction", color=color, fontsize=8, va="center", annotation_clip=False
+        )
+
+
+def plot_costs(
+    models: Sequence[Model], machine: Machine | None, rows: int, longest: int, dtype: torch.dtype
+) -> "Figure":
+    """Draw the cache, and with a machine the least time of a decoded token, against the context; a line per model."""
+    panels = 2 if machine else 1
+    figure = new_figure(figsize=(5.2 * panels, 3.4))
+    contexts = [2**power for power in range(7, longest.bit_length())]
+    contexts += [longest] if contexts[-1] != longest else []
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    many = f"{rows:,} row{'s' * (rows > 1)}, {str(dtype).removeprefix('torch.')}"
+    measures = [(f"cache of {many} (GiB)", lambda model, tokens: cache_bytes(model, rows, tokens, dtype) / GIB)]
+    if machine:
+        bound = lambda model, tokens: 1000 * decode_seconds(model, machine, rows, tokens, dtype)  # noqa: E731
+        measures.append((f"least time of a decoded token, {many} (ms)", bound))
+    for axis, (title, measure) in zip(axes, measures, strict=True):
+        ends = []
+        for model, style in zip(models, line_styles(models), strict=True):
+            values = [measure(model, tokens) for tokens in contexts]
+            axis.plot(contexts, values, **style)
+            ends.append((contexts[-1], values[-1], model.name, style["color"]))
+        axis.set(xscale="log", yscale="log", xlabel="context (tokens)", title=title)
+        axis.title.set_fontsize(9)
+        axis.set_xticks([tick for tick in contexts[::2]], labels=[f"{tick:,}" for tick in contexts[::2]], minor=False)
+        axis.xaxis.set_tick_params(rotation=30)
+        axis.minorticks_off()
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        name_lines(axis, ends)
+    return figure
