@@ -27,6 +27,7 @@ from transformers.generation import StoppingCriteria
 from modeling_gqa import ATTENTION_CLASSES
 from modeling_gqa.accounting import cache_bytes, cache_bytes_per_token, count_parameters, decode_flops, decode_weights
 from modeling_gqa.cache_layers import grow_in_place
+from modeling_gqa.reporting.measuring import filled_cache
 
 from . import attention
 from .measure import describe_machine, floor_milliseconds, milliseconds, ratio
@@ -108,21 +109,6 @@ class TokenClock(StoppingCriteria):
             torch.cuda.synchronize()
             return [before.elapsed_time(after) / 1000 for before, after in pairs]
         return [after - before for before, after in pairs]
-
-
-def filled_cache(model, batch: int, length: int, dtype: torch.dtype, device: str) -> DynamicCache:
-    """The cache that `generate` makes for `model`, holding random keys and values of `length` tokens."""
-    inputs: dict = {}
-    model._prepare_cache_for_generation(model.generation_config, inputs, None, batch, length)
-    cache = inputs["past_key_values"]
-    for index, module in enumerate(layer.self_attn for layer in model.model.layers):
-        if hasattr(module, "kv_lora_rank"):
-            shapes = [(batch, 1, length, module.kv_lora_rank), (batch, 1, length, module.qk_rope_head_dim)]
-        else:
-            heads = module.k_proj.out_features // module.head_dim
-            shapes = [(batch, heads, length, module.head_dim)] * 2
-        cache.update(*(torch.randn(shape, dtype=dtype, device=device) for shape in shapes), index)
-    return cache
 
 
 def generate(model, cache: DynamicCache, batch: int, length: int, tokens: int, device: str) -> list[float]:

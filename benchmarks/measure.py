@@ -1,29 +1,13 @@
 """Times of two or more functions run in turn, and what the machine can do at best."""
 
 import os
-import platform
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-GIB = 2**30
-
-
-def seconds(function: Callable[[], object], device: str) -> float:
-    """Time of one call, by events on CUDA."""
-    if device.startswith("cuda"):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        function()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1000
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
+from modeling_gqa.reporting.measuring import machine_name, matmul_rate, read_bandwidth, seconds
 
 
 def in_turn(functions: dict[str, Callable[[], object]], device: str, budget: float) -> dict[str, list[float]]:
@@ -52,35 +36,13 @@ def milliseconds(times: list[float]) -> float:
 
 def describe_machine(device: str, dtypes: list[torch.dtype]) -> dict:
     """Name, read bandwidth in GB/s, and matrix product rate in GFLOP/s by dtype, measured now."""
-    cpu = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
-    name = (
-        torch.cuda.get_device_name(device) if device.startswith("cuda") else f"{cpu}, {torch.get_num_threads()} threads"
-    )
     return {
-        "machine": name,
+        "machine": machine_name(device),
         "torch": torch.__version__,
         "load_before": os.getloadavg()[0],
         "read_gb_s": read_bandwidth(device) / 1e9,
         "matmul_gflop_s": {str(dtype)[6:]: matmul_rate(device, dtype) / 1e9 for dtype in dtypes},
     }
-
-
-def read_bandwidth(device: str) -> float:
-    """Bytes per second of the fastest of seven sums over 1 GiB."""
-    data = torch.ones(GIB // 4, device=device)
-    data.sum()
-    return GIB / min(seconds(data.sum, device) for _ in range(7))
-
-
-def matmul_rate(device: str, dtype: torch.dtype, size: int = 2048) -> float:
-    """Operations per second of the fastest of ten products of square matrices."""
-    matrix = torch.randn(size, size, device=device).to(dtype)
-    product = torch.empty_like(matrix)
-    torch.mm(matrix, matrix, out=product)
-    return 2 * size**3 / min(seconds(lambda: torch.mm(matrix, matrix, out=product), device) for _ in range(10))
 
 
 def floor_milliseconds(machine: dict, dtype: torch.dtype, nbytes: float, flops: float) -> float:

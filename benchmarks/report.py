@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import HfArgumentParser
 
+from modeling_gqa.reporting.pictures import COLORS
+
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 RESULTS = Path("benchmarks/results")
 PICTURE = Path("docs/assets/decode_mla.png")
@@ -27,7 +29,6 @@ DECODE_CELLS = [
 ]  # fmt: skip
 # The cells of the documentation's table of MLA of models with norms: batch, length, in bfloat16.
 NORMS_CELLS = [(1, 128), (1, 2048), (1, 8192), (8, 2048), (8, 8192)]
-COLORS = {"mha": "tab:red", "gqa": "tab:orange", "mqa": "tab:green", "mla": "tab:blue"}
 
 
 def parse_arguments(*dataclasses: Any) -> tuple:

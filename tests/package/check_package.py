@@ -78,7 +78,7 @@ def check_contents(wheel: Path, source: Path) -> None:
         installed = set(archive.namelist())
     with tarfile.open(source) as archive:
         shipped = {name.partition("/")[2] for name in archive.getnames()}
-    parts = ("training/**/*.py", "configuration/recipes/*.yaml", "configuration/models/*/config.json")
+    parts = ("training/**/*.py", "configuration/recipes/*.yaml", "configuration/*/*/config.json")
     expected = [path.relative_to(ROOT).as_posix() for pattern in parts for path in ROOT.glob(pattern)]
     missing = [name for name in ["py.typed", *expected] if f"modeling_gqa/{name}" not in installed]
     for folder in ("modeling_gqa", "training", "configuration", "tests", "benchmarks"):

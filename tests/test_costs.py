@@ -1,0 +1,293 @@
+"""What models cost, against transformers' own models, figures that were published, and every number tried."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import make_config, make_model
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
+
+from modeling_gqa import ATTENTION_CLASSES, GQAConfig, accounting
+from modeling_gqa.accounting import Experts, Machine, Model, report
+from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.common.files import CONFIGURATION
+from modeling_gqa.reporting.configurations import PRESETS, changed, find_model
+
+PUBLISHED = sorted(path.parent.name for path in (CONFIGURATION / "published").glob("*/config.json"))
+# Parameters as the models' cards and papers count them, to the digit.
+PARAMETERS = {
+    "llama-3-8b": 8_030_261_248,
+    "qwen3-0.6b": 596_049_920,
+    "smollm2-135m": 134_515_008,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_404_352,
+}
+SMALL = {
+    "vocab_size": 101,
+    "hidden_size": 48,
+    "intermediate_size": 58,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+LATENT = {"kv_lora_rank": 22, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "num_key_value_heads": 6}
+DEEPSEEK = {**LATENT, "moe_intermediate_size": 18, "n_routed_experts": 8, "n_shared_experts": 3, "first_k_dense_replace": 1}
+EXPERTS = {
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 18,
+        "head_dim": 14,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+    },
+    "deepseek_v2": {**DEEPSEEK, "q_lora_rank": 17, "num_experts_per_tok": 2, "topk_method": "greedy"},
+    "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 17, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+}
+
+
+def stock_config(model_type: str):
+    return CONFIG_MAPPING[model_type](**{**SMALL, **EXPERTS[model_type]})
+
+
+@pytest.fixture(params=EXPERTS)
+def with_experts(request, tmp_path):
+    """A stock configuration whose layers have experts, and what is read of its `config.json`."""
+    config = stock_config(request.param)
+    config.save_pretrained(tmp_path / "stock")
+    return config, find_model(str(tmp_path / "stock"))[0]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_parameters(name):
+    """They are those of transformers' own model, and those that its authors count."""
+    fields = json.loads(PRESETS[name].read_text())
+    with torch.device("meta"):
+        stock = AutoModelForCausalLM.from_config(CONFIG_MAPPING[fields["model_type"]].from_dict(fields))
+    assert report(find_model(name)[0]).parameters == stock.num_parameters() == PARAMETERS[name]
+
+
+def test_cache_of_deepseek():
+    """576 numbers per token and layer (DeepSeek-V3, 2412.19437, section 4.2)."""
+    found = report(find_model("deepseek-v3")[0])
+    assert {layer.cached_numbers for layer in found.layers} == {576}
+    assert found.cache_bytes_per_token == 61 * 576 * 2
+
+
+def test_table_of_caches():
+    """DeepSeek-V2's table 1 (2405.04434): numbers per token of MHA, GQA, MQA and MLA, by its symbols."""
+    heads, size, layers, groups = 128, 128, 60, 8
+    latent, rope = 4 * size, size // 2
+    shape = {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": 5120, "head_dim": size}
+    table = {
+        "mha": 2 * heads * size * layers,
+        "gqa": 2 * groups * size * layers,
+        "mqa": 2 * size * layers,
+        "mla": (latent + rope) * layers,
+    }
+    for kind, numbers in table.items():
+        given = {"num_key_value_heads": groups} if kind == "gqa" else {}
+        config = GQAConfig(**shape, attention_kind=kind, **given)
+        assert report(config).cache_bytes_per_token == 2 * numbers
+    assert table["mla"] == 4.5 * size * layers  # "equal to GQA with only 2.25 groups"
+
+
+def test_tutorials_comparison():
+    """Attention modules of batch 2, length 10, width 256 and 8 heads: parameters and FLOPs of the built modules."""
+    latent = {
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 26,
+        "v_head_dim": 16,
+    }
+    for kind, sizes in {"mha": {}, "mqa": {}, "gqa": {"num_key_value_heads": 4}, "mla": latent}.items():
+        config = GQAConfig(attention_kind=kind, hidden_size=256, num_attention_heads=8, num_hidden_layers=1, **sizes)
+        config._attn_implementation = "eager"
+        module = ATTENTION_CLASSES[kind](config, layer_idx=0).eval()
+        found = report(config, contexts=[10]).layers[0]
+        assert found.attention_parameters == sum(parameter.numel() for parameter in module.parameters())
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            module(torch.randn(2, 10, 256))
+        mlp = 2 * 10 * 3 * config.hidden_size * config.intermediate_size
+        assert 2 * (found.prefill_flops[10] - mlp) == counter.get_total_flops()
+
+
+def test_totals_are_sums_of_layers(model_name):
+    config = make_config(model_name)
+    found = report(config, contexts=[7, 31], batch_sizes=[1, 3])
+    layers = found.layers
+    assert found.attention_parameters == sum(layer.attention_parameters for layer in layers)
+    assert found.mlp_parameters == sum(layer.mlp_parameters for layer in layers)
+    parts = (found.attention_parameters, found.mlp_parameters, found.embedding_parameters, found.norm_parameters)
+    assert found.parameters == found.parameters_per_token == sum(parts) == accounting.count_parameters(config)
+    head = 2 * config.hidden_size * config.vocab_size
+    for cost in found.contexts:
+        rows, tokens = cost.batch_size, cost.context
+        for name, positions in {"training_flops": 3 * tokens, "prefill_flops": 1, "decode_flops": 1}.items():
+            of_layers = sum(getattr(layer, name)[tokens] for layer in layers)
+            assert getattr(cost, name) == rows * (of_layers + positions * head)
+        assert cost.intensity == cost.decode_flops / cost.decode_bytes
+
+
+@torch.no_grad()
+def test_costs_of_a_built_model(model_name):
+    """Cache and FLOPs of a decoded token are those of the model that decodes it."""
+    model = make_model(model_name, attn_implementation="eager")
+    ids = torch.randint(3, 101, (2, 12), generator=torch.Generator().manual_seed(0))
+    cache = DynamicCache(config=model.config)
+    for token in range(11):
+        model(ids[:, token : token + 1], past_key_values=cache)
+    found = report(model.config, contexts=[11], batch_sizes=[2], dtype=torch.float32).contexts[0]
+    stored = sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
+    assert found.cache_bytes == stored
+    with FlopCounterMode(display=False) as counter:
+        model(ids[:, 11:], past_key_values=cache)
+    assert found.decode_flops == counter.get_total_flops()
+
+
+def test_experts_parameters(with_experts):
+    config, model = with_experts
+    with torch.device("meta"):
+        stock = AutoModelForCausalLM.from_config(config)
+    assert accounting.count_parameters(model) == stock.num_parameters()
+    assert 0 < len(model.experts) <= config.num_hidden_layers
+    found = report(model)
+    assert found.parameters_per_token < found.parameters
+    assert json.dumps(found.to_dict())
+
+
+@torch.no_grad()
+def test_experts_operations(with_experts):
+    """A prompt takes the FLOPs that transformers' model takes, each token those of the experts it is sent to."""
+    config, model = with_experts
+    config._attn_implementation = config._experts_implementation = "eager"
+    stock = AutoModelForCausalLM.from_config(config).eval()
+    with FlopCounterMode(display=False) as counter:
+        stock(torch.randint(3, 101, (2, 9), generator=torch.Generator().manual_seed(0)), logits_to_keep=1)
+    assert accounting.prefill_flops(model, 2, 9) == counter.get_total_flops()
+
+
+def test_experts_read():
+    """The expected number is the mean over drawn experts."""
+    experts, generator = Experts(number=6, chosen=2, size=10, shared=3), torch.Generator().manual_seed(0)
+    for tokens in (1, 2, 5):
+        draws = [
+            len({e for _ in range(tokens) for e in torch.randperm(6, generator=generator)[:2].tolist()})
+            for _ in range(4000)
+        ]
+        assert experts.read(tokens) == pytest.approx(10 * sum(draws) / len(draws) + 3, rel=0.02)
+    assert experts.read(1) == experts.per_token == 23
+    assert experts.read(10**6) == experts.stored == 63
+
+
+def test_bound():
+    """The longer of reading weights and cache and of computing, with the weights read once for all rows."""
+    config = make_config("mla")
+    weights, cache = accounting.decode_weights(config), accounting.cache_bytes(config, 4, 50, torch.float32)
+    flops = accounting.decode_flops(config, 4, 50)
+    nbytes = (weights + (0 if config.tie_word_embeddings else 3 * config.hidden_size)) * 4 + cache
+    slow_reading, slow_computing = Machine(bandwidth=10.0, rate=1e18), Machine(bandwidth=1e18, rate=10.0)
+    for machine, seconds in ((slow_reading, nbytes / 10), (slow_computing, flops / 10)):
+        assert accounting.decode_seconds(config, machine, 4, 50, torch.float32) == pytest.approx(seconds)
+        cost = report(config, contexts=[50], batch_sizes=[4], dtype=torch.float32, machine=machine).contexts[0]
+        assert cost.tokens_per_second == pytest.approx(4 / seconds)
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla", "mixed-window"])
+def test_memory(name):
+    """One more token, or one more row, does not fit."""
+    config, weights = make_config(name), accounting.count_parameters(make_config(name)) * 2
+    for memory in (weights - 1, weights, weights + 5_000, weights + 50_001, weights + 10**7):
+        fits = lambda rows, tokens, memory=memory: weights + accounting.cache_bytes(config, rows, tokens) <= memory  # noqa: E731
+        longest = accounting.longest_context(config, memory, 3)
+        assert longest is None or (not fits(3, longest + 1) and (longest == 0 or fits(3, longest)))
+        batch = accounting.largest_batch(config, memory, 9)
+        assert not fits(batch + 1, 9) and (batch == 0 or fits(batch, 9))
+
+
+def test_memory_of_windows_is_bounded():
+    config = make_config("gqa", sliding_window=5)
+    most = accounting.count_parameters(config) * 2 + accounting.cache_bytes(config, 2, 10**6)
+    assert accounting.longest_context(config, most, 2) is None
+    assert accounting.longest_context(config, most - 1, 2) == 4
+
+
+def test_faster_contexts():
+    """The ranges are those found by trying every context."""
+    machine = Machine(bandwidth=1.0, rate=3.0)
+    models = [make_config(name) for name in ("mha", "gqa", "mqa", "mla", "mixed-window")]
+    seen = set()
+    for model in models:
+        for other in models:
+            for rows in (1, 16):
+                ours, theirs = (
+                    [accounting.decode_seconds(x, machine, rows, tokens) for tokens in range(1, 301)]
+                    for x in (model, other)
+                )
+                ranges = accounting.faster_contexts(model, other, machine, rows, longest=300)
+                inside = {tokens for begin, end in ranges for tokens in range(begin, end + 1)}
+                assert inside == {tokens for tokens in range(1, 301) if ours[tokens - 1] < theirs[tokens - 1]}
+                seen.add(len(inside))
+    assert seen - {0, 300}  # some are faster in a part of them
+
+
+# -- configurations by name
+
+
+def test_configurations_that_are_found(tmp_path, monkeypatch):
+    """A preset, a folder, a file, and a model on the Hub, whose fields that cost nothing are not looked at."""
+    assert find_model("tiny-mla")[0].config.attention_kind == "mla"
+    fields = json.loads(PRESETS["llama-3-8b"].read_text())
+    folder = tmp_path / "models--org--name" / "snapshots" / "0123"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(
+        json.dumps(fields | {"no_rope_layers": [1] * 32, "quantization_config": {"quant_method": "fp8"}})
+    )
+    refs = folder.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0123")
+    monkeypatch.setattr("modeling_gqa.reporting.configurations.hf_hub_download", lambda name, file: folder / file)
+    for source in (str(folder), str(folder / "config.json"), "org/name"):
+        model, dtype = find_model(source)
+        assert accounting.count_parameters(model) == PARAMETERS["llama-3-8b"]
+        assert dtype == torch.bfloat16
+    assert model.name == "org/name"
+
+
+def test_configurations_that_are_refused(tmp_path):
+    for content, said in {
+        '{"model_type": "gemma2"}': "soft-caps",
+        '{"model_type": []}': "not supported",
+        "{": "cannot be read",
+        '{"model_type": "llama", "hidden_size": "wide"}': "not valid",
+        '{"model_type": "llama", "num_hidden_layers": 1000000000}': "at most",
+    }.items():
+        path = tmp_path / "config.json"
+        path.write_text(content)
+        with pytest.raises(ConversionError, match=said):
+            find_model(str(path))
+    with pytest.raises(ConversionError, match="has no config.json"):
+        find_model(str(Path(__file__).parent))
+    with pytest.raises(ConversionError, match="did you mean llama-3-8b"):
+        find_model("llama-3-8")
+
+
+def test_changed():
+    """Sizes that follow from a changed field are derived anew; experts keep their own."""
+    model = changed(find_model("llama-3-8b")[0], {"attention_kind": "mla"})
+    assert (model.config.kv_lora_rank, model.config.qk_rope_head_dim) == (512, 64)
+    assert model.name == "llama-3-8b, mla"
+    with pytest.raises(ConversionError, match="does not divide|divisor|multiple"):
+        changed(model, {"attention_kind": "gqa", "num_key_value_heads": 7})
+    with pytest.raises(ConversionError, match="experts have sizes of their own"):
+        changed(find_model("deepseek-v3")[0], {"hidden_size": 64})
+    assert isinstance(Model(model.config).layers, tuple)
+
+
+def test_report_refuses_numbers_below_one():
+    with pytest.raises(ValueError, match="contexts must be at least 1"):
+        report(GQAConfig(), contexts=[0])
