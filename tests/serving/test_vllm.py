@@ -65,7 +65,7 @@ def test_two_ranks_without_the_plugin_give_the_same_tokens(name, tmp_path):
 def test_heads_that_do_not_divide_are_refused(tmp_path):
     """In one line, before the weights are loaded; vLLM itself refuses query heads."""
     model = save_model("gqa", tmp_path, num_attention_heads=6, num_key_value_heads=3)
-    with pytest.raises(RuntimeError, match="ValueError: layer 0 has 3 key/value heads: neither they nor 2 ranks are"):
+    with pytest.raises(RuntimeError, match="ValueError: layer 0 has 3 key/value heads: neither they nor the 2 ranks"):
         serve(model, PROMPTS, 4, tensor_parallel_size=2)
 
 
