@@ -180,7 +180,8 @@ def test_experts_read():
             for _ in range(4000)
         ]
         assert experts.read(tokens) == pytest.approx(10 * sum(draws) / len(draws) + 3, rel=0.02)
-    assert experts.read(1) == experts.per_token == 23
+    assert experts.read(1) == pytest.approx(experts.per_token)
+    assert experts.per_token == 23
     assert experts.read(10**6) == experts.stored == 63
 
 
@@ -281,7 +282,7 @@ def test_changed():
     model = changed(find_model("llama-3-8b")[0], {"attention_kind": "mla"})
     assert (model.config.kv_lora_rank, model.config.qk_rope_head_dim) == (512, 64)
     assert model.name == "llama-3-8b, mla"
-    with pytest.raises(ConversionError, match="does not divide|divisor|multiple"):
+    with pytest.raises(ConversionError, match="not divisible"):
         changed(model, {"attention_kind": "gqa", "num_key_value_heads": 7})
     with pytest.raises(ConversionError, match="experts have sizes of their own"):
         changed(find_model("deepseek-v3")[0], {"hidden_size": 64})

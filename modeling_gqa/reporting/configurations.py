@@ -78,7 +78,7 @@ def read_fields(fields: Mapping[str, Any]) -> tuple[GQAConfig, dict[int, Experts
     try:
         if model_type == GQAConfig.model_type:
             return GQAConfig.from_dict(dict(fields)), {}
-        family = ATTENTION_OF.get(model_type, model_type)  # type: ignore[arg-type]
+        family = ATTENTION_OF.get(str(model_type), model_type)  # type: ignore[arg-type]
         find_family(family)
         stock = CONFIG_MAPPING[model_type].from_dict(dict(fields))
         attention = stock
