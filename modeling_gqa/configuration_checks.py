@@ -99,6 +99,8 @@ def check_value(name: str, value: Any):
         raise ValueError(f"{name}={shown(value)} is no dtype of weights: choose one of {', '.join(map(str, DTYPES))}")
     elif name == "is_encoder_decoder" and value:
         raise ValueError("is_encoder_decoder=True does not go with a decoder: leave it out")
+    elif name == "label2id" and not all(isinstance(label, str) for label in value):
+        raise ValueError(f"label2id={shown(value)} must have the names of labels as keys")
     elif name == "id2label" and not all(str(label).isdecimal() for label in value):
         raise ValueError(f"id2label={shown(value)} must have label numbers, counted from 0, as keys")
 
@@ -118,6 +120,8 @@ def check_rope_values(rope: dict):
     """Check each rotary parameter that is given."""
     for key, value in rope.items():
         name = f"rope_parameters[{key!r}]"
+        if not isinstance(key, str):
+            raise ValueError(f"rope_parameters has the key {shown(key)}: keys must be text, as in {ROPE_EXAMPLE}")
         if isinstance(value, dict):
             raise ValueError(
                 f"{name}={shown(value)} is a set of its own, and rope_parameters by layer type is not supported: give "
