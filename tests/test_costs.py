@@ -33,8 +33,14 @@ SMALL = {
     "num_key_value_heads": 2,
 }
 LATENT = {"kv_lora_rank": 22, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "num_key_value_heads": 6}
-DEEPSEEK = {**LATENT, "moe_intermediate_size": 18, "n_routed_experts": 8, "n_shared_experts": 3, "first_k_dense_replace": 1}
-EXPERTS = {
+DEEPSEEK = {
+    **LATENT,
+    "moe_intermediate_size": 18,
+    "n_routed_experts": 8,
+    "n_shared_experts": 3,
+    "first_k_dense_replace": 1,
+}
+EXPERTS: dict[str, dict] = {
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
     "qwen3_moe": {
         "num_experts": 7,
@@ -50,7 +56,7 @@ EXPERTS = {
 
 
 def stock_config(model_type: str):
-    return CONFIG_MAPPING[model_type](**{**SMALL, **EXPERTS[model_type]})
+    return CONFIG_MAPPING[model_type].from_dict(SMALL | EXPERTS[model_type])
 
 
 @pytest.fixture(params=EXPERTS)
@@ -195,7 +201,24 @@ def test_bound():
     for machine, seconds in ((slow_reading, nbytes / 10), (slow_computing, flops / 10)):
         assert accounting.decode_seconds(config, machine, 4, 50, torch.float32) == pytest.approx(seconds)
         cost = report(config, contexts=[50], batch_sizes=[4], dtype=torch.float32, machine=machine).contexts[0]
-        assert cost.tokens_per_second == pytest.approx(4 / seconds)
+        assert cost.decode_seconds == pytest.approx(seconds)
+
+
+def test_bounds_count_no_hidden_scores(model_name):
+    """A prompt's and a step's bounds are those of each token attending to what the mask lets it see."""
+    config, tokens, machine = make_config(model_name), 23, Machine(bandwidth=1e18, rate=10.0)
+    cost = report(config, contexts=[tokens], batch_sizes=[2], machine=machine).contexts[0]
+    head, hidden = 2 * config.hidden_size * config.vocab_size, 0
+    for layer in Model(config).layers:
+        pair = 2 * layer.config.num_attention_heads * 2 * layer.config.head_dim
+        if layer.config.attention_kind == "mla":
+            pair = 2 * layer.config.num_attention_heads * (layer.config.qk_head_dim + layer.config.v_head_dim)
+        seen = sum(min(token, layer.window or tokens) for token in range(1, tokens + 1))
+        hidden += pair * (tokens**2 - seen)
+    assert hidden > 0
+    of_layers = sum(layer.flops(tokens, tokens) for layer in Model(config).layers)
+    assert cost.prefill_seconds == pytest.approx(2 * (of_layers - hidden + head) / 10)
+    assert cost.training_seconds == pytest.approx(6 * (of_layers - hidden + tokens * head) / 10)
 
 
 @pytest.mark.parametrize("name", ["gqa", "mla", "mixed-window"])
@@ -271,7 +294,7 @@ def test_configurations_that_are_refused(tmp_path):
         path.write_text(content)
         with pytest.raises(ConversionError, match=said):
             find_model(str(path))
-    with pytest.raises(ConversionError, match="has no config.json"):
+    with pytest.raises(ConversionError, match=r"has no config\.json"):
         find_model(str(Path(__file__).parent))
     with pytest.raises(ConversionError, match="did you mean llama-3-8b"):
         find_model("llama-3-8")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -122,9 +123,7 @@ def longest_context(
     return first_with(lambda tokens: cache_bytes(model, batch_size, tokens, dtype) > room, 0, MOST_TOKENS) - 1
 
 
-def largest_batch(
-    model: GQAConfig | Model, memory: float, tokens: int, dtype: torch.dtype = torch.bfloat16
-) -> int:
+def largest_batch(model: GQAConfig | Model, memory: float, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
     """Return the most rows of `tokens` tokens whose cache fits a memory beside the weights.
 
     Args:
@@ -182,13 +181,15 @@ def faster_contexts(
         ours, theirs = (decode_seconds(x, machine, batch_size, context, dtype) for x in models)
         return ours < theirs
 
+    def is_slower(context: int) -> bool:
+        return not is_faster(context)
+
     powers = {round(2 ** (eighths / 8)) for eighths in range(8 * longest.bit_length())}
     points = [*sorted(power for power in powers if power < longest), longest]
     changes = [1] if is_faster(1) else []
-    for before, after in zip(points, points[1:], strict=False):
-        faster = is_faster(after)
-        if faster != bool(len(changes) % 2):
-            changes.append(first_with(lambda context, faster=faster: is_faster(context) == faster, before, after))
+    for before, after in pairwise(points):
+        if is_faster(before) != is_faster(after):
+            changes.append(first_with(is_slower if is_faster(before) else is_faster, before, after))
     ends = [change - 1 for change in changes[1::2]] + [longest] * (len(changes) % 2)
     return list(zip(changes[::2], ends, strict=True))
 

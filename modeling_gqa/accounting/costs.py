@@ -19,6 +19,7 @@ from .sizes import (
     decode_weights,
 )
 
+
 @dataclass(frozen=True)
 class LayerCost:
     """Costs of one layer; FLOPs are of one row, by its number of tokens.
@@ -63,8 +64,9 @@ class ContextCost:
         decode_bytes: read by one decoded token in each row: the cache, and the weights once.
         intensity: `decode_flops` for each of `decode_bytes`.
         decode_seconds: least time of one decoded token in each row; `None` without a machine.
-        tokens_per_second: decoded in all rows together, at most; `None` without a machine.
-        prefill_seconds: least time of reading the prompts; `None` without a machine.
+        prefill_seconds: least time of reading the prompts, where a kernel skips the scores that the mask hides;
+            `None` without a machine.
+        training_seconds: the same of a step of training, by its FLOPs alone.
         fits: whether weights and cache fit the memory; `None` without one.
     """
 
@@ -78,8 +80,8 @@ class ContextCost:
     decode_bytes: int
     intensity: float
     decode_seconds: float | None
-    tokens_per_second: float | None
     prefill_seconds: float | None
+    training_seconds: float | None
     fits: bool | None
 
 
@@ -206,24 +208,24 @@ def context_cost(
     model: Model, rows: int, tokens: int, dtype: torch.dtype, memory: float | None, machine: Machine | None
 ) -> ContextCost:
     """Costs of a model at one number of rows and tokens."""
-    prefill, decode = prefill_flops(model, rows, tokens), decode_flops(model, rows, tokens)
+    training, prefill = training_flops(model, rows, tokens), prefill_flops(model, rows, tokens)
+    decode = decode_flops(model, rows, tokens)
     weights, cache = count_parameters(model) * dtype.itemsize, cache_bytes(model, rows, tokens, dtype)
     read = decode_bytes(model, rows, tokens, dtype)
-    seconds = machine.seconds(read, decode) if machine else None
+    hidden = rows * model.total(lambda layer: layer.hidden_flops(tokens))
+    prompt_weights = decode_weights(model, rows * tokens) * dtype.itemsize
     return ContextCost(
         batch_size=rows,
         context=tokens,
-        training_flops=training_flops(model, rows, tokens),
+        training_flops=training,
         prefill_flops=prefill,
         decode_flops=decode,
         decode_flops_expanded=decode_flops(model, rows, tokens, absorbed=False),
         cache_bytes=cache,
         decode_bytes=read,
         intensity=decode / read,
-        decode_seconds=seconds,
-        tokens_per_second=rows / seconds if seconds else None,
-        prefill_seconds=machine.seconds(decode_weights(model, rows * tokens) * dtype.itemsize, prefill)
-        if machine
-        else None,
+        decode_seconds=machine.seconds(read, decode) if machine else None,
+        prefill_seconds=machine.seconds(prompt_weights, prefill - hidden) if machine else None,
+        training_seconds=machine.seconds(0, training - 3 * hidden) if machine else None,
         fits=None if memory is None else weights + cache <= memory,
     )

@@ -18,7 +18,8 @@ class Experts:
         from modeling_gqa.accounting import Experts
 
         experts = Experts(number=8, chosen=2, size=100, shared=10)
-        print(experts.stored, experts.per_token, experts.read(tokens=1), experts.read(tokens=1000))  # 810 210 210.0 810.0
+        print(experts.stored, experts.per_token)  # 810 210
+        print(experts.read(tokens=1), experts.read(tokens=1000))  # 210.0 810.0
         ```
     """
 

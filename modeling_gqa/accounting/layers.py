@@ -59,6 +59,14 @@ class Layer(NamedTuple):
         attention = self.attention.multiplications(self.config, queries, seen, absorbed)
         return 2 * (attention + queries * self.mlp_matrices)
 
+    def hidden_flops(self, tokens: int) -> int:
+        """FLOPs of a prompt of one row on scores that the mask hides, which kernels may skip."""
+        count = self.attention.multiplications  # linear in queries, in keys, and in pairs of them
+        of_pairs = count(self.config, tokens, tokens) - count(self.config, tokens, 0) - count(self.config, 0, tokens)
+        seen = self.visible_tokens(tokens)
+        pairs = seen * tokens - seen * (seen - 1) // 2
+        return 2 * (of_pairs - of_pairs // tokens**2 * pairs)
+
 
 @dataclass(frozen=True)
 class Model:
@@ -73,7 +81,8 @@ class Model:
         ```python
         from modeling_gqa import GQAConfig, accounting
 
-        model = accounting.Model(GQAConfig(), experts={11: accounting.Experts(number=8, chosen=2, size=2**20, shared=0)})
+        experts = accounting.Experts(number=8, chosen=2, size=2**20, shared=0)
+        model = accounting.Model(GQAConfig(), experts={11: experts})
         print(accounting.count_parameters(model), accounting.count_parameters(model.config))
         ```
     """

@@ -22,6 +22,7 @@ from .console import out, printable, progress_bars, user_errors
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 GIB, GB, TERA = 2**30, 1e9, 1e12
+CONTEXTS, ROWS = [1024, 8192, 32768], [1]  # that are shown without --context and --batch-size
 SIZES = {
     "attention_kind": (Kind, "Attention of all layers."),
     "hidden_size": (int, "Width of the model."),
@@ -87,19 +88,17 @@ def report_(
     *,
     context: Annotated[
         list[int], _asked(min=1, help="Tokens of each row; may be repeated.", metavar="TOKENS")
-    ] = [1024, 8192, 32768],  # noqa: B006 - typer reads it
-    batch_size: Annotated[list[int], _asked(min=1, help="Number of rows; may be repeated.", metavar="ROWS")] = [1],  # noqa: B006
+    ] = CONTEXTS,
+    batch_size: Annotated[list[int], _asked(min=1, help="Number of rows; may be repeated.", metavar="ROWS")] = ROWS,
     dtype: Annotated[
         Dtype, _asked(help="Of weights and cache. auto: what the first CONFIG names, else bfloat16.")
     ] = "auto",
-    memory: Annotated[
-        float | None, _machine(min=0, help="Memory for weights and cache, in GiB.", show_default=False)
-    ] = None,
+    memory: Annotated[float | None, _machine(help="Memory for weights and cache, in GiB.", show_default=False)] = None,
     bandwidth: Annotated[
-        float | None, _machine(min=0, help="What it reads, in GB/s (10^9 bytes).", show_default=False)
+        float | None, _machine(help="What it reads, in GB/s (10^9 bytes).", show_default=False)
     ] = None,
     rate: Annotated[
-        float | None, _machine(min=0, help="Matrix products in the dtype, in TFLOP/s.", show_default=False)
+        float | None, _machine(help="Matrix products in the dtype, in TFLOP/s.", show_default=False)
     ] = None,
     measure: Annotated[
         bool, _machine("--measure", help="Measure this machine, and decoding with random weights on it.")
@@ -125,15 +124,17 @@ def report_(
         models, named = find_models(configs or [], {name: value for name, value in sizes.items() if value is not None})
         precision = getattr(torch, dtype) if dtype != "auto" else named or torch.bfloat16
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        check_positive({"--memory": memory, "--bandwidth": bandwidth, "--rate": rate})
         machine = find_machine(bandwidth, rate, measure, where, precision)
-        room = memory * GIB if memory else None
-        options: dict[str, Any] = {"contexts": sorted(set(context)), "batch_sizes": sorted(set(batch_size))}
-        reports = [report(model, **options, dtype=precision, memory=room, machine=machine) for model in models]
+        room = None if memory is None else memory * GIB
+        contexts, rows = sorted(set(context)), sorted(set(batch_size))
+        sizes = {"contexts": contexts, "batch_sizes": rows, "dtype": precision}
+        reports = [report(model, **sizes, memory=room, machine=machine) for model in models]
         measured = []
         if measure:
             with progress_bars() as show_progress:
-                measured = measure_decoding(models, *options.values(), precision, where, show_progress)
-        costs = Costs(models, reports, compare(models, machine, precision, batch_size), measured)
+                measured = measure_decoding(models, **sizes, device=where, show_progress=show_progress)
+        costs = Costs(models, reports, compare(models, machine, **sizes), measured)
         if plot:
             save(plot_costs(models, machine, max(batch_size), max(context), precision), plot)
         if as_json:
@@ -153,12 +154,23 @@ def find_models(sources: list[str], sizes: dict[str, Any]) -> tuple[list[Model],
         models.append(changed(models[0] if models else Model(GQAConfig(), "default"), sizes))
     names = [model.name for model in models]
     models = [
-        Model(model.config, f"{model.name} ({sources[index]})" if names.count(model.name) > 1 else model.name, model.experts)
+        Model(
+            model.config,
+            f"{model.name} ({sources[index]})" if names.count(model.name) > 1 else model.name,
+            model.experts,
+        )
         if index < len(sources)
         else model
         for index, model in enumerate(models)
     ]
     return models, found[0][1] if found else None
+
+
+def check_positive(options: dict[str, float | None]) -> None:
+    """Raise `ConversionError` for an option that is not more than 0."""
+    for name, value in options.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ConversionError(f"{name} {value:g} must be more than 0, and a number")
 
 
 def find_machine(

@@ -13,9 +13,7 @@ from .measuring import MeasuredToken
 from .tables import Table, in_bytes, three_digits, with_prefix
 
 BATCH_SIZES = (1, 8, 64)  # at which two models are compared by bound, besides those that are asked for
-EXPANDED = (
-    "Expanded: where MLA rebuilds keys and values at every token. This package decodes over the latent instead."
-)
+EXPANDED = "Expanded: where MLA rebuilds keys and values at every token. This package decodes over the latent instead."
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,7 @@ class Costs:
         if self.reports[0].memory:
             found.append(memory_table(self.reports))
         if self.reports[0].machine:
+            found.append(bounds_table(self.reports))
             found.append(describe_machine(self.reports[0].machine))
         found += [
             describe_comparisons(list(group))
@@ -84,16 +83,23 @@ class Costs:
 
 
 def compare(
-    models: Sequence[Model], machine: Machine | None, dtype: torch.dtype, batch_sizes: Sequence[int]
+    models: Sequence[Model],
+    machine: Machine | None,
+    contexts: Sequence[int],
+    batch_sizes: Sequence[int],
+    dtype: torch.dtype,
 ) -> list[Comparison]:
-    """Return where each model after the first is faster than the first by bound, up to the shorter one's positions."""
+    """Return where each model after the first is faster than the first by bound.
+
+    It is looked up to the shorter one's positions, and up to the longest context that is asked for.
+    """
     first, *others = models
     numbers = sorted({*BATCH_SIZES, *batch_sizes})
     return [
         Comparison(model.name, first.name, rows, faster_contexts(model, first, machine, rows, dtype, longest), longest)
         for model in others
         if machine
-        for longest in [min(x.config.max_position_embeddings for x in (first, model))]
+        for longest in [max(*contexts, min(x.config.max_position_embeddings for x in (first, model)))]
         for rows in numbers
     ]
 
@@ -157,7 +163,7 @@ def operations_table(reports: Sequence[CostReport]) -> Table:
 
 
 def decoding_table(reports: Sequence[CostReport]) -> Table:
-    """Bytes, a row for each number of rows and tokens, and model; with the bound where there is a machine."""
+    """Bytes, a row for each number of rows and tokens, and model."""
     cells = [
         [
             where,
@@ -165,13 +171,22 @@ def decoding_table(reports: Sequence[CostReport]) -> Table:
             in_bytes(cost.cache_bytes) + ("" if cost.fits is not False else ", too large"),
             in_bytes(cost.decode_bytes),
             three_digits(cost.intensity),
-            *([three_digits(cost.tokens_per_second)] if cost.tokens_per_second else []),
         ]
         for where, name, cost in each_context(reports)
     ]
     header = ["rows x tokens", "", "cache", "bytes read", "FLOP per byte"]
-    header += ["tokens/s, at most"] if reports[0].machine else []
     return Table(header, cells, title="A decoded token in each row", words=2)
+
+
+def bounds_table(reports: Sequence[CostReport]) -> Table:
+    """Tokens per second at most, a row for each number of rows and tokens, and model."""
+    cells = []
+    for where, name, cost in each_context(reports):
+        tokens = cost.batch_size * cost.context
+        times = (tokens, cost.training_seconds), (tokens, cost.prefill_seconds), (cost.batch_size, cost.decode_seconds)
+        cells.append([where, name, *(with_prefix(many / seconds) for many, seconds in times if seconds)])
+    header = ["rows x tokens", "", "training", "prompts", "decoding"]
+    return Table(header, cells, title="Tokens per second of all rows together, at most", words=2)
 
 
 def each_context(reports: Sequence[CostReport]) -> Iterator[tuple[str, str, ContextCost]]:
@@ -195,11 +210,13 @@ def memory_table(reports: Sequence[CostReport]) -> Table:
 
 
 def describe_machine(machine: Machine) -> str:
+    """One sentence on what the bounds are for, and what they leave out."""
     name = f"{machine.name}: " if machine.name else ""
     rates = f"{with_prefix(machine.bandwidth, 'B/s')} read, {with_prefix(machine.rate, 'FLOP/s')} of matrix products"
     return (
-        f"Bounds are for {name}{rates}. A bound counts weights, cache and matrix products alone: what calls of kernels, "
-        "norms and the softmax take comes on top, so short contexts and small models stay further below it."
+        f"Bounds are for {name}{rates}. They count weights, cache and matrix products alone, of prompts and training "
+        "without the scores that the mask hides. Calls of kernels, norms and the softmax come on top, so short "
+        "contexts and small models stay further below them."
     )
 
 

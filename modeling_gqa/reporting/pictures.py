@@ -8,6 +8,7 @@ import torch
 
 from ..accounting import Machine, Model, cache_bytes, decode_seconds
 from ..common.errors import ConversionError, install_extra
+from .tables import three_digits
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 # Colours that people with any colour vision tell apart (Okabe and Ito, 2008, jfly.uni-koeln.de/color).
 COLORS = {"mha": "#D55E00", "gqa": "#E69F00", "mqa": "#009E73", "mla": "#0072B2", "mixed": "#CC79A7"}
 STYLES = ("-", "--", ":", "-.")  # of models of the same kind
-GIB = 2**30
+MIB = 2**20
 
 
 def new_figure(**options: Any) -> "Figure":
@@ -23,7 +24,7 @@ def new_figure(**options: Any) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConversionError(f"a picture needs matplotlib: {install_extra('bench')}") from None
+        raise ConversionError(f"a picture needs matplotlib: {install_extra('plots')}") from None
     return Figure(layout="constrained", **options)
 
 
@@ -58,18 +59,19 @@ def name_lines(axis: Any, ends: Sequence[tuple[float, float, str, str]], least: 
     """Write names at the right ends of lines, moved apart where they would cover each other.
 
     Args:
-        axis: with a logarithmic vertical scale and its final limits.
+        axis: with its final scales and limits.
         ends: x, y, name and colour of each.
         least: distance between two names, as a share of the axis's height.
     """
+    ends = sorted(ends, key=lambda end: end[1])
+    heights = [axis.transAxes.inverted().transform(axis.transData.transform(end[:2]))[1] for end in ends]
     placed: list[float] = []
-    for x, y, name, color in sorted(ends, key=lambda end: end[1]):
-        _, height = axis.transAxes.inverted().transform(axis.transData.transform((x, y)))
-        height = max(height, placed[-1] + least) if placed else height
-        placed.append(height)
-        axis.annotate(
-            name, (1.02, height), xycoords="axes fraction", color=color, fontsize=8, va="center", annotation_clip=False
-        )
+    for height in heights:
+        placed.append(max(height, placed[-1] + least) if placed else height)
+    lift = sum(placed) / len(placed) - sum(heights) / len(heights)
+    for (*_, name, color), height in zip(ends, placed, strict=True):
+        where: dict[str, Any] = {"xy": (1.02, height - lift), "xycoords": "axes fraction", "va": "center"}
+        axis.annotate(name, **where, color=color, fontsize=8, annotation_clip=False)
 
 
 def plot_costs(
@@ -78,26 +80,33 @@ def plot_costs(
     """Draw the cache, and with a machine the least time of a decoded token, against the context; a line per model."""
     panels = 2 if machine else 1
     figure = new_figure(figsize=(5.2 * panels, 3.4))
-    contexts = [2**power for power in range(7, longest.bit_length())]
-    contexts += [longest] if contexts[-1] != longest else []
+    contexts = sorted({2**power for power in range(min(7, longest.bit_length() - 2), longest.bit_length())} | {longest})
     axes = figure.subplots(1, panels, squeeze=False)[0]
     many = f"{rows:,} row{'s' * (rows > 1)}, {str(dtype).removeprefix('torch.')}"
-    measures = [(f"cache of {many} (GiB)", lambda model, tokens: cache_bytes(model, rows, tokens, dtype) / GIB)]
+    measures = [(f"cache of {many} (MiB)", lambda model, tokens: cache_bytes(model, rows, tokens, dtype) / MIB)]
     if machine:
         bound = lambda model, tokens: 1000 * decode_seconds(model, machine, rows, tokens, dtype)  # noqa: E731
         measures.append((f"least time of a decoded token, {many} (ms)", bound))
     for axis, (title, measure) in zip(axes, measures, strict=True):
-        ends = []
-        for model, style in zip(models, line_styles(models), strict=True):
-            values = [measure(model, tokens) for tokens in contexts]
+        lines = [[measure(model, tokens) for tokens in contexts] for model in models]
+        styles = line_styles(models)
+        for values, style in zip(lines, styles, strict=True):
             axis.plot(contexts, values, **style)
-            ends.append((contexts[-1], values[-1], model.name, style["color"]))
-        axis.set(xscale="log", yscale="log", xlabel="context (tokens)", title=title)
+        axis.set(xscale="log", xlabel="context (tokens)", title=title)
+        if max(map(max, lines)) < 10 * min(map(min, lines)):
+            axis.set_ylim(bottom=0)
+        else:
+            axis.set_yscale("log")
         axis.title.set_fontsize(9)
-        axis.set_xticks([tick for tick in contexts[::2]], labels=[f"{tick:,}" for tick in contexts[::2]], minor=False)
+        axis.set_xticks(contexts[::2], labels=[f"{tick:,}" for tick in contexts[::2]], minor=False)
         axis.xaxis.set_tick_params(rotation=30)
         axis.minorticks_off()
+        axis.yaxis.set_major_formatter(lambda value, _: three_digits(value))
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
+        ends = [
+            (contexts[-1], values[-1], model.name, style["color"])
+            for model, values, style in zip(models, lines, styles, strict=True)
+        ]
         name_lines(axis, ends)
     return figure
