@@ -11,8 +11,7 @@ import typer
 
 from ..accounting import Machine, Model, report
 from ..common.errors import ConversionError
-from ..configuration_gqa import GQAConfig
-from ..conversion.command.options import Kind
+from ..conversion.command.options import Kind, usable_device
 from ..reporting.configurations import PRESETS, changed, find_model
 from ..reporting.costs import Costs, compare
 from ..reporting.measuring import measure_decoding, measure_machine
@@ -123,7 +122,7 @@ def report_(
     with user_errors():
         models, named = find_models(configs or [], {name: value for name, value in sizes.items() if value is not None})
         precision = getattr(torch, dtype) if dtype != "auto" else named or torch.bfloat16
-        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        where = usable_device(device)
         check_positive({"--memory": memory, "--bandwidth": bandwidth, "--rate": rate})
         machine = find_machine(bandwidth, rate, measure, where, precision)
         room = None if memory is None else memory * GIB
@@ -151,7 +150,7 @@ def find_models(sources: list[str], sizes: dict[str, Any]) -> tuple[list[Model],
     found = [find_model(source) for source in sources]
     models = [model for model, _ in found]
     if sizes or not models:
-        models.append(changed(models[0] if models else Model(GQAConfig(), "default"), sizes))
+        models.append(changed(models[0] if models else None, sizes))
     names = [model.name for model in models]
     models = [
         Model(

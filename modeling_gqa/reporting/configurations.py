@@ -114,17 +114,24 @@ def read_experts(config: PreTrainedConfig) -> dict[int, Experts]:
     return {}
 
 
-def changed(model: Model, fields: Mapping[str, Any]) -> Model:
-    """Return a model with other values in fields of its configuration; sizes that follow from them are derived anew.
+def changed(model: Model | None, fields: Mapping[str, Any]) -> Model:
+    """Return a model, or this package's default, with other values in fields of its configuration.
+
+    Sizes that follow from them are derived anew.
 
     Raises:
         ConversionError: the configuration refuses a value.
     """
-    if model.experts and (fixed := sorted({"hidden_size", "intermediate_size", "num_hidden_layers"} & set(fields))):
+    if (
+        model
+        and model.experts
+        and (fixed := sorted({"hidden_size", "intermediate_size", "num_hidden_layers"} & set(fields)))
+    ):
         raise ConversionError(f"{fixed[0]} cannot be changed in {model.name}, whose experts have sizes of their own")
     try:
-        config = GQAConfig.from_dict(model.config.to_dict(), **fields)
+        config = GQAConfig.from_dict(model.config.to_dict(), **fields) if model else GQAConfig(**fields)
     except Exception as error:  # what is strict wraps what was wrong
         raise ConversionError(one_line(error)) from error
-    said = ", ".join(str(value) if name == "attention_kind" else f"{name}={value}" for name, value in fields.items())
-    return Model(config, f"{model.name}, {said}", model.experts)
+    said = fields.get("attention_kind") or ", ".join(f"{name}={value}" for name, value in fields.items())
+    name = ", ".join(filter(None, (model.name if model else "default", said)))
+    return Model(config, name, model.experts if model else {})

@@ -74,8 +74,9 @@ def read_bandwidth(device: str) -> float:
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
     """Operations per second of the fastest product of square matrices, of five of each size.
 
-    The second one is transposed, as the weights of a layer are: on some CPUs that is ten times as fast. Sizes are doubled from 256 to 8192, and no further once a product takes a tenth of a second: CPUs without
-    instructions for bfloat16 take minutes for large ones.
+    The second matrix is transposed, as a layer's weights are: on some CPUs that is ten times as fast. Sizes are doubled
+    from 256 to 8192, and no further once a product takes a tenth of a second: CPUs without instructions for bfloat16
+    take minutes for large ones.
     """
     best, size = 0.0, 256
     while size <= 8192:

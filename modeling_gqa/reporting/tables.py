@@ -51,7 +51,7 @@ def with_prefix(value: float, unit: str = "") -> str:
         ```
     """
     for size, prefix in PREFIXES:
-        if round(value / size, 2) >= 1:
+        if value >= 0.9995 * size:
             return f"{three_digits(value / size)} {prefix}{unit}"
     return f"{three_digits(value)} {unit}".rstrip()
 
@@ -59,7 +59,7 @@ def with_prefix(value: float, unit: str = "") -> str:
 def in_bytes(value: float) -> str:
     """Return bytes in three digits with a binary prefix, such as `1.5 GiB`."""
     for size, unit in BINARY:
-        if round(value / size, 2) >= 1:
+        if value >= 0.9995 * size:
             return f"{three_digits(value / size)} {unit}"
     return f"{three_digits(value)} B"
 

@@ -202,13 +202,7 @@ class Options:
             refuse_overlap(path, self.target, "text")
         if texts:
             find_files(texts, self.text_column)
-        self.device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            torch.zeros(1, device=self.device).item()
-        except (RuntimeError, AssertionError, ImportError) as error:
-            raise ConversionError(
-                f"--device={self.device} cannot be used: give one device, such as cpu or cuda:1 ({one_line(error)})"
-            ) from error
+        self.device = usable_device(self.device)
 
     def _check_sizes_and_method(self) -> None:
         sizes = [spelled(name) for name in SIZES if getattr(self, name) is not None]
@@ -277,3 +271,15 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 def spelled(name: str) -> str:
     """Return a field's name as the command line shows it."""
     return "--" + name.replace("_", "-")
+
+
+def usable_device(device: str | None) -> str:
+    """Return the device that is named, or "cuda" where it is, else "cpu"; raises `ConversionError`."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise ConversionError(
+            f"--device={device} cannot be used: give one device, such as cpu or cuda:1 ({one_line(error)})"
+        ) from error
+    return device

@@ -1,0 +1,248 @@
+"""The command `modeling-gqa report`: what it finds, prints, measures and draws, and what it refuses."""
+
+import json
+import sys
+from itertools import pairwise
+
+import pytest
+import torch
+from small_models import MODELS, make_config
+from typer.testing import CliRunner
+
+from modeling_gqa import GQAConfig, accounting
+from modeling_gqa.accounting import Machine, Model
+from modeling_gqa.command_line import console
+from modeling_gqa.command_line import main as command
+from modeling_gqa.reporting import costs, measuring
+from modeling_gqa.reporting.configurations import find_model
+from modeling_gqa.reporting.measuring import MeasuredToken, measure_decoding
+from modeling_gqa.reporting.pictures import COLORS, plot_costs
+from modeling_gqa.reporting.tables import Table, in_bytes, with_prefix
+
+MACHINE = ("--bandwidth", "3350", "--rate", "989")
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setattr(console.out, "width", 200)
+
+
+def call(*arguments):
+    return CliRunner().invoke(command.app, ["report", *map(str, arguments)])
+
+
+def printed(*arguments) -> str:
+    result = call(*arguments)
+    assert result.exit_code == 0, result.output
+    return " ".join(result.stdout.split())
+
+
+def in_json(*arguments) -> dict:
+    result = call(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def refused(*arguments) -> str:
+    result = call(*arguments)
+    assert result.exit_code != 0, result.output
+    return " ".join(result.output.split())
+
+
+def test_json_is_the_report():
+    """Everything that Python's `report` returns, and where each further model is faster than the first."""
+    found = in_json("llama-3-8b", "tiny-mla", *MACHINE, "--memory", 80, "--context", 4096, "--batch-size", 4)
+    machine = Machine(3350e9, 989e12)
+    for name, shown in zip(("llama-3-8b", "tiny-mla"), found["models"], strict=True):
+        options = {"contexts": [4096], "batch_sizes": [4], "memory": 80 * 2**30, "machine": machine}
+        assert shown == json.loads(json.dumps(accounting.report(find_model(name)[0], **options).to_dict()))
+    assert [(x["model"], x["other"], x["batch_size"]) for x in found["comparisons"]] == [
+        ("tiny-mla", "llama-3-8b", rows) for rows in (1, 4, 8, 64)
+    ]
+    assert all(x["faster"] == [[1, x["longest"]]] for x in found["comparisons"])
+    assert found["measured"] == []
+
+
+def test_options_make_one_more_configuration():
+    """The first one with other sizes, or without any this package's default."""
+    found = in_json("llama-3-8b", "--attention-kind", "mla", "--kv_lora_rank", 256, "--dtype", "float32")
+    assert [model["name"] for model in found["models"]] == ["llama-3-8b", "llama-3-8b, mla"]
+    assert [model["cache_bytes_per_token"] for model in found["models"]] == [4 * 32 * 2048, 4 * 32 * (256 + 64)]
+    (alone,) = in_json("--hidden-size", 512, "--num-attention-heads", 8)["models"]
+    config = GQAConfig(hidden_size=512, num_attention_heads=8)
+    assert alone["name"] == "default, hidden_size=512, num_attention_heads=8"
+    assert alone["parameters"] == accounting.count_parameters(config)
+    assert [model["name"] for model in in_json()["models"]] == ["default"]
+    (kind,) = in_json("--hidden-size", 384, "--attention-kind", "mqa")["models"]
+    assert (kind["name"], kind["layers"][0]["cached_numbers"]) == ("default, mqa", 2 * 384 // 12)
+
+
+def test_models_of_one_name_are_told_apart(tmp_path):
+    for parent in ("a", "b"):
+        make_config("gqa").save_pretrained(tmp_path / parent / "model")
+    names = [model["name"] for model in in_json(tmp_path / "a" / "model", tmp_path / "b" / "model")["models"]]
+    assert names == [f"model ({tmp_path / parent / 'model'})" for parent in ("a", "b")]
+
+
+def test_what_people_read():
+    said = printed("llama-3-8b", "--attention-kind", "mla", "--memory", 80, *MACHINE)
+    for part in (
+        "8,030,261,248",
+        "mla, 32 query heads, a latent of 512",
+        "Expanded: where MLA rebuilds",
+        "What fits 80 GiB beside the weights",
+        "3.35 TB/s read, 989 TFLOP/s of matrix products",
+        "By bound, llama-3-8b, mla decodes faster than llama-3-8b: at 1 row from 4,453 tokens on; at 8 rows from 557",
+    ):
+        assert part in said
+    plain = printed("tiny-gqa")
+    assert "at most" not in plain
+    assert "Expanded" not in plain
+    assert "parameters that a token uses" in printed("deepseek-v3")
+
+
+def test_ranges_in_words():
+    for ranges, said in {
+        (): "at no context up to 100 tokens",
+        ((1, 100),): "at every context",
+        ((7, 100),): "from 7 tokens on",
+        ((1, 7), (50, 60), (90, 100)): "up to 7 tokens and from 50 to 60 tokens and from 90 tokens on",
+    }.items():
+        assert costs.describe_ranges(ranges, 100) == said
+
+
+def test_measured_in_words():
+    """From where on the other decoded faster; ranges need not be of one piece."""
+    token = lambda rows, context, ratio: MeasuredToken(rows, context, {"a": 1.0, "b": ratio}, {"a": 1.0, "b": ratio})  # noqa: E731
+    measured = [token(1, 10, 1.2), token(1, 20, 0.9), token(8, 10, 0.5), token(8, 20, 0.4), token(9, 10, 2.0)]
+    assert costs.describe_measured(measured, "b") == (
+        "Measured, b decoded faster than a: at 1 row at 20 tokens and not at 10; at 8 rows at all of 10 and 20 tokens; "
+        "at 9 rows nowhere up to 10 tokens."
+    )
+
+
+def test_numbers_with_units():
+    assert [with_prefix(x) for x in (0, 0.123, 9.999, 999, 999.9, 1000, 123_456, 8_030_261_248, 2e18)] == [
+        "0", "0.12", "10", "999", "1 k", "1 k", "123 k", "8.03 G", "2,000 P",
+    ]  # fmt: skip
+    assert [in_bytes(x) for x in (0, 1023, 1024, 1536, 2**31, 5 * 2**50)] == [
+        "0 B", "1,023 B", "1 KiB", "1.5 KiB", "2 GiB", "5,120 TiB",
+    ]  # fmt: skip
+    assert Table(["", "n"], [["a", "1"]]).to_markdown() == "|  | n |\n| --- | ---: |\n| a | 1 |"
+
+
+# -- measuring
+
+
+def test_measuring(monkeypatch, tmp_path):
+    monkeypatch.setattr(measuring, "matmul_rate", lambda device, dtype: 1e9)
+    monkeypatch.setattr(measuring, "read_bandwidth", lambda device: 1e9)
+    sources = []
+    for name in ("gqa", "mla", "mixed-window"):
+        make_config(name).save_pretrained(tmp_path / name)
+        sources.append(tmp_path / name)
+    found = in_json(*sources, "--measure", "--device", "cpu", "--context", 9, "--context", 40, "--batch-size", 2)
+    assert [(token["batch_size"], token["context"]) for token in found["measured"]] == [(2, 9), (2, 40)]
+    for token in found["measured"]:
+        assert list(token["milliseconds"]) == list(token["ratio"]) == ["gqa", "mla", "mixed-window"]
+        assert token["ratio"]["gqa"] == 1
+        assert all(milliseconds > 0 for milliseconds in token["milliseconds"].values())
+    assert found["models"][0]["machine"]["bandwidth"] == 1e9
+    assert "Measured, mla decoded faster than gqa: at 1 row" in printed(*sources[:2], "--measure", "--context", 9)
+
+
+def test_measured_tokens_follow_what_is_cached(model_name, monkeypatch):
+    """Every timed token is decoded after the number of tokens that is asked for, in each round again."""
+    model, lengths = Model(make_config(model_name), model_name), []
+    forward = measuring.GQAForCausalLM.forward
+
+    def counted(self, ids, past_key_values, **kwargs):
+        lengths.append(past_key_values.get_seq_length())
+        return forward(self, ids, past_key_values=past_key_values, **kwargs)
+
+    monkeypatch.setattr(measuring.GQAForCausalLM, "forward", counted)
+    show_progress = lambda description: lambda cells: cells  # noqa: E731
+    measure_decoding([model], [11], [2], torch.float32, "cpu", show_progress, budget=0.0)
+    turns = [lengths[start : start + measuring.STEPS] for start in range(0, len(lengths), measuring.STEPS)]
+    assert len(turns) == 4
+    windows = model.config.sliding_window is not None
+    expected = [11 + turn * measuring.STEPS * windows for turn in range(4)]
+    assert turns == [list(range(start, start + measuring.STEPS)) for start in expected]
+
+
+def test_the_rate_of_this_machine():
+    """It is that of a product, and stops at sizes that take long."""
+    rate = measuring.matmul_rate("cpu", torch.float32)
+    matrix = torch.randn(256, 256)
+    least = min(measuring.seconds(lambda: torch.nn.functional.linear(matrix, matrix), "cpu") for _ in range(5))
+    assert rate >= 0.2 * 2 * 256**3 / least
+
+
+# -- pictures
+
+
+def test_picture_shows_cache_and_bound():
+    """A line for each model, in its kind's colour, with its values, named at its end."""
+    models = [Model(make_config(name), name) for name in MODELS]
+    machine = Machine(1e9, 1e12)
+    figure = plot_costs(models, machine, 4, 300, torch.float32)
+    cache, bound = figure.axes
+    for axis, value in (
+        (cache, lambda config: accounting.cache_bytes(config, 4, 300, torch.float32) / 2**20),
+        (bound, lambda config: 1000 * accounting.decode_seconds(config, machine, 4, 300, torch.float32)),
+    ):
+        assert [line.get_ydata()[-1] for line in axis.lines] == [value(model.config) for model in models]
+        assert sorted(text.get_text() for text in axis.texts) == sorted(model.name for model in models)
+        assert all(line.get_xdata()[-1] == 300 for line in axis.lines)
+        heights = sorted(text.xy[1] for text in axis.texts)
+        assert all(after - before > 0.07 for before, after in pairwise(heights))
+    colours = {model.name: line.get_color() for model, line in zip(models, cache.lines, strict=True)}
+    assert colours["mla"] == COLORS["mla"]
+    strokes = {(line.get_color(), line.get_linestyle()) for line in cache.lines[:4]}
+    assert len(strokes) == 4
+    figure.draw_without_rendering()
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_plot(tmp_path, suffix):
+    path = tmp_path / "new" / f"costs.{suffix}"
+    assert f"Wrote {path}." in " ".join(printed("tiny-mla", "--plot", path, "--context", 1).split("\n"))
+    assert path.stat().st_size > 1000
+
+
+def test_plot_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "a picture needs matplotlib: pip install '.[plots]'" in refused("tiny-mla", "--plot", tmp_path / "a.png")
+
+
+# -- wrong input
+
+WRONG = {
+    "name": (["llama-3-8"], "is no preset, folder or model on the Hub that can be read (did you mean llama-3-8b?)"),
+    "half a machine": (["tiny-mla", "--rate", 1], "a bound needs both --bandwidth and --rate"),
+    "no bandwidth": (["tiny-mla", "--rate", 1, "--bandwidth", 0], "--bandwidth 0 must be more than 0"),
+    "no memory": (["tiny-mla", "--memory", -1], "--memory -1 must be more than 0"),
+    "no number": (["tiny-mla", "--memory", "nan"], "--memory nan must be more than 0"),
+    "two machines": (["tiny-mla", "--measure", "--rate", 1], "leave out --bandwidth and --rate"),
+    "context": (["tiny-mla", "--context", 0], "should be greater than or equal to 1"),
+    "size": (
+        ["tiny-gqa", "--num-key-value-heads", 3],
+        "num_attention_heads=8 is not divisible by num_key_value_heads=3",
+    ),
+    "kind": (["tiny-gqa", "--attention-kind", "gqaa"], "'gqaa' is not one of"),
+    "sizes of another kind": (["tiny-gqa", "--kv-lora-rank", 4], "kv_lora_rank=4 belongs to attention_kind='mla'"),
+    "device": (["tiny-gqa", "--measure", "--device", "nowhere"], "--device=nowhere cannot be used"),
+    "experts measured": (["deepseek-v3", "--measure"], "deepseek-v3 has experts, which this package cannot build"),
+    "too large": (["llama-3-8b", "--measure", "--batch-size", 4000], "GiB of memory and"),
+    "picture": (["tiny-gqa", "--plot", "costs.xyz"], "costs.xyz names no picture: let it end in ."),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_input(wrong, monkeypatch):
+    arguments, said = WRONG[wrong]
+    monkeypatch.setattr(measuring, "read_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(measuring, "matmul_rate", lambda device, dtype: 1e9)
+    message = refused(*arguments)
+    assert said in message.replace("│ ", "").replace(" │", "")
+    assert "Traceback" not in message
