@@ -82,7 +82,8 @@ def plot_decode(rows: list[dict], by_heads: list[dict], path: Path) -> None:
     figure = Figure(figsize=(12, 4 * -(-panels // 3)), layout="constrained")
     axes = figure.subplots(-(-panels // 3), 3, squeeze=False).flatten()
     for axis, (dtype, batch) in zip(axes, cells, strict=False):
-        for kind, color in COLORS.items():
+        for kind in dict.fromkeys(row["kind"] for row in rows):
+            color = COLORS[kind]
             line = [row for row in rows if (row["dtype"], row["batch"], row["kind"]) == (dtype, batch, kind)]
             lengths = [row["length"] for row in line]
             axis.plot(lengths, [row["ours_ms"] for row in line], color=color, marker="o", markersize=3, label=kind)

@@ -11,7 +11,7 @@ imports. A comment above a block changes how it is tested and renders to nothing
     <!-- test: not run, REASON -->
     <!-- test: with OLD => NEW; OLD => NEW -->      replacements, which make a command small
     <!-- test: add --max-steps 2 -->                further options of the block's last command
-    <!-- test: output -->                          the block is what the one before it prints
+    <!-- test: output -->                          the block is what the one before it prints, but for ends of lines
     <!-- test: file PATH -->                        the block is this file of a copy of the checkout
     <!-- test: edit PATH -->                        the block is a change of this file there
     <!-- test: in the checkout -->                  the block's commands run there
@@ -130,12 +130,14 @@ def set_up(folder: Path) -> None:
         (folder / "my_text" / f"{number:02}.txt").write_text(text)
 
 
-def forked(function: Callable[[], Any]) -> int:
-    """Call `function` in a forked process; return its exit code."""
+def forked(function: Callable[[], Any], output: Path | None = None) -> int:
+    """Call `function` in a forked process, which prints to the file `output`; return its exit code."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
         code = 1
+        if output:
+            os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
         try:
             code = function() or 0
         except SystemExit as stopped:
@@ -200,7 +202,8 @@ def run_block(block: Block, page: str, namespace: dict) -> None:
         assert returned == 0, f"{page}, line {block.line}: a command failed"
         return
     if block.note == "output":
-        assert code == namespace["PRINTED"], f"{page}, line {block.line}: printed was\n{namespace['PRINTED']}"
+        printed_text = re.sub(" +$", "", namespace["PRINTED"], flags=re.MULTILINE)
+        assert code.strip() == printed_text.strip(), f"{page}, line {block.line}: printed was\n{printed_text}"
     if block.language not in ("python", "bash"):
         return
     if block.language == "python":
@@ -213,7 +216,9 @@ def run_block(block: Block, page: str, namespace: dict) -> None:
     for command in code.replace("\\\n", " ").splitlines():
         words = shlex.split(command, comments=True)
         if words:
-            exit_code = forked(partial(run_here, words))
+            exit_code = forked(partial(run_here, words), Path("printed.txt"))
+            namespace["PRINTED"] = Path("printed.txt").read_text()
+            print(namespace["PRINTED"], end="")
             assert exit_code == 0, f"{page}, line {block.line}: {command.strip()} ended with {exit_code}"
 
 

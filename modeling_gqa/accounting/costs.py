@@ -35,6 +35,14 @@ class LayerCost:
         prefill_flops: of a prompt.
         decode_flops: of one decoded token, after so many; MLA attends over its latent.
         decode_flops_expanded: the same where MLA rebuilds keys and values at every token.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig, accounting
+
+        layer = accounting.report(GQAConfig(), contexts=[4096]).layers[0]
+        print(layer.attention_kind, layer.attention_parameters, layer.decode_flops[4096])
+        ```
     """
 
     layer: int
@@ -68,6 +76,14 @@ class ContextCost:
             `None` without a machine.
         training_seconds: the same of a step of training, by its FLOPs alone.
         fits: whether weights and cache fit the memory; `None` without one.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig, accounting
+
+        for cost in accounting.report(GQAConfig(), contexts=[1024, 8192]).contexts:
+            print(cost.context, cost.cache_bytes, cost.decode_bytes, cost.intensity)
+        ```
     """
 
     batch_size: int
@@ -106,6 +122,14 @@ class CostReport:
         largest_batch: by tokens of each row, the number of rows that fit the memory.
         memory: in bytes; `None` if none was given, and the two before are empty.
         machine: what the bounds are for; `None` if none was given.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig, accounting
+
+        found = accounting.report(GQAConfig())
+        print(found.parameters, found.cache_bytes_per_token, found.to_dict()["layers"][0])
+        ```
     """
 
     name: str

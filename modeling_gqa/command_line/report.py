@@ -60,7 +60,7 @@ def with_sizes(command: Callable[..., None]) -> Callable[..., None]:
     import inspect
 
     own = [x for x in inspect.signature(command).parameters.values() if x.kind != inspect.Parameter.VAR_KEYWORD]
-    panel = "Another configuration: the first CONFIG, or this package's default, with other sizes"
+    panel = "One more configuration: the first CONFIG, or the default, with these sizes"
     sizes = [
         inspect.Parameter(
             name,

@@ -141,8 +141,8 @@ def layers_table(model: Model, report: CostReport) -> Table:
     for row, group in groupby(report.layers, key=describe):
         first, *rest = (cost.layer for cost in group)
         cells.append([f"{first}-{rest[-1]}" if rest else f"{first}", *row])
-    header = ["layers", "attention", "its parameters", "MLP's", "cached per token", f"FLOP after {context:,}"]
-    title = f"Each layer of {report.name}: parameters, cached numbers, FLOP of a decoded token"
+    header = ["layers", "attention", "its weights", "MLP's", "cached", "FLOP"]
+    title = f"Layers of {report.name} (FLOP of a token after {context:,})"
     return Table(header, cells, title=title, words=2)
 
 
@@ -158,8 +158,8 @@ def operations_table(reports: Sequence[CostReport]) -> Table:
         ]
         for where, name, cost in each_context(reports)
     ]
-    header = ["rows x tokens", "", "training step", "prompt", "decoded token", *(["expanded"] if expanded else [])]
-    return Table(header, cells, title="FLOP of the whole model", words=2)
+    header = ["rows x tokens", "", "training", "prompt", "decoding", *(["expanded"] if expanded else [])]
+    return Table(header, cells, title="FLOP of a training step, of prompts, of a decoded token in each row", words=2)
 
 
 def decoding_table(reports: Sequence[CostReport]) -> Table:

@@ -93,10 +93,12 @@ def plot_costs(
         for values, style in zip(lines, styles, strict=True):
             axis.plot(contexts, values, **style)
         axis.set(xscale="log", xlabel="context (tokens)", title=title)
-        if max(map(max, lines)) < 10 * min(map(min, lines)):
+        spread = max(map(max, lines)) / min(map(min, lines))
+        if spread < 10:
             axis.set_ylim(bottom=0)
         else:
             axis.set_yscale("log")
+            axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5) if spread < 300 else (1,))
         axis.title.set_fontsize(9)
         axis.set_xticks(contexts[::2], labels=[f"{tick:,}" for tick in contexts[::2]], minor=False)
         axis.xaxis.set_tick_params(rotation=30)

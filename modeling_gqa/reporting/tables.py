@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
@@ -27,7 +28,7 @@ class Table:
 
     def to_rich(self) -> RichTable:
         """Return it for `rich.console.Console.print`."""
-        table = RichTable(title=self.title or None, title_justify="left")
+        table = RichTable(title=self.title or None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for index, name in enumerate(self.header):
             table.add_column(name, justify="left" if index < self.words else "right", overflow="fold")
         for row in self.rows:
