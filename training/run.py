@@ -206,17 +206,20 @@ def gather_results(trainer: PretrainTrainer, seconds: float) -> Results:
 def finish(
     trainer: PretrainTrainer, run: Run, folder: RunFolder, results: Results, weights: dict[str, torch.Tensor]
 ) -> None:
-    """On the main process: save the repository, load it in a process without the package, print, upload."""
+    """On the main process: save the results and the repository, load it in a fresh process, print, upload."""
     recipe, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     final = folder.path / "final"
     with folder.staging() as staged:
         (staged / RESULTS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-        repository.save_repository(staged / "final", model, weights, trainer.processing_class, recipe, results)
-        card.write_card(staged / "final", recipe, model.config, run.source, results)
-        folder.place("final", RESULTS)
+        if recipe.publish:
+            repository.save_repository(staged / "final", model, weights, trainer.processing_class, recipe, results)
+            card.write_card(staged / "final", recipe, model.config, run.source, results)
+        folder.place(*(("final", RESULTS) if recipe.publish else (RESULTS,)))
     say()
     for line in printed_lines(results):
         say(line)
+    if not recipe.publish:
+        return
     say(f"\nSaved {final}. A fresh process, without the package, loads it and writes:\n")
     say(repository.load_as_stranger(final, recipe.sample_prompt))
     if run.upload is not None:

@@ -1,4 +1,4 @@
-"""`modeling-gqa pretrain` and `modeling-gqa uptrain`: the scripts of `modeling_gqa.training` and their options."""
+"""`modeling-gqa pretrain`, `uptrain` and `compare`: the scripts of `modeling_gqa.training` and their options."""
 
 from transformers.utils import logging
 
@@ -7,6 +7,8 @@ SCRIPTS = {
     "its options.",
     "uptrain": "Heal a converted model from a RECIPE: uptrain-tiny, uptrain-smollm2, uptrain-1b, or a YAML file. "
     "`uptrain --help` shows its options.",
+    "compare": "Train models that differ in their attention alone, and compare them, from a RECIPE: compare-quick, "
+    "compare-tiny, or a YAML file. `compare --help` shows its options.",
 }
 
 
@@ -16,10 +18,11 @@ def run_script(name: str, arguments: list[str]) -> None:
     from ..training.console import main
 
     def script(argv: list[str]) -> None:
+        from ..training.compare import compare
         from ..training.pretrain import pretrain
         from ..training.uptrain import uptrain
 
-        (uptrain if name == "uptrain" else pretrain)(argv, f"modeling-gqa {name}")
+        {"pretrain": pretrain, "uptrain": uptrain, "compare": compare}[name](argv, f"modeling-gqa {name}")
 
     logging.set_verbosity_warning()  # the other commands show only errors
     main(script, arguments)

@@ -175,13 +175,59 @@ def measure_cell(
             cache.crop(-STEPS)
         return statistics.median(times)
 
-    first = sum(turn(name) for name in built)  # warms up
-    rounds = min(MOST_ROUNDS, max(3, int(budget / (first * STEPS))))
-    times = [{name: turn(name) for name in built} for _ in range(rounds)]
-    base = next(iter(built))
-    return MeasuredToken(
-        batch_size=rows,
-        context=tokens,
-        milliseconds={name: statistics.median(row[name] for row in times) * 1000 for name in built},
-        ratio={name: statistics.median(row[name] / row[base] for row in times) for name in built},
-    )
+    medians, ratio = in_turn({name: partial(turn, name) for name in built}, budget / STEPS)
+    milliseconds = {name: 1000 * median for name, median in medians.items()}
+    return MeasuredToken(batch_size=rows, context=tokens, milliseconds=milliseconds, ratio=ratio)
+
+
+def in_turn(turns: dict[str, Callable[[], float]], budget: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Call functions in turn, once to warm up and then for 3 to 9 rounds, as many as take about `budget` seconds.
+
+    Args:
+        turns: functions by name, each of which returns its seconds.
+        budget: in seconds.
+
+    Returns:
+        The median of the seconds by name, and the median over rounds of how many times as long as the first it took.
+    """
+    first = sum(turn() for turn in turns.values())
+    rounds = min(MOST_ROUNDS, max(3, int(budget / first)))
+    times = [{name: turn() for name, turn in turns.items()} for _ in range(rounds)]
+    base = next(iter(turns))
+    medians = {name: statistics.median(row[name] for row in times) for name in turns}
+    return medians, {name: statistics.median(row[name] / row[base] for row in times) for name in turns}
+
+
+def measure_prompts(
+    models: Sequence[Model], tokens: int, dtype: torch.dtype, device: str, budget: float = 6.0
+) -> dict[str, float]:
+    """Return how many tokens per second models of random weights read of a prompt, by name, measured in turn."""
+    ids = torch.ones(1, tokens, dtype=torch.long, device=device)
+
+    def turn(model: Any) -> float:
+        with torch.no_grad():
+            return seconds(lambda: model(ids, logits_to_keep=1), device)
+
+    return tokens_per_second(models, turn, tokens, dtype, device, budget)
+
+
+def measure_training(
+    models: Sequence[Model], rows: int, tokens: int, dtype: torch.dtype, device: str, budget: float = 6.0
+) -> dict[str, float]:
+    """Return how many tokens per second forward and backward of models of random weights take, by name, in turn."""
+    ids = torch.ones(rows, tokens, dtype=torch.long, device=device)
+
+    def turn(model: Any) -> float:
+        model.zero_grad()
+        return seconds(lambda: model(ids, labels=ids).loss.backward(), device)
+
+    return tokens_per_second(models, turn, rows * tokens, dtype, device, budget)
+
+
+def tokens_per_second(
+    models: Sequence[Model], turn: Callable[[Any], float], tokens: int, dtype: torch.dtype, device: str, budget: float
+) -> dict[str, float]:
+    """Return tokens per second by name, of models that take turns."""
+    built = {model.name: GQAForCausalLM._from_config(model.config, dtype=dtype).to(device) for model in models}
+    medians, _ = in_turn({name: partial(turn, model) for name, model in built.items()}, budget)
+    return {name: tokens / median for name, median in medians.items()}

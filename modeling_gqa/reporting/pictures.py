@@ -63,11 +63,14 @@ def name_lines(axis: Any, ends: Sequence[tuple[float, float, str, str]], least: 
         ends: x, y, name and colour of each.
         least: distance between two names, as a share of the axis's height.
     """
+    axis.get_ylim()  # brings the limits up to date
     ends = sorted(ends, key=lambda end: end[1])
     heights = [axis.transAxes.inverted().transform(axis.transData.transform(end[:2]))[1] for end in ends]
     placed: list[float] = []
     for height in heights:
         placed.append(max(height, placed[-1] + least) if placed else height)
+    if not ends:
+        return
     lift = sum(placed) / len(placed) - sum(heights) / len(heights)
     for (*_, name, color), height in zip(ends, placed, strict=True):
         where: dict[str, Any] = {"xy": (1.02, height - lift), "xycoords": "axes fraction", "va": "center"}

@@ -10,7 +10,7 @@ from ..errors import RecipeError
 
 
 def recipe_names(script: str = "pretrain") -> list[str]:
-    """Return the names of the packaged recipes for `pretrain` or `uptrain`, sorted.
+    """Return the names of the packaged recipes for `pretrain`, `uptrain` or `compare`, sorted.
 
     Example:
         ```python
@@ -20,7 +20,10 @@ def recipe_names(script: str = "pretrain") -> list[str]:
         ```
     """
     names = sorted(path.stem for path in (CONFIGURATION / "recipes").glob("*.yaml"))
-    return [name for name in names if name.startswith("uptrain-") == (script == "uptrain")]
+    prefixes = {"uptrain": "uptrain-", "compare": "compare-"}
+    if script in prefixes:
+        return [name for name in names if name.startswith(prefixes[script])]
+    return [name for name in names if not name.startswith(tuple(prefixes.values()))]
 
 
 def preset_names() -> list[str]:
@@ -34,7 +37,7 @@ def find_recipe(name: str, script: str, command: str) -> Path:
     Args:
         name: name of a packaged recipe, such as `tiny`, or the path of a file. A packaged recipe comes first; write
             `./tiny` for a file of that name.
-        script: `pretrain` or `uptrain`.
+        script: `pretrain`, `uptrain` or `compare`.
         command: how the script was started, for the error messages.
 
     Raises:
@@ -52,7 +55,7 @@ def find_recipe(name: str, script: str, command: str) -> Path:
         raise RecipeError(
             f"there is no recipe {name} any more; the same run is: {command} {family} --preset {path.stem}"
         )
-    for other in {"pretrain", "uptrain"} - {script}:
+    for other in sorted({"pretrain", "uptrain", "compare"} - {script}):
         if path.stem in recipe_names(other):
             raise RecipeError(f"{path.stem} is a recipe for {other}: {command.replace(script, other)} {path.stem}")
     hint = did_you_mean(path.stem, names) or f"; there are {', '.join(names)}, and paths of YAML files"

@@ -15,7 +15,6 @@ from modeling_gqa.common.errors import did_you_mean
 
 from ..errors import RecipeError
 from .catalogue import find_recipe, public_name, recipe_names
-from .fields import WHAT_A_RUN_WRITES
 from .pretraining import Recipe
 
 
@@ -23,13 +22,13 @@ class RecipeParser(HfArgumentParser):
     """The parser of a script's options: `--max-steps` is shown, and `--max_steps` is accepted as well.
 
     Args:
-        recipe_class: `Recipe` or `UptrainRecipe`; each field is an option.
+        recipe_class: `Recipe`, `UptrainRecipe` or `CompareRecipe`; each field is an option.
         prog: how the script was started, for the help.
     """
 
     def __init__(self, recipe_class: type[Recipe], prog: str) -> None:
         parsed: Any = recipe_class
-        texts = {"description": recipe_class.__doc__, "epilog": WHAT_A_RUN_WRITES}
+        texts = {"description": recipe_class.__doc__, "epilog": recipe_class.writes}
         super().__init__(parsed, allow_abbrev=False, prog=prog, usage="%(prog)s RECIPE [--option value ...]", **texts)
         self.options: dict[str, Action] = dict(self._option_string_actions)
         for action in self._actions:
@@ -54,7 +53,7 @@ def load_recipe(
 
     Args:
         argv: a recipe's name or path, and options.
-        recipe_class: `Recipe` or `UptrainRecipe`.
+        recipe_class: `Recipe`, `UptrainRecipe` or `CompareRecipe`.
         prog: how the script was started, for help and errors; `python -m training.SCRIPT` if left out.
 
     Returns:

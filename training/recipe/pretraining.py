@@ -15,7 +15,7 @@ from transformers.utils import is_liger_kernel_available
 
 from ..results import Results
 from .catalogue import preset_folder
-from .fields import NUMBERS, UNUSED
+from .fields import NUMBERS, UNUSED, WHAT_A_RUN_WRITES
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Recipe(TrainingArguments):
     """Every option of a pretraining run: those of transformers' `TrainingArguments`, then those of this package."""
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_overrides"]
-    script, unused = "pretrain", UNUSED
+    script, unused, writes = "pretrain", UNUSED, WHAT_A_RUN_WRITES
     budgets: ClassVar[tuple[str, ...]] = ()  # fields that each set the length of training
 
     preset: str = field(
@@ -57,6 +57,10 @@ class Recipe(TrainingArguments):
     max_eval_blocks: int = field(default=256, metadata={"help": "Largest number of blocks to validate on."})
     bigram_baseline: bool = field(default=True, metadata={"help": "Report the loss of a bigram model as well."})
     sample_prompt: str = field(default="", metadata={"help": "Prompt of the sample printed at the end."})
+    publish: bool = field(
+        default=True,
+        metadata={"help": "Save final/, a complete repository, load it in a fresh process, and print a sample."},
+    )
     resume: bool = field(default=False, metadata={"help": "Continue the run in output_dir."})
     overwrite: bool = field(
         default=False, metadata={"help": "Delete the run in output_dir, which is the files in its manifest.json."}
@@ -117,6 +121,8 @@ class Recipe(TrainingArguments):
 
             if self.torch_compile_mode not in (modes := list_mode_options()):
                 raise ValueError(f"torch_compile_mode is {self.torch_compile_mode}; there are {', '.join(modes)}")
+        if self.push_to_hub and not self.publish:
+            raise ValueError("push_to_hub uploads final/, which publish false does not write: leave one of them out")
         if self.push_to_hub and self.hub_model_id:
             validate_repo_id(self.hub_model_id)
         try:

@@ -1,0 +1,57 @@
+"""Compare attention kinds: models that differ in it alone, trained on the same text.
+
+    python -m training.compare compare-quick [--option value ...]
+    modeling-gqa compare compare-tiny --seeds 5 --output-dir runs/kinds
+
+The first command is for a checkout; installed, the module is `modeling_gqa.training.compare`. Every field of
+`CompareRecipe` can be set in a recipe's YAML file (`seeds: 3`) and on the command line (`--seeds 3`). The same command
+goes on where it was stopped. Launched several times, on machines that share the folder too, it divides the runs.
+"""
+
+from .console import main
+
+
+def compare(argv: list[str], prog: str | None = None) -> None:
+    """Compare attention kinds as a command line says; see the top of this file.
+
+    Args:
+        argv: a recipe's name or path, and options.
+        prog: how the script was started, for help and errors.
+
+    Raises:
+        RecipeError: an error that the user can correct.
+
+    Example:
+        ```python no-run
+        # Trains for an hour.
+        from modeling_gqa.training.compare import compare
+
+        compare(["compare-quick", "--seeds", "3", "--output-dir", "runs/kinds"])
+        ```
+    """
+    # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
+    from .comparison.candidates import candidates_of, sizes_table
+    from .comparison.folder import begin, finish
+    from .comparison.recipe import CompareRecipe
+    from .comparison.runs import Runs
+    from .comparison.words import MATCHED
+    from .console import say
+    from .errors import RecipeError
+    from .recipe.command_line import load_recipe
+
+    recipe, values = load_recipe(argv, CompareRecipe, prog)
+    candidates, pretraining = candidates_of(recipe)
+    say(f"{MATCHED[recipe.match]}:\n\n{sizes_table(candidates, pretraining.sequence_length).to_markdown()}\n")
+    runs = Runs(recipe, candidates)
+    with runs.writing():
+        begin(runs, pretraining, values)
+        plans = runs.run_all()
+        finish(runs, pretraining, plans)
+    if failures := runs.failures():
+        raise RecipeError(
+            f"{len(failures)} runs failed, which {runs.folder / 'report.md'} names; the same command tries them again"
+        )
+
+
+if __name__ == "__main__":
+    main(compare)

@@ -1,0 +1,166 @@
+"""The folder of a comparison: which recipe it holds, its tokenizer, its log of losses, and its report."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modeling_gqa.accounting import Model, cache_bytes_per_token, count_parameters, training_flops
+from modeling_gqa.common.progress import progress_lines
+from modeling_gqa.reporting.measuring import machine_name, measure_decoding, measure_prompts, measure_training
+
+from ..console import say
+from ..errors import RecipeError
+from ..folder.listing import read_object, write_text
+from ..folder.manifest import checkpoints
+from ..recipe.pretraining import Recipe
+from ..text.source import open_source
+from ..text.split import split_source
+from ..text.tokenizer import train_tokenizer
+from .candidates import Candidate
+from .outcome import Outcome, Speed, describe
+from .pictures import Points, plot_comparison
+from .plan import Plan
+from .recipe import CompareRecipe
+from .runs import Runs
+from .words import conclusion, steps, write_report
+
+RECIPE, REPORT = "recipe.json", "report.md"
+# What may differ when a comparison goes on: none of it changes what a finished run has found.
+FREE = {"learning_rates", "seeds", "jobs", "launcher", "contexts", "report_to", "output_dir"}
+
+
+def begin(runs: Runs, pretraining: Recipe, values: dict[str, Any]) -> None:
+    """As `prepare`, one launch after the other."""
+    with runs.claim("begin").acquire(timeout=-1):
+        prepare(runs, pretraining, values)
+
+
+def finish(runs: Runs, pretraining: Recipe, plans: Sequence[Plan]) -> None:
+    """Write the report, unless another launch has written it while this one waited."""
+    report = runs.folder / REPORT
+    before = report.stat().st_mtime_ns if report.exists() else 0
+    with runs.claim("report").acquire(timeout=-1):
+        if not report.exists() or report.stat().st_mtime_ns == before:
+            track(runs.recipe, write_outcome(runs, pretraining, plans))
+    say(f"\nThe report is {report}.")
+
+
+def prepare(runs: Runs, pretraining: Recipe, values: dict[str, Any]) -> None:
+    """Write the recipe and the tokenizer to an empty folder, or check that the folder holds the same recipe.
+
+    Raises:
+        RecipeError: the folder holds something else, or a comparison of another recipe.
+    """
+    folder = runs.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = read_object(folder / RECIPE)
+    if saved is None:
+        if foreign := sorted(set(os.listdir(folder)) - {"claims", "tokenizer"}):
+            raise RecipeError(f"{folder} holds {foreign[0]} and no comparison: choose another --output-dir")
+        write_tokenizer(folder, pretraining, runs)
+        write_text(folder / RECIPE, json.dumps(values, indent=1) + "\n")
+        return
+    changed = [
+        f"{name} ({saved.get(name)!r} then, {value!r} now)"
+        for name, value in json.loads(json.dumps(values)).items()
+        if name not in FREE and saved.get(name) != value
+    ]
+    if changed:
+        raise RecipeError(
+            f"{folder} holds a comparison with another recipe: {', '.join(changed)}; go on with the earlier values, or "
+            "choose another --output-dir"
+        )
+
+
+def write_tokenizer(folder: Path, pretraining: Recipe, runs: Runs) -> None:
+    """Train the tokenizer that all runs share, unless the recipe names one."""
+    if pretraining.tokenizer:
+        return
+    source = open_source(pretraining)
+    say(f"Training a byte-level BPE tokenizer on {source.name} ...")
+    first = next(iter(runs.candidates.values()))
+    split = split_source(source, pretraining)
+    train_tokenizer(split.documents("train"), first.config.vocab_size).save_pretrained(folder / "tokenizer")
+
+
+def measure(candidates: Sequence[Candidate], recipe: CompareRecipe, rows: int, tokens: int) -> dict[str, Speed]:
+    """Measure decoding, reading and training of all models here, in turn and with random weights."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    models = [Model(candidate.config, candidate.name) for candidate in candidates]
+    longest = max(recipe.contexts)
+    decoded = measure_decoding(models, recipe.contexts, [1], dtype, device, progress_lines(say))
+    prompts = measure_prompts(models, longest, dtype, device)
+    training = measure_training(models, rows, tokens, dtype, device)
+    return {
+        name: Speed({token.context: token.milliseconds[name] for token in decoded}, prompts[name], training[name])
+        for name in prompts
+    }
+
+
+def write_outcome(runs: Runs, pretraining: Recipe, plans: Sequence[Plan]) -> Outcome:
+    """Measure speeds, and write `comparison.json`, `report.md` and the pictures."""
+    recipe, folder = runs.recipe, runs.folder
+    candidates = list(runs.candidates.values())
+    rows, tokens = pretraining.per_device_train_batch_size, pretraining.sequence_length
+    speeds = measure(candidates, recipe, rows, tokens)
+    entries = [
+        describe(
+            candidate,
+            found,
+            flops_per_token=training_flops(candidate.config, 1, tokens) / tokens,
+            parameters=count_parameters(candidate.config),
+            cache=cache_bytes_per_token(candidate.config),
+            speed=speeds[candidate.name],
+        )
+        for candidate, found in zip(candidates, plans, strict=True)
+    ]
+    outcome = Outcome(entries)
+    machine = machine_name("cuda" if torch.cuda.is_available() else "cpu")
+    same_text = f"{open_source(pretraining).name}, blocks of {tokens:,} tokens"
+    content = {"recipe": asdict(recipe), "machine": machine, "failures": runs.failures(), **outcome.to_dict()}
+    write_text(folder / "comparison.json", json.dumps(content, indent=1, default=str) + "\n")
+    plot_comparison(outcome, curves(runs, plans), folder)
+    write_text(folder / REPORT, write_report(recipe, outcome, machine, same_text, runs.failures()))
+    for sentence in (*conclusion(outcome), *steps(outcome)):
+        say(sentence)
+    return outcome
+
+
+def curves(runs: Runs, plans: Sequence[Plan]) -> Mapping[str, Points]:
+    """Return tokens and training loss of the first run of each model at its best rate."""
+    found = {}
+    for known in plans:
+        names = [f"{known.candidate}-rate{known.rate:.2e}-seed{seed}" for seed in known.seeds] if known.rate else []
+        for name in names[:1]:
+            last = checkpoints(runs.folder / "runs" / name)[-1:]
+            history = (read_object(last[0] / "trainer_state.json") or {}).get("log_history", []) if last else []
+            found[known.candidate] = [
+                (log["tokens_seen"], log["loss"]) for log in history if {"loss", "tokens_seen"} <= log.keys()
+            ]
+    return found
+
+
+def track(recipe: CompareRecipe, outcome: Outcome) -> None:
+    """Write the outcome to the trackers that the recipe names."""
+    if not recipe.report_to:
+        return
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(log_with=list(recipe.report_to), project_dir=str(recipe.output_dir))
+    plain = {name: value for name, value in asdict(recipe).items() if isinstance(value, str | int | float)}
+    accelerator.init_trackers("comparison", config=plain)
+    for entry in outcome.finished:
+        numbers = {
+            "loss": entry.loss,
+            "cache_bytes_per_token": entry.cache_bytes_per_token,
+            "parameters": entry.parameters,
+            "learning_rate": entry.rate,
+        }
+        accelerator.log({f"{entry.name}/{name}": value for name, value in numbers.items()})
+    accelerator.end_training()

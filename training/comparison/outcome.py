@@ -1,0 +1,135 @@
+"""What a comparison has found: losses with their spread, speeds, the pareto front and what each step on it costs."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .candidates import Candidate
+from .plan import Plan, usable
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast a model is on the machine that wrote the report, with random weights and all models in turn.
+
+    Args:
+        decode_milliseconds: of one token at one row, by context.
+        prompt_tokens_per_second: of a prompt of the largest context.
+        training_tokens_per_second: of forward and backward, without the optimizer.
+    """
+
+    decode_milliseconds: dict[int, float] = field(default_factory=dict)
+    prompt_tokens_per_second: float = math.nan
+    training_tokens_per_second: float = math.nan
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model of a comparison, and what was found of it.
+
+    Args:
+        name: of the model.
+        kind: "mha", "mqa", "gqa", "mla" or "mixed".
+        overrides: fields in which it differs from the preset.
+        parameters: of the model.
+        training_flops_per_token: forward and backward, at the length of a block.
+        cache_bytes_per_token: in bfloat16.
+        sweep: validation loss of the first seed, by learning rate; nan where the run failed.
+        rate: the best one; `None` where all runs failed.
+        losses: validation losses at the best rate, in nats per token, by seed; nan where the run failed.
+        speed: on the machine of the report.
+    """
+
+    name: str
+    kind: str
+    overrides: dict[str, Any]
+    parameters: int
+    training_flops_per_token: float
+    cache_bytes_per_token: int
+    sweep: dict[float, float]
+    rate: float | None
+    losses: dict[int, float]
+    speed: Speed = Speed()
+
+    @property
+    def loss(self) -> float:
+        """The mean over the seeds that did not fail; nan where there are none."""
+        found = usable(self.losses)
+        return statistics.fmean(found) if found else math.nan
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation over seeds; nan below two seeds."""
+        found = usable(self.losses)
+        return statistics.stdev(found) if len(found) > 1 else math.nan
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a comparison has found.
+
+    Args:
+        entries: the models, in the order of the recipe.
+    """
+
+    entries: Sequence[Entry]
+
+    @property
+    def finished(self) -> list[Entry]:
+        """Models of which at least one run at the best rate has ended, lowest loss first."""
+        return sorted((entry for entry in self.entries if math.isfinite(entry.loss)), key=lambda entry: entry.loss)
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation over seeds, pooled over the models; nan where no model has two."""
+        groups = [found for entry in self.finished if len(found := usable(entry.losses)) > 1]
+        freedom = sum(len(found) - 1 for found in groups)
+        return math.sqrt(sum(statistics.variance(x) * (len(x) - 1) for x in groups) / freedom) if freedom else math.nan
+
+    def spread(self, one: Entry, other: Entry) -> float:
+        """Return how far two means may part by chance: twice the standard error of their difference."""
+        return 2 * self.deviation * math.sqrt(sum(1 / len(usable(entry.losses)) for entry in (one, other)))
+
+    def differ(self, one: Entry, other: Entry) -> bool:
+        """Return whether two means are further apart than their spread; without a spread nothing is."""
+        return abs(one.loss - other.loss) > self.spread(one, other)
+
+    @property
+    def front(self) -> list[Entry]:
+        """The pareto front, largest cache first: no other model has a lower mean loss with as small a cache."""
+        found: list[Entry] = []
+        for entry in sorted(self.finished, key=lambda entry: (entry.cache_bytes_per_token, entry.loss)):
+            if not found or entry.loss < found[-1].loss:
+                found.append(entry)
+        return found[::-1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it in types that JSON has."""
+        return {
+            "models": [
+                asdict(entry) | {"mean_loss": entry.loss, "loss_deviation": entry.deviation} for entry in self.entries
+            ],
+            "pooled_deviation": self.deviation,
+            "pareto_front": [entry.name for entry in self.front],
+        }
+
+
+def describe(
+    candidate: Candidate, found: Plan, flops_per_token: float, parameters: int, cache: int, speed: Speed
+) -> Entry:
+    """Return what was found of a candidate."""
+    kinds = {layer.attention_kind for layer in candidate.config.per_layer_config}
+    return Entry(
+        name=candidate.name,
+        kind=kinds.pop() if len(kinds) == 1 else "mixed",
+        overrides=candidate.overrides,
+        parameters=parameters,
+        training_flops_per_token=flops_per_token,
+        cache_bytes_per_token=cache,
+        sweep=found.sweep,
+        rate=found.rate,
+        losses=found.seeds,
+        speed=speed,
+    )

@@ -1,0 +1,83 @@
+"""Which runs a comparison still needs: for each model a sweep, then seeds at its best rate."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .recipe import CompareRecipe
+from .sweep import best_rate, further_rate
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A pretraining run of a comparison.
+
+    Args:
+        candidate: name of the model.
+        learning_rate: its peak.
+        seed: of weights and of the order of the text.
+    """
+
+    candidate: str
+    learning_rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        return f"{self.candidate}-rate{self.learning_rate:.2e}-seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of one model, and what is not.
+
+    Args:
+        candidate: name of the model.
+        sweep: validation losses of the first seed by rate, of the runs that have ended; nan for those that failed.
+        rate: the best one; `None` while the sweep goes on, and where all of its runs failed.
+        seeds: validation losses at the best rate by seed, of the runs that have ended; nan for those that failed.
+        needed: runs that have not ended.
+    """
+
+    candidate: str
+    sweep: dict[float, float]
+    rate: float | None
+    seeds: dict[int, float]
+    needed: list[Trial]
+
+
+def plan(candidate: str, recipe: CompareRecipe, ended: Mapping[str, float]) -> Plan:
+    """Return what is known of a model, and the runs that it still needs.
+
+    Args:
+        candidate: name of the model.
+        recipe: of the comparison.
+        ended: validation loss by name of the run, of all that have ended; nan for those that failed.
+    """
+    rates: Sequence[float] = recipe.learning_rates
+    tried = list(rates)
+    while True:
+        trials = {rate: Trial(candidate, rate, recipe.seed) for rate in tried}
+        sweep = {rate: ended[trial.name] for rate, trial in trials.items() if trial.name in ended}
+        needed = [trial for trial in trials.values() if trial.name not in ended]
+        further = None if needed else further_rate(sweep, rates)
+        if further is None:
+            break
+        tried.append(further)
+    sweep = dict(sorted(sweep.items()))
+    best = None if needed else best_rate(sweep)
+    if best is None:
+        return Plan(candidate, sweep, None, {}, needed)
+    finals = [Trial(candidate, best, recipe.seed + number) for number in range(recipe.seeds)]
+    seeds = {trial.seed: ended[trial.name] for trial in finals if trial.name in ended}
+    return Plan(candidate, sweep, best, seeds, [trial for trial in finals if trial.name not in ended])
+
+
+def is_complete(plans: Sequence[Plan]) -> bool:
+    return not any(found.needed for found in plans)
+
+
+def usable(losses: Mapping[int, float]) -> list[float]:
+    """Return the losses of runs that did not fail."""
+    return [loss for loss in losses.values() if math.isfinite(loss)]

@@ -1,0 +1,77 @@
+"""A run in a process of its own: forked from a server that has imported the libraries, or started by a launcher."""
+
+import os
+import shlex
+import subprocess
+import threading
+from collections.abc import Sequence
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from pathlib import Path
+
+# Outside of a checkout the package is `modeling_gqa.training`.
+TRAINING = __package__.rpartition(".")[0]
+LIBRARIES = [f"{TRAINING}.{name}" for name in ("run", "recipe.command_line", "recipe.model", "trainer.pretraining")]
+
+
+class RunProcess:
+    """A pretraining run that has been started.
+
+    Args:
+        arguments: of pretraining.
+        launcher: what starts it, such as `torchrun -m`; "": a fork, which saves the seconds that imports take.
+        log: file to which what it prints is added.
+        threads: of torch, in a fork; 0 leaves them as they are.
+    """
+
+    def __init__(self, arguments: Sequence[str], launcher: str, log: Path, threads: int) -> None:
+        if launcher:
+            with log.open("ab") as output:
+                self.started = subprocess.Popen(
+                    [*shlex.split(launcher), f"{TRAINING}.pretrain", *arguments],
+                    stdout=output,
+                    stderr=output,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C reaches the comparison alone, which lets the run save
+                )
+            return
+        context = get_context("forkserver")
+        context.set_forkserver_preload(LIBRARIES)
+        self.forked = context.Process(target=pretrain_here, args=(list(arguments), str(log), threads))
+        self.forked.start()
+
+    def wait(self) -> int:
+        """Wait for the end, and return the exit code."""
+        if hasattr(self, "started"):
+            return self.started.wait()
+        self.forked.join()
+        return self.forked.exitcode
+
+    def terminate(self) -> None:
+        """Let the run save and end."""
+        (self.started if hasattr(self, "started") else self.forked).terminate()
+
+
+def pretrain_here(arguments: list[str], log: str, threads: int) -> None:
+    """Pretrain in this process, which ends itself where the comparison that started it is killed."""
+    os.setsid()
+    output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for number in (1, 2):
+        os.dup2(output, number)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    import torch
+
+    from ..console import main
+    from ..pretrain import pretrain
+
+    if threads:
+        torch.set_num_threads(threads)
+    main(pretrain, arguments)
+
+
+def end_with_parent() -> None:
+    """Send this process SIGTERM, upon which it saves, when its parent has ended."""
+    import signal
+
+    wait([parent_process().sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)

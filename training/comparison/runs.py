@@ -1,0 +1,200 @@
+"""The runs of a comparison: claimed through files, run as processes, resumed, and noted where they fail."""
+
+import json
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from ..console import say
+from ..errors import Interrupted, RecipeError, failed_to_write
+from ..folder.listing import read_object, write_text
+from ..folder.manifest import SAVED_RECIPE
+from ..results import RESULTS
+from .candidates import Candidate
+from .plan import Plan, Trial, is_complete, plan
+from .processes import RunProcess
+from .recipe import CompareRecipe, as_arguments, as_object
+
+WAIT = 2.0  # seconds between looks at runs that other launches have claimed
+LAST_LINES = 5  # of a failed run's log, which are shown
+ELSEWHERE = " is writing to "  # what a run says whose folder another process has open
+
+
+class Runs:
+    """The runs of a comparison in its folder.
+
+    Args:
+        recipe: of the comparison.
+        candidates: the models.
+        started: when this launch began; runs that failed before are tried again.
+    """
+
+    def __init__(self, recipe: CompareRecipe, candidates: Sequence[Candidate]) -> None:
+        self.recipe, self.candidates = recipe, {candidate.name: candidate for candidate in candidates}
+        self.folder = Path(recipe.output_dir)
+        self.started = time.time()
+        self.processes: set[RunProcess] = set()
+        self.stopped = 0  # the signal that has stopped this launch
+
+    # -- what has ended
+
+    def path(self, trial: Trial) -> Path:
+        return self.folder / "runs" / trial.name
+
+    def ended(self) -> dict[str, float]:
+        """Return the validation loss of each run that has ended, nan of one that failed in this launch or beside it."""
+        found = {}
+        for path in sorted((self.folder / "runs").glob(f"*/{RESULTS}")):
+            loss = (read_object(path) or {}).get("validation_loss")
+            if isinstance(loss, int | float):
+                found[path.parent.name] = float(loss)
+        for path in sorted((self.folder / "failed").glob("*.json")):
+            if (read_object(path) or {}).get("time", 0) >= self.started:
+                found.setdefault(path.stem, math.nan)
+        return found
+
+    def plans(self) -> list[Plan]:
+        """Return what is known of each model."""
+        ended = self.ended()
+        return [plan(name, self.recipe, ended) for name in self.candidates]
+
+    def failures(self) -> dict[str, str]:
+        """Return the last words of the runs that failed and have not ended since, by name."""
+        return {
+            path.stem: str((read_object(path) or {}).get("said", ""))
+            for path in sorted((self.folder / "failed").glob("*.json"))
+            if not (self.folder / "runs" / path.stem / RESULTS).is_file()
+        }
+
+    # -- running
+
+    def run_all(self) -> list[Plan]:
+        """Run what is needed until every run has ended, here or in another launch; return what is known then.
+
+        Raises:
+            Interrupted: by Ctrl-C; runs that have begun are kept.
+        """
+        with ThreadPoolExecutor(self.recipe.jobs) as pool, stopping(self.stop):
+            for worker in [pool.submit(self.work) for _ in range(self.recipe.jobs)]:
+                worker.result()
+        if self.stopped:
+            stopped = Interrupted(f"stopped by a signal; the same command goes on with what is left in {self.folder}")
+            stopped.exit_code = 128 + self.stopped
+            raise stopped
+        return self.plans()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn what the operating system refuses to write into `RecipeError`."""
+        try:
+            yield
+        except OSError as error:
+            raise RecipeError(f"{failed_to_write(error, self.folder)}; the same command goes on") from error
+
+    def work(self) -> None:
+        """Claim and run one run after another, until none is needed."""
+        waiting = False
+        while not self.stopped:
+            plans = self.plans()
+            if is_complete(plans):
+                return
+            if any(self.try_claimed(trial) for found in plans for trial in found.needed):
+                waiting = False
+                continue
+            if not waiting and not self.processes:
+                say("Waiting for runs that other processes have claimed ...")
+            waiting = True
+            time.sleep(WAIT)
+
+    def try_claimed(self, trial: Trial) -> bool:
+        """Run a trial unless another process runs it, or has ended it meanwhile; return whether it was run."""
+        if self.stopped:
+            return False
+        try:
+            with self.claim(trial.name):
+                if trial.name in self.ended():
+                    return False
+                self.run(trial)
+                return True
+        except Timeout:
+            return False
+
+    def claim(self, name: str) -> FileLock:
+        """Return a lock by which one process of all launches does something; the system frees it where it is killed."""
+        (self.folder / "claims").mkdir(parents=True, exist_ok=True)
+        return FileLock(self.folder / "claims" / f"{name}.lock", timeout=0, thread_local=False)
+
+    def run(self, trial: Trial) -> None:
+        """Start or resume a run, and note where it fails."""
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+        log = self.folder / "logs" / f"{trial.name}.log"
+        before = log.stat().st_size if log.exists() else 0
+        begin = time.perf_counter()
+        threads = max(1, torch.get_num_threads() // self.recipe.jobs) if self.recipe.jobs > 1 else 0
+        process = RunProcess(self.arguments(trial), self.recipe.launcher, log, threads)
+        self.processes.add(process)
+        if self.stopped:  # a signal that came while it was started
+            process.terminate()
+        code = process.wait()
+        self.processes.discard(process)
+        loss = (read_object(self.path(trial) / RESULTS) or {}).get("validation_loss")
+        if code == 0 and isinstance(loss, int | float):
+            say(f"{trial.name:<40} validation loss {loss:.4f}, {time.perf_counter() - begin:.0f} s")
+            return
+        said = last_words(log, before)
+        if self.stopped or ELSEWHERE in said:  # of a launch that was killed, whose run has not ended yet
+            time.sleep(WAIT)
+            return
+        say(f"{trial.name:<40} failed with exit code {code}: {said[:300]}")
+        (self.folder / "failed").mkdir(parents=True, exist_ok=True)
+        note = {"time": time.time(), "exit_code": code, "said": said[:1000], "log": log.name}
+        write_text(self.folder / "failed" / f"{trial.name}.json", json.dumps(note, indent=1) + "\n")
+
+    def arguments(self, trial: Trial) -> list[str]:
+        """Return the arguments of a run; it resumes where the run has begun."""
+        options: dict[str, Any] = {
+            "publish": False,
+            "tokenizer": str(self.folder / "tokenizer"),
+            **as_object("options", self.recipe.options),
+            "preset": self.recipe.preset,
+            "model_overrides": self.candidates[trial.candidate].overrides,
+            "learning_rate": trial.learning_rate,
+            "seed": trial.seed,
+            "data_seed": trial.seed,
+            "output_dir": str(self.path(trial)),
+            "resume": (self.path(trial) / SAVED_RECIPE).is_file(),
+        }
+        return [self.recipe.pretraining, *as_arguments(options)]
+
+    def stop(self, number: int) -> None:
+        """Pass a signal on to the runs, which save where they are, and begin no further one."""
+        self.stopped = number
+        for process in list(self.processes):
+            process.terminate()
+
+
+def last_words(log: Path, start: int) -> str:
+    """Return the error that a run has printed behind the first `start` bytes of its log, or its last lines."""
+    lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() if log.exists() else []
+    return next((line for line in reversed(lines) if line.startswith("error: ")), " / ".join(lines[-LAST_LINES:]))
+
+
+@contextmanager
+def stopping(stop: Callable[[int], None]) -> Iterator[None]:
+    """While it is entered, Ctrl-C and SIGTERM call `stop` and nothing else."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in handlers:
+        signal.signal(number, lambda number, _: stop(number))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,0 +1,173 @@
+"""The report of a comparison in Markdown: conclusion, confounds, results, and the price of each step."""
+
+import math
+from collections.abc import Sequence
+
+from modeling_gqa.reporting.tables import Table, three_digits, with_prefix
+
+from .outcome import Entry, Outcome
+from .recipe import CompareRecipe
+
+MATCHED = {
+    "parameters": "All models have the parameters of the first, by the width of the MLP",
+    "flops": "All models take the training FLOPs of the first, by the width of the MLP",
+    "cache": "All models cache as many bytes as the first, by the size of their heads or of their latent",
+    "nothing": "Nothing but the preset is matched: models differ in parameters, FLOPs and cache",
+}
+
+
+def conclusion(outcome: Outcome) -> list[str]:
+    """Return sentences that say which model has the lowest loss, and which cannot be told from it."""
+    ranked = outcome.finished
+    if not ranked:
+        return ["No run has ended: there is nothing to conclude."]
+    best, *others = ranked
+    said = [f"The lowest mean validation loss is {best.loss:.4f} nats per token, of {best.name}."]
+    if math.isnan(outcome.deviation):
+        return [*said, "With one seed each there is no spread, so no model is declared better than another."]
+    alike = [entry for entry in others if not outcome.differ(best, entry)]
+    apart = [entry for entry in others if outcome.differ(best, entry)]
+    if alike:
+        shown = listed(f"{entry.name} (+{entry.loss - best.loss:.4f})" for entry in alike)
+        said.append(f"Within the spread of seeds, {shown} cannot be told from it.")
+    if apart:
+        shown = listed(f"{entry.name} (+{entry.loss - best.loss:.4f})" for entry in apart)
+        said.append(f"Beyond the spread, {shown} {'have a' if len(apart) > 1 else 'has a'} higher loss.")
+    return said
+
+
+def steps(outcome: Outcome) -> list[str]:
+    """Return a sentence for each step on the pareto front, from its largest cache to its smallest."""
+    said = []
+    for larger, smaller in zip(outcome.front, outcome.front[1:], strict=False):
+        times = larger.cache_bytes_per_token / smaller.cache_bytes_per_token
+        cost = smaller.loss - larger.loss
+        sure = "" if outcome.differ(larger, smaller) else ", which is within the spread of seeds"
+        said.append(
+            f"From {larger.name} to {smaller.name} the cache shrinks {three_digits(times)} times and the loss rises by "
+            f"{cost:.4f} nats per token (perplexity by {math.expm1(cost):.1%}){sure}."
+        )
+    return said
+
+
+def confounds(recipe: CompareRecipe, outcome: Outcome, same_text: str) -> list[str]:
+    """Return what else may explain the differences."""
+    first = outcome.entries[0]
+    parameters = [entry.parameters / first.parameters - 1 for entry in outcome.entries]
+    flops = [entry.training_flops_per_token / first.training_flops_per_token - 1 for entry in outcome.entries]
+    said = [
+        f"{MATCHED[recipe.match]}. Beside the first model's, parameters are {in_percent(parameters)}, training FLOPs "
+        f"{in_percent(flops)}.",
+        f"All models are trained on the same tokens in the same order: {same_text}.",
+        f"The learning rate was swept with one seed ({recipe.seed}); that seed is also among those at the best "
+        "rate, so a lucky run of the sweep counts twice.",
+        "A small model that is trained briefly does not say what a large one would do. Only the learning rate was tuned, "
+        "not schedule, batch or initialisation.",
+    ]
+    lacking = [entry.name for entry in outcome.entries if len(entry.losses) < recipe.seeds or not entry.losses]
+    lacking += [entry.name for entry in outcome.entries if any(math.isnan(loss) for loss in entry.losses.values())]
+    if lacking:
+        said.append(f"Runs of {listed(dict.fromkeys(lacking))} failed at the best rate, and are left out of the means.")
+    edges = [
+        entry.name for entry in outcome.entries if entry.rate in (min(entry.sweep), max(entry.sweep)) and entry.rate
+    ]
+    if edges:
+        said.append(
+            f"The best rate of {listed(edges)} lies at the edge of what was tried, and a better one may lie beyond."
+        )
+    return said
+
+
+def in_percent(shares: Sequence[float]) -> str:
+    low, high = min(shares), max(shares)
+    if max(abs(low), abs(high)) < 0.0005:
+        return "the same"
+    return f"{low:+.1%} to {high:+.1%}"
+
+
+def results_table(outcome: Outcome) -> Table:
+    """Losses, costs and speeds, a row for each model."""
+    contexts = sorted({context for entry in outcome.entries for context in entry.speed.decode_milliseconds})
+    header = [
+        "model",
+        "loss",
+        "deviation",
+        "seeds",
+        "best rate",
+        "parameters",
+        "FLOP per token",
+        "cache, bytes per token",
+    ]
+    header += [f"ms a token after {context:,}" for context in contexts]
+    header += ["prompt, tokens/s", "training, tokens/s"]
+    return Table(header, [[entry.name, *row(entry, contexts)] for entry in outcome.entries])
+
+
+def row(entry: Entry, contexts: Sequence[int]) -> list[str]:
+    speed = entry.speed
+    return [
+        shown(entry.loss),
+        shown(entry.deviation),
+        f"{sum(math.isfinite(loss) for loss in entry.losses.values())}",
+        "-" if entry.rate is None else f"{entry.rate:.2e}",
+        f"{entry.parameters:,}",
+        with_prefix(entry.training_flops_per_token),
+        f"{entry.cache_bytes_per_token:,}",
+        *(f"{speed.decode_milliseconds[context]:.2f}" for context in contexts),
+        f"{speed.prompt_tokens_per_second:,.0f}",
+        f"{speed.training_tokens_per_second:,.0f}",
+    ]
+
+
+def sweep_table(outcome: Outcome) -> Table:
+    """Validation loss of the first seed by learning rate, a row for each model; the best is in bold."""
+    rates = sorted({rate for entry in outcome.entries for rate in entry.sweep})
+    rows = []
+    for entry in outcome.entries:
+        best = min((loss for loss in entry.sweep.values() if math.isfinite(loss)), default=None)
+        cells = [entry.sweep.get(rate) for rate in rates]
+        rows.append(
+            [
+                entry.name,
+                *("" if loss is None else f"**{loss:.4f}**" if loss == best else shown(loss) for loss in cells),
+                "-" if entry.rate is None else f"{entry.rate:.2e}",
+            ]
+        )
+    return Table(["model", *(f"{rate:.2e}" for rate in rates), "best"], rows)
+
+
+def shown(loss: float) -> str:
+    return f"{loss:.4f}" if math.isfinite(loss) else "failed" if math.isnan(loss) else f"{loss}"
+
+
+def listed(names) -> str:
+    """Return `a, b and c`."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def write_report(
+    recipe: CompareRecipe, outcome: Outcome, machine: str, same_text: str, failures: dict[str, str]
+) -> str:
+    """Return the whole report in Markdown."""
+    lines = [f"# Attention compared: {listed([entry.name for entry in outcome.entries])}", "", *conclusion(outcome), ""]
+    if not math.isnan(outcome.deviation):
+        lines += [
+            f"Losses are means over seeds; one run deviates by {outcome.deviation:.4f} (pooled over the models). "
+            "Two means differ here where they are further apart than twice the standard error of their difference.",
+            "",
+        ]
+    lines += ["## What else may explain it", ""]
+    lines += [f"- {sentence}" for sentence in confounds(recipe, outcome, same_text)]
+    lines += ["", "## Results", "", results_table(outcome).to_markdown(), ""]
+    lines += [f"Speeds were measured on {machine}, with random weights and the models in turn.", ""]
+    lines += ["![validation loss against bytes of cache](loss_by_cache.png)", ""]
+    lines += ["![milliseconds of a decoded token against the context](decoding.png)", ""]
+    lines += ["## Learning rates", "", sweep_table(outcome).to_markdown(), ""]
+    lines += ["![validation loss against the learning rate](loss_by_rate.png)", ""]
+    lines += ["![validation and training loss against tokens](curves.png)", ""]
+    if failures:
+        lines += ["## Runs that failed", "", *(f"- {name}: {said}" for name, said in failures.items()), ""]
+    front = [f"{x.name} ({x.cache_bytes_per_token:,} bytes per token, loss {x.loss:.4f})" for x in outcome.front]
+    lines += ["## The pareto front", "", f"Largest cache first: {'; '.join(front)}.", "", *steps(outcome), ""]
+    return "\n".join(lines)
