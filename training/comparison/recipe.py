@@ -40,8 +40,8 @@ class CompareRecipe:
     match: Match = field(
         default="parameters",
         metadata={
-            "help": "What all models have alike: parameters or training FLOPs (by the width of the MLP), cache bytes (by the "
-            "size of heads or of the latent), or nothing."
+            "help": "What all models have alike: parameters or training FLOPs (by the width of the MLP), cache bytes "
+            "(by the sizes of heads or latent), or nothing."
         },
     )
     learning_rates: list[float] = field(

@@ -59,10 +59,10 @@ def confounds(recipe: CompareRecipe, outcome: Outcome, same_text: str) -> list[s
         f"{MATCHED[recipe.match]}. Beside the first model's, parameters are {in_percent(parameters)}, training FLOPs "
         f"{in_percent(flops)}.",
         f"All models are trained on the same tokens in the same order: {same_text}.",
-        f"The learning rate was swept with one seed ({recipe.seed}); that seed is also among those at the best "
-        "rate, so a lucky run of the sweep counts twice.",
-        "A small model that is trained briefly does not say what a large one would do. Only the learning rate was tuned, "
-        "not schedule, batch or initialisation.",
+        f"The learning rate was swept with one seed ({recipe.seed}), which is also among those at the best rate: a "
+        "lucky run of the sweep counts twice.",
+        "A small model that is trained briefly does not say what a large one would do. Only the learning rate was "
+        "tuned, not schedule, batch or initialisation.",
     ]
     lacking = [entry.name for entry in outcome.entries if len(entry.losses) < recipe.seeds or not entry.losses]
     lacking += [entry.name for entry in outcome.entries if any(math.isnan(loss) for loss in entry.losses.values())]

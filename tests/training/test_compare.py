@@ -1,0 +1,382 @@
+"""Comparisons: which runs are needed, how models are matched, what is concluded, and the whole in processes."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from modeling_gqa.accounting import cache_bytes_per_token, count_parameters, training_flops
+from training.comparison.candidates import candidates_of, usual_kinds
+from training.comparison.outcome import Entry, Outcome, Speed
+from training.comparison.pictures import plot_comparison, styles
+from training.comparison.plan import Trial, plan
+from training.comparison.recipe import CompareRecipe
+from training.comparison.sweep import EXTENSIONS, best_rate, further_rate
+from training.comparison.words import conclusion, confounds, steps, write_report
+from training.errors import RecipeError
+
+ROOT = Path(__file__).resolve().parents[2]
+NAN = math.nan
+RATES = [1e-3, 2e-3, 4e-3]
+
+
+# -- the sweep
+
+
+@pytest.mark.parametrize("vertex", [1.1e-3, 2e-3, 3.3e-3])
+def test_the_parabola_finds_its_vertex(vertex):
+    losses = {rate: 2 + 0.7 * math.log(rate / vertex) ** 2 for rate in RATES}
+    if min(losses, key=losses.__getitem__) == 2e-3:
+        assert best_rate(losses) == pytest.approx(vertex, rel=0.005)
+    wide = {rate: 2 + 0.7 * math.log(rate / vertex) ** 2 for rate in (1e-4, 3e-4, *RATES, 3e-2)}
+    assert best_rate(wide) == pytest.approx(vertex, rel=0.005)
+
+
+def test_a_sweep_goes_on_while_its_best_is_an_edge():
+    rising = {rate: -rate for rate in RATES}
+    added = []
+    while (rate := further_rate(rising, RATES)) is not None:
+        added.append(rate)
+        rising[rate] = -rate
+    assert added == [8e-3, 1.6e-2, 3.2e-2, 6.4e-2][:EXTENSIONS]
+    falling = {rate: rate for rate in RATES}
+    assert further_rate(falling, RATES) == 5e-4
+    assert further_rate({1e-3: 1.0, 2e-3: 0.5, 4e-3: NAN}, RATES) is None
+    assert further_rate({1e-3: 1.0, 2e-3: 1.5, 4e-3: NAN}, RATES) == 5e-4
+
+
+def test_rates_that_diverge():
+    assert best_rate({1e-3: NAN, 2e-3: math.inf, 4e-3: NAN}) is None
+    assert further_rate(dict.fromkeys(RATES, NAN), RATES) is None
+    assert best_rate({1e-3: 1.0, 2e-3: NAN, 4e-3: NAN}) == 1e-3
+    assert best_rate(dict.fromkeys(RATES, 1.0)) == 1e-3
+
+
+def test_the_plan_of_a_model():
+    """All rates with the first seed, then a further one, then every seed at the best; each run once."""
+    recipe = CompareRecipe(learning_rates=RATES, seeds=2, seed=5)
+    loss = lambda trial: 2 + math.log(trial.learning_rate / 5e-3) ** 2 + trial.seed / 1000  # noqa: E731
+    ended: dict[str, float] = {}
+    rounds = []
+    while (found := plan("mla", recipe, ended)).needed:
+        rounds.append(found.needed)
+        assert not {trial.name for trial in found.needed} & set(ended)
+        ended |= {trial.name: loss(trial) for trial in found.needed}
+    assert rounds[0] == [Trial("mla", rate, 5) for rate in RATES]
+    assert rounds[1] == [Trial("mla", 8e-3, 5)]
+    best = best_rate(found.sweep)
+    assert rounds[2:] == [[Trial("mla", best, 5), Trial("mla", best, 6)]]
+    assert found.rate == best == pytest.approx(5e-3, rel=0.005)
+    assert list(found.seeds) == [5, 6]
+    assert plan("gqa", recipe, ended).needed == [Trial("gqa", rate, 5) for rate in RATES]
+
+
+def test_the_plan_where_all_fail():
+    recipe = CompareRecipe(learning_rates=RATES)
+    found = plan("mla", recipe, {Trial("mla", rate, 42).name: NAN for rate in RATES})
+    assert (found.rate, found.needed, found.seeds) == (None, [], {})
+
+
+# -- the models
+
+
+def recipe_of(corpus: Path, **fields) -> CompareRecipe:
+    return CompareRecipe(options={"data_files": [str(corpus)], "max_steps": 2}, **fields)
+
+
+def test_usual_kinds_and_their_caches(corpus):
+    candidates, _ = candidates_of(recipe_of(corpus, match="nothing"))
+    shares = {x.name: cache_bytes_per_token(x.config) / cache_bytes_per_token(candidates[0].config) for x in candidates}
+    assert shares == {
+        "mha": 1, "gqa-half": 1 / 2, "gqa-quarter": 1 / 4, "mqa": 1 / 8, "mla-quarter": 1 / 4, "mla-eighth": 1 / 8,
+        "mixed": 1 / 4,
+    }  # fmt: skip
+    kinds = [layer.attention_kind for layer in candidates[-1].config.per_layer_config]
+    assert kinds == ["gqa", "mla", "gqa", "mla"]
+
+
+@pytest.mark.parametrize("match", ["parameters", "flops"])
+def test_models_are_matched_by_width(corpus, match):
+    """No other width of the MLP is nearer."""
+    candidates, pretraining = candidates_of(recipe_of(corpus, match=match))
+    length = pretraining.sequence_length
+    count = count_parameters if match == "parameters" else lambda config: training_flops(config, 1, length)
+    first = candidates[0].config
+    unit = 3 * first.hidden_size * first.num_hidden_layers * (1 if match == "parameters" else 6 * length)
+    for candidate in candidates:
+        assert abs(count(candidate.config) - count(first)) <= unit / 2
+        assert candidate.config.intermediate_size == candidate.overrides.get("intermediate_size", 344)
+
+
+def test_models_are_matched_by_cache(corpus):
+    kinds = {
+        "gqa": {"attention_kind": "gqa", "num_key_value_heads": 4},
+        "mha": {"attention_kind": "mha"},
+        "mqa": {"attention_kind": "mqa"},
+        "mla": {"attention_kind": "mla", "qk_rope_head_dim": 8},
+    }
+    candidates, _ = candidates_of(recipe_of(corpus, match="cache", kinds=kinds))
+    assert len({cache_bytes_per_token(candidate.config) for candidate in candidates}) == 1
+    assert [candidate.config.head_dim for candidate in candidates] == [16, 8, 64, 8]
+
+
+WRONG = {
+    "heads": ({"options": {"num": 1}}, "unknown option --num"),
+    "rates": ({"learning_rates": [1e-3, 2e-3]}, "a sweep needs at least 3"),
+    "rate": ({"learning_rates": [0, 1e-3, 2e-3]}, "must be positive"),
+    "seeds": ({"seeds": 0}, "seeds is 0; it must be at least 1"),
+    "seed": ({"seed": 2**32}, "seed is 4294967296"),
+    "one kind": ({"kinds": {"a": {}}}, "a comparison needs two"),
+    "swept": ({"options": {"seed": 3}}, "options has seed, which the comparison sets"),
+    "no object": ({"options": "[1]"}, "options must be a JSON object"),
+    "no JSON": ({"kinds": "{"}, "kinds is no JSON object"),
+    "contexts": ({"contexts": [0]}, "contexts must be at least 1"),
+    "field": ({"kinds": {"a": {}, "b": {"head_dimm": 4}}}, "unknown field head_dimm"),
+    "value": ({"kinds": {"a": {}, "b": {"attention_kind": "gqa", "num_key_value_heads": 3}}}, "is not divisible"),
+    "parameters": (
+        {"kinds": {"a": {}, "b": {"head_dim": 2048}}},
+        "b cannot be matched: its attention alone is larger than the first model",
+    ),
+    "cache": ({"match": "cache"}, "cannot be matched by cache"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_recipes(wrong):
+    fields, said = WRONG[wrong]
+    with pytest.raises((RecipeError, ValueError), match=said):
+        candidates_of(CompareRecipe(**fields))
+
+
+def test_usual_kinds_need_heads_to_share(corpus):
+    config = candidates_of(recipe_of(corpus, match="nothing"))[0][0].config
+    config.num_attention_heads = config.num_key_value_heads = 6
+    with pytest.raises(RecipeError, match="which 4 does not divide"):
+        usual_kinds(config)
+
+
+# -- what is concluded
+
+
+def entry(name: str, kind: str, cache: int, *losses: float, sweep: dict | None = None) -> Entry:
+    sweep = sweep or {1e-3: 3.0, 2e-3: losses[0] if losses else NAN, 4e-3: 3.1}
+    speed = Speed({128: 1.0, 1024: 2.0}, 1000.0, 100.0)
+    seeds = dict(enumerate(losses))
+    return Entry(name, kind, {}, 1000, 6000.0, cache, sweep, 2e-3 if losses else None, seeds, speed)
+
+
+@pytest.fixture
+def outcome() -> Outcome:
+    return Outcome(
+        [
+            entry("mha", "mha", 400, 2.000, 2.010),
+            entry("gqa", "gqa", 100, 2.010, 2.022),
+            entry("mla", "mla", 100, 2.100, 2.108),
+            entry("mqa", "mqa", 50, 2.200, NAN),
+            entry("broken", "gqa", 25),
+        ]
+    )
+
+
+def test_the_spread_is_pooled(outcome):
+    variances = (0.01**2 / 2, 0.012**2 / 2, 0.008**2 / 2)
+    assert outcome.deviation == pytest.approx(math.sqrt(sum(variances) / 3))
+    mha, gqa, mla, mqa, _ = outcome.entries
+    assert outcome.spread(mha, gqa) == pytest.approx(2 * outcome.deviation)
+    assert outcome.spread(mha, mqa) == pytest.approx(2 * outcome.deviation * math.sqrt(1.5))
+    assert not outcome.differ(mha, gqa)
+    assert outcome.differ(mha, mla)
+
+
+def test_no_winner_within_the_spread(outcome):
+    said = conclusion(outcome)
+    assert said == [
+        "The lowest mean validation loss is 2.0050 nats per token, of mha.",
+        "Within the spread of seeds, gqa (+0.0110) cannot be told from it.",
+        "Beyond the spread, mla (+0.0990) and mqa (+0.1950) have a higher loss.",
+    ]
+    single = Outcome([entry("mha", "mha", 4, 2.0), entry("gqa", "gqa", 2, 1.0)])
+    assert conclusion(single)[1].startswith("With one seed each there is no spread")
+    assert not single.differ(*single.entries)
+    assert conclusion(Outcome([entry("mha", "mha", 4)])) == ["No run has ended: there is nothing to conclude."]
+
+
+def test_the_front_and_what_its_steps_cost(outcome):
+    """mla is on no front: gqa has a lower loss with the same cache."""
+    assert [x.name for x in outcome.front] == ["mha", "gqa", "mqa"]
+    assert steps(outcome) == [
+        "From mha to gqa the cache shrinks 4 times and the loss rises by 0.0110 nats per token (perplexity by 1.1%), "
+        "which is within the spread of seeds.",
+        "From gqa to mqa the cache shrinks 2 times and the loss rises by 0.1840 nats per token (perplexity by 20.2%).",
+    ]
+
+
+def test_confounds_name_what_failed(outcome):
+    said = " ".join(confounds(CompareRecipe(seeds=2), outcome, "my text"))
+    assert "Runs of broken and mqa failed at the best rate" in said
+    edge = Outcome([entry("mha", "mha", 4, 2.0, sweep={1e-3: 3.0, 2e-3: 2.0})])
+    assert "The best rate of mha lies at the edge" in " ".join(confounds(CompareRecipe(), edge, "my text"))
+
+
+def test_report_and_pictures(outcome, tmp_path):
+    text = write_report(CompareRecipe(seeds=2), outcome, "this machine", "my text", {"broken-rate1": "error: no"})
+    assert text.index("The lowest mean") < text.index("What else may explain it") < text.index("## Results")
+    assert "- broken-rate1: error: no" in text
+    plot_comparison(outcome, {"mha": [(1, 3.0), (2, 2.0)]}, tmp_path)
+    for line in text.splitlines():
+        if line.startswith("!["):
+            assert (tmp_path / line.split("(")[1].rstrip(")")).stat().st_size > 5000
+    found = styles(outcome.entries)
+    assert found["gqa"]["color"] == found["broken"]["color"]
+    assert len({tuple(style.items()) for style in found.values()}) == len(found)
+
+
+# -- the whole
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 300, "num_hidden_layers": 2, "head_dim": 8}
+KINDS = {
+    "mha": {"attention_kind": "mha", **SIZES},
+    "mla": {"attention_kind": "mla", **SIZES, "kv_lora_rank": 12, "qk_rope_head_dim": 4},
+}
+
+
+class Comparison:
+    def __init__(self, folder: Path, corpus: Path) -> None:
+        self.folder, self.recipe = folder / "out", folder / "small.yaml"
+        options = {
+            "data_files": [str(corpus)], "max_steps": 6, "warmup_steps": 1, "sequence_length": 32, "save_steps": 3,
+            "max_eval_blocks": 4, "per_device_train_batch_size": 2, "logging_steps": 1, "bigram_baseline": False,
+        }  # fmt: skip
+        fields = {"options": options, "kinds": KINDS, "seeds": 2, "contexts": [16, 32]}
+        self.recipe.write_text(json.dumps(fields | {"learning_rates": RATES}))
+
+    def start(self, *options: str) -> subprocess.Popen:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [
+            sys.executable,
+            "-m",
+            "training.compare",
+            str(self.recipe),
+            "--output-dir",
+            str(self.folder),
+            *options,
+        ]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+
+    def finish(self, *options: str) -> tuple[int, str]:
+        process = self.start(*options)
+        printed, _ = process.communicate(timeout=400)
+        return process.returncode, printed
+
+    def results(self) -> dict[str, float]:
+        """Time at which each run has ended, by name."""
+        return {path.parent.name: path.stat().st_mtime for path in self.folder.glob("runs/*/results.json")}
+
+
+@pytest.fixture(scope="module")
+def comparison(corpus, tmp_path_factory) -> Comparison:
+    """A comparison that was killed, went on in two launches at once, and has ended."""
+    comparison = Comparison(tmp_path_factory.mktemp("comparison"), corpus)
+    killed = comparison.start()
+    deadline = time.time() + 200
+    while not comparison.results() and time.time() < deadline:
+        time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate(timeout=60)
+    comparison.before = comparison.results()
+    launches = [comparison.start(), comparison.start("--jobs", "2")]
+    comparison.printed = [launch.communicate(timeout=400)[0] for launch in launches]
+    assert [launch.returncode for launch in launches] == [0, 0], comparison.printed
+    return comparison
+
+
+def test_every_run_is_done_once(comparison):
+    """What had ended when the first launch was killed is kept; the two others divide the rest."""
+    after = comparison.results()
+    assert comparison.before
+    assert comparison.before.items() <= after.items()
+    ended = [
+        line.split()[0]
+        for printed in comparison.printed
+        for line in printed.splitlines()
+        if ", " in line and "validation loss 5" in line
+    ]
+    assert len(ended) == len(set(ended)) == len(after) - len(comparison.before)
+    content = json.loads((comparison.folder / "comparison.json").read_text())
+    for model in content["models"]:
+        assert len(model["losses"]) == 2
+        assert len(model["sweep"]) >= 3
+        assert model["loss_deviation"] > 0
+        assert model["speed"]["decode_milliseconds"].keys() == {"16", "32"}
+    assert not (comparison.folder / "failed").exists()
+
+
+def test_runs_differ_in_what_is_compared_alone(comparison):
+    """All are trained on the same tokens, and those of one seed in the same order."""
+    runs = sorted(comparison.folder.glob("runs/*"))
+    assert len({(run / "data" / "train.npy").read_bytes() for run in runs}) == 1
+    import yaml
+
+    recipes = [yaml.safe_load((run / "recipe.yaml").read_text()) for run in runs]
+    differing = {name for name in recipes[0] if len({str(recipe[name]) for recipe in recipes}) > 1}
+    assert differing <= {"learning_rate", "seed", "data_seed", "model_overrides", "output_dir", "resume"}
+    assert all(recipe["seed"] == recipe["data_seed"] for recipe in recipes)
+
+
+def test_the_report_of_a_comparison(comparison):
+    text = (comparison.folder / "report.md").read_text()
+    for part in ("The lowest mean validation loss is", "## What else may explain it", "## The pareto front"):
+        assert part in text
+    assert all((comparison.folder / name).is_file() for name in ("loss_by_cache.png", "curves.png", "decoding.png"))
+
+
+def test_a_finished_comparison_repeats_nothing_and_keeps_its_recipe(comparison):
+    """Another recipe is refused; a failed run is reported, loses no other, and is tried again."""
+    before = comparison.results()
+    code, printed = comparison.finish("--match", "nothing")
+    assert code == 1
+    assert "holds a comparison with another recipe: match ('parameters' then, 'nothing' now)" in printed
+    blocked = comparison.folder / "runs" / Trial("mla", best_of(comparison, "mla"), 44).name
+    blocked.write_text("a file where a run would write")
+    code, printed = comparison.finish("--seeds", "3")
+    assert code == 1
+    assert f"{blocked.name}" in printed
+    assert "error: 1 runs failed" in printed
+    assert before.items() <= comparison.results().items()
+    assert len(comparison.results()) == len(before) + 1  # the third seed of mha
+    assert blocked.name in (comparison.folder / "report.md").read_text()
+    blocked.unlink()
+    code, printed = comparison.finish("--seeds", "3")
+    assert code == 0, printed
+    assert len(comparison.results()) == len(before) + 2
+    assert "Runs that failed" not in (comparison.folder / "report.md").read_text()
+
+
+def best_of(comparison: Comparison, name: str) -> float:
+    content = json.loads((comparison.folder / "comparison.json").read_text())
+    return next(model["rate"] for model in content["models"] if model["name"] == name)
+
+
+def test_a_folder_of_somebody_else_is_refused(corpus, tmp_path):
+    comparison = Comparison(tmp_path, corpus)
+    comparison.folder.mkdir()
+    (comparison.folder / "notes.txt").write_text("mine")
+    code, printed = comparison.finish()
+    assert code == 1
+    assert "holds notes.txt and no comparison" in printed
+
+
+def test_a_launcher_starts_the_runs(comparison, tmp_path):
+    """Such as torchrun; with Ctrl-C the runs save, and the same command goes on."""
+    launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 1 -m"
+    code, printed = comparison.finish("--seeds", "4", "--launcher", launcher)
+    assert code == 0, printed
+    logs = "".join(path.read_text() for path in comparison.folder.glob("logs/*seed45.log"))
+    assert "validation loss" in logs
