@@ -41,7 +41,7 @@ DEEPSEEK = {
     "first_k_dense_replace": 1,
 }
 EXPERTS: dict[str, dict] = {
-    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3},
     "qwen3_moe": {
         "num_experts": 7,
         "num_experts_per_tok": 3,
@@ -162,8 +162,57 @@ def test_experts_parameters(with_experts):
     assert accounting.count_parameters(model) == stock.num_parameters()
     assert 0 < len(model.experts) <= config.num_hidden_layers
     found = report(model)
-    assert found.parameters_per_token < found.parameters
     assert json.dumps(found.to_dict())
+    chosen, number = config.num_experts_per_tok, next(iter(model.experts.values())).number
+    routed = len(model.experts) * number * 3 * config.hidden_size * getattr(config, "moe_intermediate_size", 58)
+    assert found.parameters_per_token == found.parameters - routed * (number - chosen) // number
+    one, many = (accounting.decode_bytes(model, rows, 5, torch.float32) for rows in (1, 500))
+    caches = [accounting.cache_bytes(model, rows, 5, torch.float32) for rows in (1, 500)]
+    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    assert one - caches[0] == 4 * (found.parameters_per_token - embedding + config.hidden_size)
+    assert many - caches[1] == 4 * found.parameters
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
+def test_experts_beside_fields_that_are_left_out(model_type, tmp_path):
+    """They have the defaults of their own class, and not of the one whose attention they have."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with torch.device("meta"):
+        stock = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type]())
+    found = report(find_model(str(tmp_path))[0])
+    assert found.parameters == stock.num_parameters()
+    assert {layer.window for layer in found.layers} == {None}
+    size = getattr(stock.config, "head_dim", None) or stock.config.hidden_size // stock.config.num_attention_heads
+    assert {layer.cached_numbers for layer in found.layers} == {2 * size * stock.config.num_key_value_heads}
+
+
+def test_windows_of_qwen3_moe(tmp_path):
+    """All layers have one, whatever `max_window_layers` says (modeling_qwen3_moe.py of transformers)."""
+    config = CONFIG_MAPPING["qwen3_moe"](use_sliding_window=True, sliding_window=77, max_window_layers=2)
+    config.save_pretrained(tmp_path)
+    assert {layer.window for layer in report(find_model(str(tmp_path))[0]).layers} == {77}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("mixtral", {"num_local_experts": 0}),
+        ("mixtral", {"num_experts_per_tok": 9}),
+        ("mixtral", {"num_experts_per_tok": -2}),
+        ("mixtral", {"num_local_experts": 10**400}),
+        ("qwen3_moe", {"moe_intermediate_size": 0}),
+        ("deepseek_v3", {"n_shared_experts": -5}),
+    ],
+)
+def test_experts_that_cannot_be(model_type, fields, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS[model_type] | SMALL | {"model_type": model_type} | fields))
+    with pytest.raises(ConversionError, match=r"experts of width .* cannot be"):
+        find_model(str(tmp_path))
+
+
+def test_qwen3_moe_without_experts(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 0}))
+    assert find_model(str(tmp_path))[0].experts == {}
 
 
 @torch.no_grad()
@@ -202,6 +251,9 @@ def test_bound():
         assert accounting.decode_seconds(config, machine, 4, 50, torch.float32) == pytest.approx(seconds)
         cost = report(config, contexts=[50], batch_sizes=[4], dtype=torch.float32, machine=machine).contexts[0]
         assert cost.decode_seconds == pytest.approx(seconds)
+    slow = report(config, contexts=[2], dtype=torch.float32, machine=slow_reading).contexts[0]
+    prompt_weights = accounting.decode_weights(config, 2) * 4
+    assert (slow.prefill_seconds, slow.training_seconds) == (prompt_weights / 10, 2 * prompt_weights / 10)
 
 
 def test_bounds_count_no_hidden_scores(model_name):
@@ -229,6 +281,8 @@ def test_memory(name):
         fits = lambda rows, tokens, memory=memory: weights + accounting.cache_bytes(config, rows, tokens) <= memory  # noqa: E731
         longest = accounting.longest_context(config, memory, 3)
         assert longest is None or (not fits(3, longest + 1) and (longest == 0 or fits(3, longest)))
+        shown = report(config, contexts=[9], batch_sizes=[3], memory=memory).contexts[0]
+        assert shown.fits == fits(3, 9)
         batch = accounting.largest_batch(config, memory, 9)
         assert not fits(batch + 1, 9) and (batch == 0 or fits(batch, 9))
 

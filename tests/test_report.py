@@ -82,6 +82,46 @@ def test_models_of_one_name_are_told_apart(tmp_path):
         make_config("gqa").save_pretrained(tmp_path / parent / "model")
     names = [model["name"] for model in in_json(tmp_path / "a" / "model", tmp_path / "b" / "model")["models"]]
     assert names == [f"model ({tmp_path / parent / 'model'})" for parent in ("a", "b")]
+    again = [model["name"] for model in in_json("tiny-gqa", "tiny-gqa", "tiny-gqa")["models"]]
+    assert again == ["tiny-gqa (tiny-gqa)", "tiny-gqa (tiny-gqa) no. 2", "tiny-gqa (tiny-gqa) no. 3"]
+
+
+def test_names_are_printable(tmp_path):
+    make_config("gqa").save_pretrained(tmp_path / "red\x1b[31m $\\frac$")
+    said = printed(tmp_path / "red\x1b[31m $\\frac$", "--plot", tmp_path / "a.png", "--context", 9)
+    assert "\x1b[31m" not in said
+    assert "red\\x1b[31m" in said
+
+
+def test_a_kind_replaces_those_of_all_layers():
+    (_, mla) = in_json("tiny-mixed", "--attention-kind", "mla")["models"]
+    assert {layer["attention_kind"] for layer in mla["layers"]} == {"mla"}
+
+
+def test_windows_and_room(tmp_path):
+    """A window is shown, no context is too long for it, and a cache that does not fit is said to be too large."""
+    make_config("gqa", sliding_window=5).save_pretrained(tmp_path / "window")
+    said = printed(tmp_path / "window", "--context", 9, "--memory", 1)
+    assert "window of 5" in said
+    assert "any number" in said
+    assert "too large" not in said
+    assert "too large" in printed("tiny-mha", "--context", 10**6, "--memory", 0.5)
+    assert "any number" not in printed("tiny-mla", "--memory", 10**9)
+
+
+def test_bounds_of_several_rows():
+    """Tokens per second are those of all rows together."""
+    options = ("--batch-size", 16, "--context", 64, "--bandwidth", 10, "--rate", 0.1)
+    (cost,) = in_json("tiny-mla", *options)["models"][0]["contexts"]
+    said = printed("tiny-mla", *options)
+    for tokens, seconds in ((16 * 64, "training_seconds"), (16 * 64, "prefill_seconds"), (16, "decode_seconds")):
+        assert with_prefix(tokens / cost[seconds]) in said.split("at most")[1]
+
+
+def test_dtype_is_the_first_configurations(tmp_path):
+    make_config("gqa", dtype="float32").save_pretrained(tmp_path / "f32")
+    assert [model["dtype"] for model in in_json(tmp_path / "f32", "tiny-mla")["models"]] == ["float32"] * 2
+    assert in_json("tiny-mla", tmp_path / "f32")["models"][1]["dtype"] == "bfloat16"
 
 
 def test_what_people_read():
@@ -92,7 +132,8 @@ def test_what_people_read():
         "Expanded: where MLA rebuilds",
         "What fits 80 GiB beside the weights",
         "3.35 TB/s read, 989 TFLOP/s of matrix products",
-        "By bound, llama-3-8b, mla decodes faster than llama-3-8b: at 1 row from 4,453 tokens on; at 8 rows from 557",
+        "By bound, and up to 32,768 tokens, llama-3-8b, mla decodes faster than llama-3-8b: at 1 row from 4,453 tokens",
+        "tokens on; at 8 rows from 557 tokens on; at 64 rows from 70 tokens on.",
     ):
         assert part in said
     plain = printed("tiny-gqa")
@@ -103,7 +144,7 @@ def test_what_people_read():
 
 def test_ranges_in_words():
     for ranges, said in {
-        (): "at no context up to 100 tokens",
+        (): "at no context",
         ((1, 100),): "at every context",
         ((7, 100),): "from 7 tokens on",
         ((1, 7), (50, 60), (90, 100)): "up to 7 tokens and from 50 to 60 tokens and from 90 tokens on",
@@ -146,6 +187,8 @@ def test_measuring(monkeypatch, tmp_path):
     for token in found["measured"]:
         assert list(token["milliseconds"]) == list(token["ratio"]) == ["gqa", "mla", "mixed-window"]
         assert token["ratio"]["gqa"] == 1
+        ratios = [token["milliseconds"][name] / token["milliseconds"]["gqa"] for name in ("mla", "mixed-window")]
+        assert list(token["ratio"].values())[1:] == pytest.approx(ratios, rel=0.5)
         assert all(milliseconds > 0 for milliseconds in token["milliseconds"].values())
     assert found["models"][0]["machine"]["bandwidth"] == 1e9
     assert "Measured, mla decoded faster than gqa: at 1 row" in printed(*sources[:2], "--measure", "--context", 9)
@@ -203,7 +246,7 @@ def test_picture_shows_cache_and_bound():
     figure.draw_without_rendering()
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf", "PNG"])
 def test_plot(tmp_path, suffix):
     path = tmp_path / "new" / f"costs.{suffix}"
     assert f"Wrote {path}." in " ".join(printed("tiny-mla", "--plot", path, "--context", 1).split("\n"))
@@ -223,6 +266,9 @@ WRONG = {
     "no bandwidth": (["tiny-mla", "--rate", 1, "--bandwidth", 0], "--bandwidth 0 must be more than 0"),
     "no memory": (["tiny-mla", "--memory", -1], "--memory -1 must be more than 0"),
     "no number": (["tiny-mla", "--memory", "nan"], "--memory nan must be more than 0"),
+    "too much": (["tiny-mla", "--memory", 1e308], "--memory 1e+308 must be more than 0, and at most 1e+09"),
+    "too long": (["tiny-mla", "--context", "1" + 99 * "0"], "should be less than or equal to 2147483647"),
+    "empty": ([""], "a CONFIG is empty"),
     "two machines": (["tiny-mla", "--measure", "--rate", 1], "leave out --bandwidth and --rate"),
     "context": (["tiny-mla", "--context", 0], "should be greater than or equal to 1"),
     "size": (
@@ -234,7 +280,7 @@ WRONG = {
     "device": (["tiny-gqa", "--measure", "--device", "nowhere"], "--device=nowhere cannot be used"),
     "experts measured": (["deepseek-v3", "--measure"], "deepseek-v3 has experts, which this package cannot build"),
     "too large": (["llama-3-8b", "--measure", "--batch-size", 4000], "GiB of memory and"),
-    "picture": (["tiny-gqa", "--plot", "costs.xyz"], "costs.xyz names no picture: let it end in ."),
+    "picture": (["tiny-gqa", "--plot", "costs.xyz"], "costs.xyz names no picture: let it end in .png, .svg, .pdf"),
 }
 
 

@@ -11,8 +11,6 @@ from .layers import Model, as_model
 from .operations import decode_flops
 from .sizes import cache_bytes, count_parameters, decode_weights
 
-MOST_TOKENS = 2**40  # a context that nobody has
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -118,9 +116,13 @@ def longest_context(
     """
     model = as_model(model)
     room = memory - count_parameters(model) * dtype.itemsize
-    if cache_bytes(model, batch_size, MOST_TOKENS, dtype) <= room:
+    most = max(layer.window or 0 for layer in model.layers)
+    if all(layer.window for layer in model.layers) and cache_bytes(model, batch_size, most, dtype) <= room:
         return None
-    return first_with(lambda tokens: cache_bytes(model, batch_size, tokens, dtype) > room, 0, MOST_TOKENS) - 1
+    too_long = 1
+    while cache_bytes(model, batch_size, too_long, dtype) <= room:
+        too_long *= 2
+    return first_with(lambda tokens: cache_bytes(model, batch_size, tokens, dtype) > room, 0, too_long) - 1
 
 
 def largest_batch(model: GQAConfig | Model, memory: float, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:

@@ -74,7 +74,7 @@ class ContextCost:
         decode_seconds: least time of one decoded token in each row; `None` without a machine.
         prefill_seconds: least time of reading the prompts, where a kernel skips the scores that the mask hides;
             `None` without a machine.
-        training_seconds: the same of a step of training, by its FLOPs alone.
+        training_seconds: the same of a step of training, which reads the weights forward and backward.
         fits: whether weights and cache fit the memory; `None` without one.
 
     Example:
@@ -250,6 +250,6 @@ def context_cost(
         intensity=decode / read,
         decode_seconds=machine.seconds(read, decode) if machine else None,
         prefill_seconds=machine.seconds(prompt_weights, prefill - hidden) if machine else None,
-        training_seconds=machine.seconds(0, training - 3 * hidden) if machine else None,
+        training_seconds=machine.seconds(2 * prompt_weights, training - 3 * hidden) if machine else None,
         fits=None if memory is None else weights + cache <= memory,
     )

@@ -15,12 +15,13 @@ from ..conversion.command.options import Kind, usable_device
 from ..reporting.configurations import PRESETS, changed, find_model
 from ..reporting.costs import Costs, compare
 from ..reporting.measuring import measure_decoding, measure_machine
-from ..reporting.pictures import plot_costs, save
+from ..reporting.pictures import check_picture, plot_costs, save
 from ..reporting.tables import Table
 from .console import out, printable, progress_bars, user_errors
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 GIB, GB, TERA = 2**30, 1e9, 1e12
+MOST, LONGEST = 1e9, 2**31 - 1  # of GiB, GB/s and TFLOP/s, and of tokens and rows
 CONTEXTS, ROWS = [1024, 8192, 32768], [1]  # that are shown without --context and --batch-size
 SIZES = {
     "attention_kind": (Kind, "Attention of all layers."),
@@ -86,9 +87,11 @@ def report_(
     ] = None,
     *,
     context: Annotated[
-        list[int], _asked(min=1, help="Tokens of each row; may be repeated.", metavar="TOKENS")
+        list[int], _asked(min=1, max=LONGEST, help="Tokens of each row; may be repeated.", metavar="TOKENS")
     ] = CONTEXTS,
-    batch_size: Annotated[list[int], _asked(min=1, help="Number of rows; may be repeated.", metavar="ROWS")] = ROWS,
+    batch_size: Annotated[
+        list[int], _asked(min=1, max=LONGEST, help="Number of rows; may be repeated.", metavar="ROWS")
+    ] = ROWS,
     dtype: Annotated[
         Dtype, _asked(help="Of weights and cache. auto: what the first CONFIG names, else bfloat16.")
     ] = "auto",
@@ -119,7 +122,9 @@ def report_(
     configurations, each is compared with the first. Stock configurations of Llama, Mistral, Qwen2, Qwen3, DeepSeek-V2
     and V3, Youtu, Mixtral and Qwen3-MoE are read, too.
     """
-    with user_errors():
+    with user_errors(plot):
+        if plot:
+            check_picture(plot)
         models, named = find_models(configs or [], {name: value for name, value in sizes.items() if value is not None})
         precision = getattr(torch, dtype) if dtype != "auto" else named or torch.bfloat16
         where = usable_device(device)
@@ -140,7 +145,7 @@ def report_(
             print(json.dumps(costs.to_dict(), indent=2), flush=True)
             return
         for section in costs.sections():
-            out.print(section.to_rich() if isinstance(section, Table) else printable(section), soft_wrap=False)
+            out.print(section.to_rich() if isinstance(section, Table) else f"{printable(section)}\n", soft_wrap=False)
         if plot:
             out.print(f"Wrote {printable(plot)}.", soft_wrap=True)
 
@@ -148,28 +153,24 @@ def report_(
 def find_models(sources: list[str], sizes: dict[str, Any]) -> tuple[list[Model], torch.dtype | None]:
     """Return the models that the command line names, each under a name of its own, and the first one's dtype."""
     found = [find_model(source) for source in sources]
-    models = [model for model, _ in found]
+    models = [Model(model.config, printable(model.name), model.experts) for model, _ in found]
     if sizes or not models:
         models.append(changed(models[0] if models else None, sizes))
-    names = [model.name for model in models]
-    models = [
-        Model(
-            model.config,
-            f"{model.name} ({sources[index]})" if names.count(model.name) > 1 else model.name,
-            model.experts,
-        )
-        if index < len(sources)
-        else model
-        for index, model in enumerate(models)
-    ]
+    names: list[str] = []
+    for index, model in enumerate(models):
+        alike = sum(other.name == model.name for other in models) > 1
+        name = f"{model.name} ({printable(sources[index])})" if alike and index < len(sources) else model.name
+        again = sum(earlier == name or earlier.startswith(f"{name} no. ") for earlier in names)
+        names.append(f"{name} no. {again + 1}" if again else name)
+    models = [Model(model.config, name, model.experts) for model, name in zip(models, names, strict=True)]
     return models, found[0][1] if found else None
 
 
 def check_positive(options: dict[str, float | None]) -> None:
     """Raise `ConversionError` for an option that is not more than 0."""
     for name, value in options.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise ConversionError(f"{name} {value:g} must be more than 0, and a number")
+        if value is not None and not 0 < value <= MOST:
+            raise ConversionError(f"{name} {value:g} must be more than 0, and at most {MOST:g}")
 
 
 def find_machine(

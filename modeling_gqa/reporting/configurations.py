@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from ..accounting import Experts, Model
 from ..common.errors import ConversionError, did_you_mean, one_line
 from ..common.files import CONFIGURATION
+from ..configuration_checks import LARGEST, MOST, shown
 from ..configuration_gqa import GQAConfig
 from ..conversion.checkpoints.checkpoint import check_layers
 from ..conversion.checkpoints.families import find_family, translate
@@ -51,6 +52,8 @@ def find_model(source: str) -> tuple[Model, torch.dtype | None]:
 def find_file(source: str) -> Path:
     """Return the path of a `config.json`; raises `ConversionError`."""
     path = Path(source)
+    if not source:
+        raise ConversionError("a CONFIG is empty: give a preset, folder, file or name on the Hub")
     if path.is_file():
         return path
     if path.is_dir():
@@ -81,32 +84,50 @@ def read_fields(fields: Mapping[str, Any]) -> tuple[GQAConfig, dict[int, Experts
         family = ATTENTION_OF.get(str(model_type), model_type)  # type: ignore[arg-type]
         find_family(family)
         stock = CONFIG_MAPPING[model_type].from_dict(dict(fields))
-        attention = stock
-        if family != model_type:
-            attention = CONFIG_MAPPING[family].from_dict({**fields, "model_type": family})
-        return translate(attention), read_experts(stock)
+        experts = read_experts(stock)
+        return translate(stock if family == model_type else as_family(stock, str(family))), experts
     except ConversionError:
         raise
     except Exception as error:  # each configuration class checks its own way
         raise ConversionError(f"the configuration is not valid: {one_line(error)}") from error
 
 
+def as_family(config: PreTrainedConfig, family: str) -> PreTrainedConfig:
+    """Return a stock configuration as one of the family that it shares its attention with.
+
+    Fields that were left out have the values of its own class, whose defaults are others than the family's.
+    """
+    values = config.to_dict()
+    values["head_dim"] = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # Qwen3-MoE has windows in all layers or in none, and Qwen3 from the layer `max_window_layers` on.
+    values |= {"model_type": family, "max_window_layers": 0}
+    values.pop("layer_types", None)
+    return CONFIG_MAPPING[family].from_dict(values)
+
+
 def read_experts(config: PreTrainedConfig) -> dict[int, Experts]:
-    """Return the experts of each layer of a stock configuration that has some."""
+    """Return the experts of each layer of a stock configuration that has some; raises `ConversionError`."""
     layers, hidden = range(config.num_hidden_layers), config.hidden_size
 
     def experts(number: int, chosen: int, width: int, shared: int = 0) -> Experts:
+        if not (0 < chosen <= number <= MOST and 0 < width <= LARGEST and 0 <= shared <= MOST):
+            raise ConversionError(
+                f"{shown(number)} experts of width {shown(width)}, of which a token takes {shown(chosen)} and "
+                f"{shown(shared)} that all tokens share, cannot be"
+            )
+        if getattr(config, "mlp_bias", False):
+            raise ConversionError("mlp_bias=True with experts is not supported")
         size = 3 * hidden * width
         return Experts(number, chosen, size, shared * size + number * hidden)
 
     if config.model_type in ("deepseek_v2", "deepseek_v3"):
         first = config.num_hidden_layers if config.first_k_dense_replace is None else config.first_k_dense_replace
         each = (config.n_routed_experts, config.num_experts_per_tok, config.moe_intermediate_size)
-        return {index: experts(*each, config.n_shared_experts) for index in layers if index >= first}
+        return {index: experts(*each, config.n_shared_experts or 0) for index in layers if index >= first}
     if config.model_type == "mixtral":
         each = (config.num_local_experts, config.num_experts_per_tok, config.intermediate_size)
         return {index: experts(*each) for index in layers}
-    if config.model_type == "qwen3_moe":
+    if config.model_type == "qwen3_moe" and config.num_experts:
         each = (config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size)
         dense = set(config.mlp_only_layers or ())
         sparse = [i for i in layers if i not in dense and (i + 1) % config.decoder_sparse_step == 0]
@@ -129,7 +150,10 @@ def changed(model: Model | None, fields: Mapping[str, Any]) -> Model:
     ):
         raise ConversionError(f"{fixed[0]} cannot be changed in {model.name}, whose experts have sizes of their own")
     try:
-        config = GQAConfig.from_dict(model.config.to_dict(), **fields) if model else GQAConfig(**fields)
+        values = model.config.to_dict() if model else {}
+        if "attention_kind" in fields:  # which is that of all layers
+            values.pop("per_layer_config", None)
+        config = GQAConfig.from_dict(values, **fields) if model else GQAConfig(**fields)
     except Exception as error:  # what is strict wraps what was wrong
         raise ConversionError(one_line(error)) from error
     said = fields.get("attention_kind") or ", ".join(f"{name}={value}" for name, value in fields.items())

@@ -221,20 +221,22 @@ def describe_machine(machine: Machine) -> str:
 
 
 def describe_comparisons(comparisons: Sequence[Comparison]) -> str:
-    """One sentence on where a model is faster than the first, by number of rows."""
+    """One sentence on where a model is faster than the first, by number of rows, as far as was looked."""
     first = comparisons[0]
     said = []
     for ranges, group in groupby(comparisons, key=lambda comparison: comparison.faster):
         rows = [comparison.batch_size for comparison in group]
-        several = f"{rows[0]:,} to {rows[-1]:,} rows" if len(rows) > 1 else f"{rows[0]:,} row{'s' * (rows[0] > 1)}"
-        said.append(f"at {several} {describe_ranges(ranges, first.longest)}")
-    return f"By bound, {first.model} decodes faster than {first.other}: {'; '.join(said)}."
+        said.append(f"at {listed(rows)} row{'s' * (rows[-1] > 1)} {describe_ranges(ranges, first.longest)}")
+    return (
+        f"By bound, and up to {first.longest:,} tokens, {first.model} decodes faster than {first.other}: "
+        f"{'; '.join(said)}."
+    )
 
 
 def describe_ranges(ranges: Sequence[tuple[int, int]], longest: int) -> str:
     """Return ranges of contexts in words, such as `from 4,453 tokens on`."""
     if not ranges:
-        return f"at no context up to {longest:,} tokens"
+        return "at no context"
     said = []
     for begin, end in ranges:
         if end == longest:
@@ -245,7 +247,10 @@ def describe_ranges(ranges: Sequence[tuple[int, int]], longest: int) -> str:
 
 
 def measured_table(measured: Sequence[MeasuredToken]) -> Table:
-    """Milliseconds of a decoded token, a column for each model, and how many times as long as the first it takes."""
+    """Milliseconds of a decoded token, a column for each model, and how many times as long as the first it takes.
+
+    Both are medians over rounds, so that the one need not be the quotient of the other.
+    """
     first = next(iter(measured[0].ratio))
     cells = [
         [
@@ -259,7 +264,9 @@ def measured_table(measured: Sequence[MeasuredToken]) -> Table:
         for token in measured
     ]
     header = ["rows", "tokens", *measured[0].milliseconds]
-    return Table(header, cells, title="Measured here: milliseconds of a decoded token in each row", words=0)
+    return Table(
+        header, cells, title="Measured here: milliseconds of a decoded token in each row (times the first's)", words=0
+    )
 
 
 def describe_measured(measured: Sequence[MeasuredToken], name: str) -> str:

@@ -1,6 +1,7 @@
 """Pictures: one colour for each attention kind everywhere, and lines that are named where they end."""
 
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
 
 # Colours that people with any colour vision tell apart (Okabe and Ito, 2008, jfly.uni-koeln.de/color).
 COLORS = {"mha": "#D55E00", "gqa": "#E69F00", "mqa": "#009E73", "mla": "#0072B2", "mixed": "#CC79A7"}
+FORMATS = (".png", ".svg", ".pdf")
 STYLES = ("-", "--", ":", "-.")  # of models of the same kind
 MIB = 2**20
+LONGEST_NAME = 40  # characters, of a line
 
 
 def new_figure(**options: Any) -> "Figure":
@@ -28,14 +31,22 @@ def new_figure(**options: Any) -> "Figure":
     return Figure(layout="constrained", **options)
 
 
+def check_picture(path: Path) -> None:
+    """Raise `ConversionError` for a name that ends in no format of pictures, or where matplotlib is not installed."""
+    new_figure()
+    if path.suffix.lower() not in FORMATS:
+        raise ConversionError(f"{path} names no picture: let it end in {', '.join(FORMATS)}")
+    if path.is_dir():
+        raise ConversionError(f"{path} is a folder: name a picture in it")
+
+
 def save(figure: "Figure", path: Path) -> None:
-    """Write a picture in the format that the name ends in; raises `ConversionError` for names of no format."""
-    formats = figure.canvas.get_supported_filetypes()
-    if path.suffix[1:] not in formats:
-        raise ConversionError(f"{path} names no picture: let it end in .{', .'.join(sorted(formats))}")
+    """Write a picture in the format that the name ends in."""
+    kind = path.suffix.lower()
+    drawn = BytesIO()  # what a full disk refuses is then one write
+    figure.savefig(drawn, format=kind[1:], dpi=130, metadata={"Software": None} if kind == ".png" else None)
     path.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {"Software": None} if path.suffix == ".png" else None
-    figure.savefig(path, dpi=130, metadata=metadata)
+    path.write_bytes(drawn.getvalue())
 
 
 def kind_of(model: Model) -> str:
@@ -74,7 +85,8 @@ def name_lines(axis: Any, ends: Sequence[tuple[float, float, str, str]], least: 
     lift = sum(placed) / len(placed) - sum(heights) / len(heights)
     for (*_, name, color), height in zip(ends, placed, strict=True):
         where: dict[str, Any] = {"xy": (1.02, height - lift), "xycoords": "axes fraction", "va": "center"}
-        axis.annotate(name, **where, color=color, fontsize=8, annotation_clip=False)
+        short = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+        axis.annotate(short, **where, color=color, fontsize=8, annotation_clip=False, parse_math=False)
 
 
 def plot_costs(
