@@ -254,7 +254,7 @@ class Comparison:
             "max_eval_blocks": 4, "per_device_train_batch_size": 2, "logging_steps": 1, "bigram_baseline": False,
         }  # fmt: skip
         fields = {"options": options, "kinds": KINDS, "seeds": 2, "contexts": [16, 32]}
-        self.recipe.write_text(json.dumps(fields | {"learning_rates": RATES}))
+        self.recipe.write_text(json.dumps(fields | {"learning_rates": [1e-2, 3e-2, 9e-2]}))  # the best is no edge
 
     def start(self, *options: str) -> subprocess.Popen:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -302,12 +302,8 @@ def test_every_run_is_done_once(comparison):
     after = comparison.results()
     assert comparison.before
     assert comparison.before.items() <= after.items()
-    ended = [
-        line.split()[0]
-        for printed in comparison.printed
-        for line in printed.splitlines()
-        if ", " in line and "validation loss 5" in line
-    ]
+    lines = [line for printed in comparison.printed for line in printed.splitlines() if " validation loss " in line]
+    ended = [line.split()[0] for line in lines if line.split()[0] in after]
     assert len(ended) == len(set(ended)) == len(after) - len(comparison.before)
     content = json.loads((comparison.folder / "comparison.json").read_text())
     for model in content["models"]:
