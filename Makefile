@@ -1,6 +1,6 @@
 # Every target makes the virtual environment that it needs, in this directory; nothing outside it changes.
 PYTHON ?= python3
-PYTEST = python -m pytest -n 2 $(PYTEST_ARGS)
+PYTEST = python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 .PHONY: help quickstart test faults compat lint docs checks package real bench serve-test clean
 

@@ -1,5 +1,6 @@
 """Fixtures over all attention kinds and models, and the rule that a skip must be on a list."""
 
+import gc
 import os
 import random
 import secrets
@@ -54,6 +55,15 @@ def pytest_report_header() -> str:
 def draw(request) -> random.Random:
     """Random draws of a test of faults: others in every run, the same again under the same `FAULTS_SEED`."""
     return random.Random(f"{os.environ['FAULTS_SEED']} {request.node.nodeid}")
+
+
+@pytest.fixture
+def objects_set_aside():
+    """What other tests have left in this process, millions of objects, is not looked through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(params=MODELS)

@@ -10,8 +10,9 @@ import torch
 import typer
 
 from ..accounting import Machine, Model, report
+from ..common.device import usable_device
 from ..common.errors import ConversionError
-from ..conversion.command.options import Kind, usable_device
+from ..conversion.command.options import Kind
 from ..reporting.configurations import PRESETS, changed, find_model
 from ..reporting.costs import Costs, compare
 from ..reporting.measuring import measure_decoding, measure_machine

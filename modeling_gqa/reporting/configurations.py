@@ -14,9 +14,8 @@ from ..common.errors import ConversionError, did_you_mean, one_line
 from ..common.files import CONFIGURATION
 from ..configuration_checks import LARGEST, MOST, shown
 from ..configuration_gqa import GQAConfig
-from ..conversion.checkpoints.checkpoint import check_layers
 from ..conversion.checkpoints.families import find_family, translate
-from ..conversion.checkpoints.files import read_json
+from ..conversion.checkpoints.files import check_layers, read_json
 
 PRESETS = {
     path.parent.name: path

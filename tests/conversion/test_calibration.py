@@ -127,7 +127,7 @@ def held(model, batches) -> list[int]:
     return found
 
 
-def test_memory_grows_neither_with_the_text_nor_with_the_layers(monkeypatch):
+def test_memory_grows_neither_with_the_text_nor_with_the_layers(monkeypatch, objects_set_aside):
     """The numbers in memory do not grow with batches or layers once states go to a file, and no hook is left."""
     monkeypatch.setattr(calibration, "IN_MEMORY", 0)
     model = random_model("gqa", num_hidden_layers=6)

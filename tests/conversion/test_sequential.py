@@ -42,7 +42,7 @@ def held(model, target, batches, folder=None) -> list[int]:
     return found
 
 
-def test_memory_grows_by_the_new_layers_alone(tmp_path, monkeypatch):
+def test_memory_grows_by_the_new_layers_alone(tmp_path, monkeypatch, objects_set_aside):
     """Neither with the text nor with the layers once states go to a file; where there is a folder, layers are in it."""
     monkeypatch.setattr(calibration, "IN_MEMORY", 0)
     model = random_model("mha", num_hidden_layers=6)

@@ -169,7 +169,7 @@ def predicted_bytes(student: GQAConfig, teacher: GQAConfig) -> int:
     return 2 * (frozen + accounting.count_attention_parameters(teacher)) + 16 * trained
 
 
-def test_bytes_in_memory_are_those_of_the_accounting(folders, tmp_path):
+def test_bytes_in_memory_are_those_of_the_accounting(folders, tmp_path, objects_set_aside):
     """Weights, gradients and AdamW's state after a step: one copy of what is frozen, in two bytes."""
     before = live_bytes()
     recipe = make_recipe(folders, tmp_path, layerwise_fraction=0.0, per_device_train_batch_size=1, report_to=[])

@@ -14,11 +14,17 @@ from ...common.errors import ConversionError, one_line
 from ...configuration_gqa import GQAConfig
 from ...modeling_gqa import GQAForCausalLM
 from .families import find_family, import_config
-from .files import WEIGHTS, LazyTensor, check_companions, check_finite, local_folder, open_tensors, read_json
+from .files import (
+    WEIGHTS,
+    LazyTensor,
+    check_companions,
+    check_finite,
+    check_layers,
+    local_folder,
+    open_tensors,
+    read_json,
+)
 from .gguf import DEFAULT_DTYPE, GGUFFile, is_gguf
-
-# A list of more layers would fill the memory before the configuration is compared with the weights.
-MOST_LAYERS = 100_000
 
 
 @dataclass(frozen=True)
@@ -200,15 +206,6 @@ def read_config(folder: Path) -> PreTrainedConfig:
         return config_class.from_pretrained(folder)
     except Exception as error:  # each class checks its own way, or not at all
         raise ConversionError(f"{folder / 'config.json'} is not valid: {one_line(error)}") from error
-
-
-def check_layers(path: Path, fields: Mapping[str, Any]) -> None:
-    """Raise `ConversionError` where the fields in `path` name more layers than a list of them should hold."""
-    for name in ("num_hidden_layers", "num_nextn_predict_layers"):
-        layers = fields.get(name)
-        if isinstance(layers, int) and layers > MOST_LAYERS:
-            said = f"{layers:.3g}" if layers < 10**300 else "larger than any number that counts something"
-            raise ConversionError(f"{path} is not valid: {name} must be at most {MOST_LAYERS:,}, and is {said}")
 
 
 def meta_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

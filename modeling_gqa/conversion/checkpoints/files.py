@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +45,8 @@ PATH_FIELDS = (
     "special_tokens_map_file",
 )
 
+# A list of more layers would fill the memory before the configuration is compared with the weights.
+MOST_LAYERS = 100_000
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -113,6 +115,15 @@ def read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise ConversionError(f"{path} does not hold a JSON object")
     return content
+
+
+def check_layers(path: Path, fields: Mapping[str, Any]) -> None:
+    """Raise `ConversionError` where the fields in `path` name more layers than a list of them should hold."""
+    for name in ("num_hidden_layers", "num_nextn_predict_layers"):
+        layers = fields.get(name)
+        if isinstance(layers, int) and layers > MOST_LAYERS:
+            said = f"{layers:.3g}" if layers < 10**300 else "larger than any number that counts something"
+            raise ConversionError(f"{path} is not valid: {name} must be at most {MOST_LAYERS:,}, and is {said}")
 
 
 def open_tensors(folder: Path) -> dict[str, LazyTensor]:

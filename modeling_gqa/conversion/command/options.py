@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-import torch
 import typer
 
-from ...common.errors import ConversionError, one_line
+from ...common.device import usable_device
+from ...common.errors import ConversionError
 from ..checkpoints.aside import refuse_overlap
 from ..text.reading import find_files
 
@@ -271,15 +271,3 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 def spelled(name: str) -> str:
     """Return a field's name as the command line shows it."""
     return "--" + name.replace("_", "-")
-
-
-def usable_device(device: str | None) -> str:
-    """Return the device that is named, or "cuda" where it is, else "cpu"; raises `ConversionError`."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, ImportError) as error:
-        raise ConversionError(
-            f"--device={device} cannot be used: give one device, such as cpu or cuda:1 ({one_line(error)})"
-        ) from error
-    return device
