@@ -47,6 +47,11 @@ for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of the real model first: they take minutes, and at the end one process would run them alone."""
+    items.sort(key=lambda item: item.get_closest_marker("real") is None)
+
+
 def pytest_report_header() -> str:
     return f"FAULTS_SEED={os.environ['FAULTS_SEED']} FAULTS_ROUNDS={FAULTS_ROUNDS}"
 

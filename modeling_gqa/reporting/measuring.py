@@ -10,11 +10,10 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import psutil
 import torch
 
 from ..accounting import Machine, Model, cache_bytes, count_parameters
-from ..common.errors import ConversionError
+from ..common.errors import ConversionError, install_extra
 from ..common.progress import ShowProgress
 from ..modeling_gqa import GQAForCausalLM
 
@@ -152,12 +151,21 @@ def check_measurable(models: Sequence[Model], tokens: int, rows: int, dtype: tor
     # A cache that grows has room for a quarter more, and is copied when it does.
     caches = sum(cache_bytes(model, rows, tokens, dtype) for model in models)
     needed = sum(count_parameters(model) for model in models) * dtype.itemsize + 2.25 * caches
-    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else psutil.virtual_memory().available
+    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else free_memory()
     if needed > free:
         raise ConversionError(
             f"measuring takes {needed / GIB:.1f} GiB of memory and {free / GIB:.1f} are free: give fewer models, or "
             "smaller --context and --batch-size"
         )
+
+
+def free_memory() -> int:
+    """Bytes of memory that are free; raises `ConversionError` where psutil is not installed."""
+    try:
+        import psutil  # which comes with accelerate
+    except ImportError:
+        raise ConversionError(f"measuring needs psutil: {install_extra('conversion')}") from None
+    return psutil.virtual_memory().available
 
 
 @torch.no_grad()
