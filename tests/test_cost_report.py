@@ -277,6 +277,7 @@ WRONG = {
     ),
     "kind": (["tiny-gqa", "--attention-kind", "gqaa"], "'gqaa' is not one of"),
     "sizes of another kind": (["tiny-gqa", "--kv-lora-rank", 4], "kv_lora_rank=4 belongs to attention_kind='mla'"),
+    "device alone": (["tiny-gqa", "--device", "cpu"], "--device says what --measure measures: give both"),
     "device": (["tiny-gqa", "--measure", "--device", "nowhere"], "--device=nowhere cannot be used"),
     "experts measured": (["deepseek-v3", "--measure"], "deepseek-v3 has experts, which this package cannot build"),
     "too large": (["llama-3-8b", "--measure", "--batch-size", 4000], "GiB of memory and"),

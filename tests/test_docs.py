@@ -10,7 +10,7 @@ import pytest
 from run_page import find_blocks
 
 from modeling_gqa.accounting import kernels
-from modeling_gqa.conversion.command.serving import listed
+from modeling_gqa.common.errors import listed
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -188,10 +188,11 @@ def faster_contexts(
 
     powers = {round(2 ** (eighths / 8)) for eighths in range(8 * longest.bit_length())}
     points = [*sorted(power for power in powers if power < longest), longest]
-    changes = [1] if is_faster(1) else []
-    for before, after in pairwise(points):
-        if is_faster(before) != is_faster(after):
-            changes.append(first_with(is_slower if is_faster(before) else is_faster, before, after))
+    faster = [is_faster(point) for point in points]
+    changes = [1] if faster[0] else []
+    for (before, was), (after, now) in pairwise(zip(points, faster, strict=True)):
+        if was != now:
+            changes.append(first_with(is_slower if was else is_faster, before, after))
     ends = [change - 1 for change in changes[1::2]] + [longest] * (len(changes) % 2)
     return list(zip(changes[::2], ends, strict=True))
 

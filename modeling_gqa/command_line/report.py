@@ -1,5 +1,6 @@
 """The command `report`: what models cost, from their configurations alone."""
 
+import inspect
 import json
 from collections.abc import Callable
 from functools import partial
@@ -59,8 +60,6 @@ def add_report_command(app: typer.Typer) -> None:
 
 def with_sizes(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command that ends in `**sizes` an option for each of `SIZES`, ahead of its own."""
-    import inspect
-
     own = [x for x in inspect.signature(command).parameters.values() if x.kind != inspect.Parameter.VAR_KEYWORD]
     panel = "One more configuration: the first CONFIG, or the default, with these sizes"
     sizes = [
@@ -128,7 +127,9 @@ def report_(
             check_picture(plot)
         models, named = find_models(configs or [], {name: value for name, value in sizes.items() if value is not None})
         precision = getattr(torch, dtype) if dtype != "auto" else named or torch.bfloat16
-        where = usable_device(device)
+        if device and not measure:
+            raise ConversionError("--device says what --measure measures: give both, or neither")
+        where = usable_device(device) if measure else ""
         check_positive({"--memory": memory, "--bandwidth": bandwidth, "--rate": rate})
         machine = find_machine(bandwidth, rate, measure, where, precision)
         room = None if memory is None else memory * GIB
@@ -168,7 +169,7 @@ def find_models(sources: list[str], sizes: dict[str, Any]) -> tuple[list[Model],
 
 
 def check_positive(options: dict[str, float | None]) -> None:
-    """Raise `ConversionError` for an option that is not more than 0."""
+    """Raise `ConversionError` for an option that is not more than 0, or larger than any machine."""
     for name, value in options.items():
         if value is not None and not 0 < value <= MOST:
             raise ConversionError(f"{name} {value:g} must be more than 0, and at most {MOST:g}")

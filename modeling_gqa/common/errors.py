@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 LONGEST_LINE = 400  # characters
 
@@ -39,3 +40,14 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     """Return ` (did you mean X?)` for the X of `words` nearest to `word`; "" where none is near."""
     near = difflib.get_close_matches(word, list(words), n=1)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def listed(items: Iterable[Any], word: str = "or") -> str:
+    """Return `1, 2 or 3`, and `1` of one.
+
+    Args:
+        items: at least one; shown by `str`.
+        word: before the last one.
+    """
+    *others, last = map(str, items)
+    return f"{', '.join(others)} {word} {last}" if others else last

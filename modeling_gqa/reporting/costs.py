@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..accounting import ContextCost, CostReport, LayerCost, Machine, Model, faster_contexts
+from ..common.errors import listed
 from ..conversion.command.report import describe_layer
 from .measuring import MeasuredToken
 from .tables import Table, in_bytes, three_digits, with_prefix
@@ -226,7 +227,7 @@ def describe_comparisons(comparisons: Sequence[Comparison]) -> str:
     said = []
     for ranges, group in groupby(comparisons, key=lambda comparison: comparison.faster):
         rows = [comparison.batch_size for comparison in group]
-        said.append(f"at {listed(rows)} row{'s' * (rows[-1] > 1)} {describe_ranges(ranges, first.longest)}")
+        said.append(f"at {listed(rows, 'and')} row{'s' * (rows[-1] > 1)} {describe_ranges(ranges, first.longest)}")
     return (
         f"By bound, and up to {first.longest:,} tokens, {first.model} decodes faster than {first.other}: "
         f"{'; '.join(said)}."
@@ -274,19 +275,13 @@ def describe_measured(measured: Sequence[MeasuredToken], name: str) -> str:
     first, said = next(iter(measured[0].ratio)), []
     for rows, group in groupby(measured, key=lambda token: token.batch_size):
         tokens = sorted(group, key=lambda token: token.context)
-        after = [token.context for token in tokens if token.ratio[name] >= 1]
-        faster = [token.context for token in tokens if token.ratio[name] < 1]
+        after = [f"{token.context:,}" for token in tokens if token.ratio[name] >= 1]
+        faster = [f"{token.context:,}" for token in tokens if token.ratio[name] < 1]
         if not faster:
             where = f"nowhere up to {tokens[-1].context:,} tokens"
         elif not after:
-            where = f"at all of {listed(faster)} tokens"
+            where = f"at all of {listed(faster, 'and')} tokens"
         else:
-            where = f"at {listed(faster)} tokens and not at {listed(after)}"
+            where = f"at {listed(faster, 'and')} tokens and not at {listed(after, 'and')}"
         said.append(f"at {rows:,} row{'s' * (rows > 1)} {where}")
     return f"Measured, {name} decoded faster than {first}: {'; '.join(said)}."
-
-
-def listed(numbers: Sequence[int]) -> str:
-    """Return `1, 2 and 3`."""
-    *others, last = (f"{number:,}" for number in numbers)
-    return f"{', '.join(others)} and {last}" if others else last

@@ -80,8 +80,6 @@ def name_lines(axis: Any, ends: Sequence[tuple[float, float, str, str]], least: 
     placed: list[float] = []
     for height in heights:
         placed.append(max(height, placed[-1] + least) if placed else height)
-    if not ends:
-        return
     lift = sum(placed) / len(placed) - sum(heights) / len(heights)
     for (*_, name, color), height in zip(ends, placed, strict=True):
         where: dict[str, Any] = {"xy": (1.02, height - lift), "xycoords": "axes fraction", "va": "center"}

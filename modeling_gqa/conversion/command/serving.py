@@ -1,10 +1,8 @@
 """A conversion meant for vLLM: sizes that its fast kernels take, and what a configuration costs and runs on there."""
 
 import warnings
-from collections.abc import Sequence
 from copy import copy
 from math import inf
-from typing import Any
 
 import torch
 
@@ -18,7 +16,7 @@ from ...accounting.kernels import (
     latent_kernels,
 )
 from ...accounting.layers import as_model
-from ...common.errors import ConversionError
+from ...common.errors import ConversionError, listed
 from ...configuration_gqa import GQAConfig
 from ..allocation import numbers_per_token
 from ..targets import chosen_layers, is_exact, latent_input, lossy_layers, target_config
@@ -179,9 +177,3 @@ def latent_on_gpus(layer: GQAConfig, window: int | None, unknown: bool) -> str:
         for kernel in latent_kernels(layer)
     )
     return f"NVIDIA GPUs ({names}{', with --attention-backend TRITON_MLA' if is_mistaken(layer) else ''})"
-
-
-def listed(items: Sequence[Any]) -> str:
-    """Return `1, 2 or 3`, and `1` of one."""
-    *others, last = map(str, items)
-    return f"{', '.join(others)} or {last}" if others else last
