@@ -55,12 +55,11 @@ def kind_of(model: Model) -> str:
     return kinds.pop() if len(kinds) == 1 else "mixed"
 
 
-def line_styles(models: Sequence[Model]) -> list[dict[str, Any]]:
-    """Return how the line of each model is drawn: the colour of its kind, and a stroke of its own among that kind."""
+def line_styles(kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """Return how the line of a model of each kind is drawn: its colour, and a stroke of its own among that kind."""
     seen: dict[str, int] = {}
     found = []
-    for model in models:
-        kind = kind_of(model)
+    for kind in kinds:
         number = seen[kind] = seen.get(kind, -1) + 1
         found.append({"color": COLORS.get(kind, "black"), "linestyle": STYLES[number % len(STYLES)]})
     return found
@@ -102,7 +101,7 @@ def plot_costs(
         measures.append((f"least time of a decoded token, {many} (ms)", bound))
     for axis, (title, measure) in zip(axes, measures, strict=True):
         lines = [[measure(model, tokens) for tokens in contexts] for model in models]
-        styles = line_styles(models)
+        styles = line_styles([kind_of(model) for model in models])
         for values, style in zip(lines, styles, strict=True):
             axis.plot(contexts, values, **style)
         axis.set(xscale="log", xlabel="context (tokens)", title=title)

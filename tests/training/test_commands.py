@@ -12,6 +12,7 @@ from modeling_gqa.training.errors import RecipeError as InstalledError
 from modeling_gqa.training.recipe import command_line as installed
 from test_pretrain import assert_same_weights
 
+from training.comparison.recipe import CompareRecipe
 from training.console import main
 from training.errors import RecipeError
 from training.pretrain import pretrain
@@ -34,26 +35,27 @@ def test_both_spellings_are_one_option(tmp_path, name):
     assert load_recipe([str(path), "--no_bigram-baseline"])[0].bigram_baseline is False
 
 
-@pytest.mark.parametrize("recipe_class", [Recipe, UptrainRecipe])
+@pytest.mark.parametrize("recipe_class", [Recipe, UptrainRecipe, CompareRecipe])
 def test_help_shows_one_spelling_and_no_option_that_is_refused(recipe_class):
     shown = RecipeParser(recipe_class, "the command").format_help()
     options = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown, re.MULTILINE))
-    assert {"--max-steps", "--no-average-tokens-across-devices"} <= options and not [
-        name for name in options if "_" in name
-    ]
+    some = (
+        {"--learning-rates"} if recipe_class is CompareRecipe else {"--max-steps", "--no-average-tokens-across-devices"}
+    )
+    assert some <= options and not [name for name in options if "_" in name]
     assert not options & {f"--{name.replace('_', '-')}" for name in recipe_class.unused}
     assert shown.startswith("usage: the command RECIPE [--option value ...]\n")
 
 
-@pytest.mark.parametrize("script", ["pretrain", "uptrain"])
+@pytest.mark.parametrize("script", ["pretrain", "uptrain", "compare"])
 def test_a_packaged_recipe_is_found_by_name(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    classes = {"pretrain": Recipe, "uptrain": UptrainRecipe}
+    classes = {"pretrain": Recipe, "uptrain": UptrainRecipe, "compare": CompareRecipe}
+    needed = {"pretrain": ON_CPU, "uptrain": [*ON_CPU, "--student", "s", "--pretraining-tokens", "1638400"]}
     for name in recipe_names(script):
-        argv = ["--student", "s", "--pretraining-tokens", "1638400"] if script == "uptrain" else []
         path = CONFIGURATION / "recipes" / f"{name}.yaml"
         for named in (name, str(path)):
-            assert load_recipe([named, *ON_CPU, *argv], classes[script])[0].script == script
+            assert load_recipe([named, *needed.get(script, [])], classes[script])[0].script == script
 
 
 @pytest.mark.parametrize("option", ["--sequence-length", "--sequence_length"])

@@ -9,13 +9,19 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import yaml
 
 from modeling_gqa.accounting import cache_bytes_per_token, count_parameters, training_flops
+from training.compare import compare
+from training.comparison.anchors import anchors
 from training.comparison.candidates import candidates_of, usual_kinds
 from training.comparison.outcome import Entry, Outcome, Speed
 from training.comparison.pictures import plot_comparison, styles
 from training.comparison.plan import Trial, plan
+from training.comparison.processes import gpu_of
 from training.comparison.recipe import CompareRecipe
 from training.comparison.sweep import EXTENSIONS, best_rate, further_rate
 from training.comparison.words import conclusion, confounds, steps, write_report
@@ -224,6 +230,48 @@ def test_confounds_name_what_failed(outcome):
     assert "The best rate of mha lies at the edge" in " ".join(confounds(CompareRecipe(), edge, "my text"))
 
 
+def said_of(entries: list[Entry]) -> list[str]:
+    return anchors(Outcome(entries, bytes_per_token=3.0))
+
+
+def test_published_figures_and_whether_they_agree():
+    """The slope is numpy's fit; an order agrees, does not, or cannot be told."""
+    losses = {400: (2.00, 2.01), 200: (2.03, 2.06), 50: (2.11, 2.14)}
+    entries = [entry("mha", "mha", 400, *losses[400]), entry("gqa", "gqa", 200, *losses[200])]
+    entries += [entry("mqa", "mqa", 50, *losses[50]), entry("mla", "mla", 52, 1.90, 1.92)]
+    said = said_of(entries)
+    halvings = [-math.log2(cache) for cache in losses for _ in range(2)]
+    rise = np.polyfit(halvings, [loss for pair in losses.values() for loss in pair], 1)[0] / math.log(2) / 3
+    assert f"Here: {rise:+.4f} +- " in said[0]
+    assert said[0].endswith("(mha, gqa and mqa); the sign agrees.")
+    assert "mqa 2.1250, mla 1.9100, and MLA's best rate is 1.00 of the other's" in said[1]
+    assert said[1].endswith("the order does not agree: mla has a lower loss than mqa.")
+    assert said[2].endswith("Here: mha 2.0050, gqa 2.0450, mqa 2.1250; the order agrees.")
+    assert said[3].endswith("Here: mla 1.9100, mha 2.0050, gqa 2.0450, mqa 2.1250; the order agrees.")
+
+
+def test_published_figures_within_the_spread():
+    alike = [entry("mha", "mha", 400, 2.0, 2.1), entry("mqa", "mqa", 50, 2.01, 2.11)]
+    said = said_of(alike)
+    assert len(said) == 2
+    assert said[0].endswith("the sign cannot be told from the seeds' spread.")
+    assert said[1].endswith("the order agrees as far as the spread of the seeds lets one tell.")
+    assert said_of([entry("mla", "mla", 50, 2.0, 2.1), entry("mixed", "mixed", 50, 2.0, 2.1)]) == []
+    single = said_of([entry("mha", "mha", 400, 2.0), entry("mqa", "mqa", 50, 2.01)])
+    assert len(single) == 1
+    assert single[0].endswith("the order agrees as far as the spread of the seeds lets one tell.")
+
+
+def test_runs_at_once_have_a_gpu_each(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert gpu_of(0) == ""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [gpu_of(worker) for worker in range(3)] == ["0", "1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert [gpu_of(worker) for worker in range(3)] == ["5", "7", "5"]
+
+
 def test_report_and_pictures(outcome, tmp_path):
     text = write_report(CompareRecipe(seeds=2), outcome, "this machine", "my text", {"broken-rate1": "error: no"})
     assert text.index("The lowest mean") < text.index("What else may explain it") < text.index("## Results")
@@ -248,6 +296,8 @@ KINDS = {
 
 class Comparison:
     def __init__(self, folder: Path, corpus: Path) -> None:
+        self.before: dict[str, float] = {}  # what had ended when the first launch was killed
+        self.printed: list[str] = []  # by the launches after it
         self.folder, self.recipe = folder / "out", folder / "small.yaml"
         options = {
             "data_files": [str(corpus)], "max_steps": 6, "warmup_steps": 1, "sequence_length": 32, "save_steps": 3,
@@ -258,17 +308,15 @@ class Comparison:
 
     def start(self, *options: str) -> subprocess.Popen:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        command = [
-            sys.executable,
-            "-m",
-            "training.compare",
-            str(self.recipe),
-            "--output-dir",
-            str(self.folder),
-            *options,
-        ]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
+        command = [sys.executable, "-m", "training.compare", str(self.recipe), "--output-dir", str(self.folder)]
+        return subprocess.Popen(
+            [*command, *options],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def finish(self, *options: str) -> tuple[int, str]:
         process = self.start(*options)
@@ -318,8 +366,6 @@ def test_runs_differ_in_what_is_compared_alone(comparison):
     """All are trained on the same tokens, and those of one seed in the same order."""
     runs = sorted(comparison.folder.glob("runs/*"))
     assert len({(run / "data" / "train.npy").read_bytes() for run in runs}) == 1
-    import yaml
-
     recipes = [yaml.safe_load((run / "recipe.yaml").read_text()) for run in runs]
     differing = {name for name in recipes[0] if len({str(recipe[name]) for recipe in recipes}) > 1}
     assert differing <= {"learning_rate", "seed", "data_seed", "model_overrides", "output_dir", "resume"}
@@ -364,9 +410,9 @@ def test_a_folder_of_somebody_else_is_refused(corpus, tmp_path):
     comparison = Comparison(tmp_path, corpus)
     comparison.folder.mkdir()
     (comparison.folder / "notes.txt").write_text("mine")
-    code, printed = comparison.finish()
-    assert code == 1
-    assert "holds notes.txt and no comparison" in printed
+    with pytest.raises(RecipeError, match=r"holds notes\.txt and no comparison"):
+        compare([str(comparison.recipe), "--output-dir", str(comparison.folder)])
+    assert os.listdir(comparison.folder) == ["notes.txt"]
 
 
 def test_a_launcher_starts_the_runs(comparison, tmp_path):

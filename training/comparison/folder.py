@@ -1,6 +1,7 @@
 """The folder of a comparison: which recipe it holds, its tokenizer, its log of losses, and its report."""
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 from modeling_gqa.accounting import Model, cache_bytes_per_token, count_parameters, training_flops
 from modeling_gqa.common.progress import progress_lines
@@ -18,6 +20,8 @@ from ..errors import RecipeError
 from ..folder.listing import read_object, write_text
 from ..folder.manifest import checkpoints
 from ..recipe.pretraining import Recipe
+from ..results import RESULTS
+from ..text.blocks import load_blocks
 from ..text.source import open_source
 from ..text.split import split_source
 from ..text.tokenizer import train_tokenizer
@@ -120,7 +124,7 @@ def write_outcome(runs: Runs, pretraining: Recipe, plans: Sequence[Plan]) -> Out
         )
         for candidate, found in zip(candidates, plans, strict=True)
     ]
-    outcome = Outcome(entries)
+    outcome = Outcome(entries, bytes_per_token(folder))
     machine = machine_name("cuda" if torch.cuda.is_available() else "cpu")
     same_text = f"{open_source(pretraining).name}, blocks of {tokens:,} tokens"
     content = {"recipe": asdict(recipe), "machine": machine, "failures": runs.failures(), **outcome.to_dict()}
@@ -130,6 +134,16 @@ def write_outcome(runs: Runs, pretraining: Recipe, plans: Sequence[Plan]) -> Out
     for sentence in (*conclusion(outcome), *steps(outcome)):
         say(sentence)
     return outcome
+
+
+def bytes_per_token(folder: Path) -> float:
+    """Return how many bytes of text a token of the validation blocks stands for; nan without a run."""
+    run = next((path.parent for path in sorted(folder.glob(f"runs/*/{RESULTS}"))), None)
+    if run is None:
+        return math.nan
+    ids = load_blocks(run / "data", "validation").blocks[:, 0]
+    texts = AutoTokenizer.from_pretrained(run / "tokenizer").batch_decode(ids, skip_special_tokens=True)
+    return sum(len(text.encode()) for text in texts) / ids.size
 
 
 def curves(runs: Runs, plans: Sequence[Plan]) -> Mapping[str, Points]:

@@ -72,9 +72,11 @@ class Outcome:
 
     Args:
         entries: the models, in the order of the recipe.
+        bytes_per_token: of the validation text; nan where it is not known.
     """
 
     entries: Sequence[Entry]
+    bytes_per_token: float = math.nan
 
     @property
     def finished(self) -> list[Entry]:
@@ -87,6 +89,10 @@ class Outcome:
         groups = [found for entry in self.finished if len(found := usable(entry.losses)) > 1]
         freedom = sum(len(found) - 1 for found in groups)
         return math.sqrt(sum(statistics.variance(x) * (len(x) - 1) for x in groups) / freedom) if freedom else math.nan
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Return a loss, or a difference of losses, in bits per byte of the validation text."""
+        return loss / math.log(2) / self.bytes_per_token
 
     def spread(self, one: Entry, other: Entry) -> float:
         """Return how far two means may part by chance: twice the standard error of their difference."""
@@ -111,6 +117,7 @@ class Outcome:
             "models": [
                 asdict(entry) | {"mean_loss": entry.loss, "loss_deviation": entry.deviation} for entry in self.entries
             ],
+            "bytes_per_token": self.bytes_per_token,
             "pooled_deviation": self.deviation,
             "pareto_front": [entry.name for entry in self.front],
         }

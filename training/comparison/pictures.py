@@ -5,7 +5,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from modeling_gqa.reporting.pictures import COLORS, STYLES, name_lines, new_figure, save
+from modeling_gqa.reporting.pictures import COLORS, line_styles, name_lines, new_figure, save
 
 from .outcome import Entry, Outcome
 
@@ -14,12 +14,7 @@ Points = Sequence[tuple[float, float]]
 
 def styles(entries: Sequence[Entry]) -> dict[str, dict[str, Any]]:
     """Return how each model is drawn, by name: the colour of its kind, and a stroke of its own among that kind."""
-    seen: dict[str, int] = {}
-    found = {}
-    for entry in entries:
-        number = seen[entry.kind] = seen.get(entry.kind, -1) + 1
-        found[entry.name] = {"color": COLORS[entry.kind], "linestyle": STYLES[number % len(STYLES)]}
-    return found
+    return dict(zip((entry.name for entry in entries), line_styles([entry.kind for entry in entries]), strict=True))
 
 
 def plot_comparison(outcome: Outcome, curves: Mapping[str, Points], folder: Path) -> None:

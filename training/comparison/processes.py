@@ -22,9 +22,10 @@ class RunProcess:
         launcher: what starts it, such as `torchrun -m`; "": a fork, which saves the seconds that imports take.
         log: file to which what it prints is added.
         threads: of torch, in a fork; 0 leaves them as they are.
+        gpu: which one a fork sees; "": as this process.
     """
 
-    def __init__(self, arguments: Sequence[str], launcher: str, log: Path, threads: int) -> None:
+    def __init__(self, arguments: Sequence[str], launcher: str, log: Path, threads: int, gpu: str) -> None:
         if launcher:
             with log.open("ab") as output:
                 self.started = subprocess.Popen(
@@ -37,7 +38,7 @@ class RunProcess:
             return
         context = get_context("forkserver")
         context.set_forkserver_preload(LIBRARIES)
-        self.forked = context.Process(target=pretrain_here, args=(list(arguments), str(log), threads))
+        self.forked = context.Process(target=pretrain_here, args=(list(arguments), str(log), threads, gpu))
         self.forked.start()
 
     def wait(self) -> int:
@@ -52,13 +53,15 @@ class RunProcess:
         (self.started if hasattr(self, "started") else self.forked).terminate()
 
 
-def pretrain_here(arguments: list[str], log: str, threads: int) -> None:
+def pretrain_here(arguments: list[str], log: str, threads: int, gpu: str) -> None:
     """Pretrain in this process, which ends itself where the comparison that started it is killed."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for number in (1, 2):
         os.dup2(output, number)
     threading.Thread(target=end_with_parent, daemon=True).start()
+    if gpu:  # before CUDA begins; with several GPUs the Trainer would spread one run over all of them
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     import torch
 
     from ..console import main
@@ -67,6 +70,15 @@ def pretrain_here(arguments: list[str], log: str, threads: int) -> None:
     if threads:
         torch.set_num_threads(threads)
     main(pretrain, arguments)
+
+
+def gpu_of(worker: int) -> str:
+    """Return the name of the GPU for the runs of a worker, from 0; "" without GPUs."""
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = [str(index) for index in range(torch.cuda.device_count())] if visible is None else visible.split(",")
+    return gpus[worker % len(gpus)] if gpus else ""
 
 
 def end_with_parent() -> None:

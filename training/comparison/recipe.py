@@ -52,7 +52,10 @@ class CompareRecipe:
     )
     seeds: int = field(default=3, metadata={"help": "Number of runs of each model at its best rate."})
     seed: int = field(default=42, metadata={"help": "First seed; of weights and of the order of the text."})
-    jobs: int = field(default=1, metadata={"help": "Number of runs at once on this machine."})
+    jobs: int = field(
+        default=1,
+        metadata={"help": "Number of runs at once on this machine; each has a GPU of its own, where there are GPUs."},
+    )
     launcher: str = field(
         default="",
         metadata={"help": "What starts each run, such as `torchrun --nproc_per_node 8 -m`; default: python -m."},

@@ -20,7 +20,7 @@ from ..folder.manifest import SAVED_RECIPE
 from ..results import RESULTS
 from .candidates import Candidate
 from .plan import Plan, Trial, is_complete, plan
-from .processes import RunProcess
+from .processes import RunProcess, gpu_of
 from .recipe import CompareRecipe, as_arguments, as_object
 
 WAIT = 2.0  # seconds between looks at runs that other launches have claimed
@@ -83,7 +83,7 @@ class Runs:
             Interrupted: by Ctrl-C; runs that have begun are kept.
         """
         with ThreadPoolExecutor(self.recipe.jobs) as pool, stopping(self.stop):
-            for worker in [pool.submit(self.work) for _ in range(self.recipe.jobs)]:
+            for worker in [pool.submit(self.work, number) for number in range(self.recipe.jobs)]:
                 worker.result()
         if self.stopped:
             stopped = Interrupted(f"stopped by a signal; the same command goes on with what is left in {self.folder}")
@@ -99,14 +99,14 @@ class Runs:
         except OSError as error:
             raise RecipeError(f"{failed_to_write(error, self.folder)}; the same command goes on") from error
 
-    def work(self) -> None:
-        """Claim and run one run after another, until none is needed."""
+    def work(self, worker: int) -> None:
+        """Claim and run one run after another, until none is needed, on the worker's GPU."""
         waiting = False
         while not self.stopped:
             plans = self.plans()
             if is_complete(plans):
                 return
-            if any(self.try_claimed(trial) for found in plans for trial in found.needed):
+            if any(self.try_claimed(trial, worker) for found in plans for trial in found.needed):
                 waiting = False
                 continue
             if not waiting and not self.processes:
@@ -114,7 +114,7 @@ class Runs:
             waiting = True
             time.sleep(WAIT)
 
-    def try_claimed(self, trial: Trial) -> bool:
+    def try_claimed(self, trial: Trial, worker: int) -> bool:
         """Run a trial unless another process runs it, or has ended it meanwhile; return whether it was run."""
         if self.stopped:
             return False
@@ -122,7 +122,7 @@ class Runs:
             with self.claim(trial.name):
                 if trial.name in self.ended():
                     return False
-                self.run(trial)
+                self.run(trial, worker)
                 return True
         except Timeout:
             return False
@@ -132,14 +132,14 @@ class Runs:
         (self.folder / "claims").mkdir(parents=True, exist_ok=True)
         return FileLock(self.folder / "claims" / f"{name}.lock", timeout=0, thread_local=False)
 
-    def run(self, trial: Trial) -> None:
+    def run(self, trial: Trial, worker: int) -> None:
         """Start or resume a run, and note where it fails."""
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         log = self.folder / "logs" / f"{trial.name}.log"
         before = log.stat().st_size if log.exists() else 0
         begin = time.perf_counter()
         threads = max(1, torch.get_num_threads() // self.recipe.jobs) if self.recipe.jobs > 1 else 0
-        process = RunProcess(self.arguments(trial), self.recipe.launcher, log, threads)
+        process = RunProcess(self.arguments(trial), self.recipe.launcher, log, threads, gpu_of(worker))
         self.processes.add(process)
         if self.stopped:  # a signal that came while it was started
             process.terminate()

@@ -3,8 +3,10 @@
 import math
 from collections.abc import Sequence
 
+from modeling_gqa.common.errors import listed
 from modeling_gqa.reporting.tables import Table, three_digits, with_prefix
 
+from .anchors import anchors
 from .outcome import Entry, Outcome
 from .recipe import CompareRecipe
 
@@ -28,10 +30,10 @@ def conclusion(outcome: Outcome) -> list[str]:
     alike = [entry for entry in others if not outcome.differ(best, entry)]
     apart = [entry for entry in others if outcome.differ(best, entry)]
     if alike:
-        shown = listed(f"{entry.name} (+{entry.loss - best.loss:.4f})" for entry in alike)
+        shown = listed((f"{entry.name} (+{entry.loss - best.loss:.4f})" for entry in alike), "and")
         said.append(f"Within the spread of seeds, {shown} cannot be told from it.")
     if apart:
-        shown = listed(f"{entry.name} (+{entry.loss - best.loss:.4f})" for entry in apart)
+        shown = listed((f"{entry.name} (+{entry.loss - best.loss:.4f})" for entry in apart), "and")
         said.append(f"Beyond the spread, {shown} {'have a' if len(apart) > 1 else 'has a'} higher loss.")
     return said
 
@@ -67,13 +69,15 @@ def confounds(recipe: CompareRecipe, outcome: Outcome, same_text: str) -> list[s
     lacking = [entry.name for entry in outcome.entries if len(entry.losses) < recipe.seeds or not entry.losses]
     lacking += [entry.name for entry in outcome.entries if any(math.isnan(loss) for loss in entry.losses.values())]
     if lacking:
-        said.append(f"Runs of {listed(dict.fromkeys(lacking))} failed at the best rate, and are left out of the means.")
+        said.append(
+            f"Runs of {listed(dict.fromkeys(lacking), 'and')} failed at the best rate, and are left out of the means."
+        )
     edges = [
         entry.name for entry in outcome.entries if entry.rate in (min(entry.sweep), max(entry.sweep)) and entry.rate
     ]
     if edges:
         said.append(
-            f"The best rate of {listed(edges)} lies at the edge of what was tried, and a better one may lie beyond."
+            f"The best rate of {listed(edges, 'and')} lies at the edge of what was tried; a better one may lie beyond."
         )
     return said
 
@@ -91,6 +95,7 @@ def results_table(outcome: Outcome) -> Table:
     header = [
         "model",
         "loss",
+        "bits per byte",
         "deviation",
         "seeds",
         "best rate",
@@ -100,14 +105,15 @@ def results_table(outcome: Outcome) -> Table:
     ]
     header += [f"ms a token after {context:,}" for context in contexts]
     header += ["prompt, tokens/s", "training, tokens/s"]
-    return Table(header, [[entry.name, *row(entry, contexts)] for entry in outcome.entries])
+    return Table(header, [[entry.name, *row(outcome, entry, contexts)] for entry in outcome.entries])
 
 
-def row(entry: Entry, contexts: Sequence[int]) -> list[str]:
+def row(outcome: Outcome, entry: Entry, contexts: Sequence[int]) -> list[str]:
     speed = entry.speed
     return [
         shown(entry.loss),
-        shown(entry.deviation),
+        shown(outcome.bits_per_byte(entry.loss)),
+        "-" if math.isnan(entry.deviation) else f"{entry.deviation:.4f}",
         f"{sum(math.isfinite(loss) for loss in entry.losses.values())}",
         "-" if entry.rate is None else f"{entry.rate:.2e}",
         f"{entry.parameters:,}",
@@ -140,17 +146,16 @@ def shown(loss: float) -> str:
     return f"{loss:.4f}" if math.isfinite(loss) else "failed" if math.isnan(loss) else f"{loss}"
 
 
-def listed(names) -> str:
-    """Return `a, b and c`."""
-    *others, last = names
-    return f"{', '.join(others)} and {last}" if others else last
-
-
 def write_report(
     recipe: CompareRecipe, outcome: Outcome, machine: str, same_text: str, failures: dict[str, str]
 ) -> str:
     """Return the whole report in Markdown."""
-    lines = [f"# Attention compared: {listed([entry.name for entry in outcome.entries])}", "", *conclusion(outcome), ""]
+    lines = [
+        f"# Attention compared: {listed([entry.name for entry in outcome.entries], 'and')}",
+        "",
+        *conclusion(outcome),
+        "",
+    ]
     if not math.isnan(outcome.deviation):
         lines += [
             f"Losses are means over seeds; one run deviates by {outcome.deviation:.4f} (pooled over the models). "
@@ -170,4 +175,6 @@ def write_report(
         lines += ["## Runs that failed", "", *(f"- {name}: {said}" for name, said in failures.items()), ""]
     front = [f"{x.name} ({x.cache_bytes_per_token:,} bytes per token, loss {x.loss:.4f})" for x in outcome.front]
     lines += ["## The pareto front", "", f"Largest cache first: {'; '.join(front)}.", "", *steps(outcome), ""]
+    if found := anchors(outcome):
+        lines += ["## Beside published figures", "", *(f"- {sentence}" for sentence in found), ""]
     return "\n".join(lines)
