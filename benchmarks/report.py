@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.table import Table
 from transformers import HfArgumentParser
 
-from modeling_gqa.reporting.pictures import COLORS
+from modeling_gqa.reporting.pictures import COLORS, line_styles, name_lines, new_figure, tidy
+from modeling_gqa.reporting.pictures import save as save_picture
+from modeling_gqa.reporting.tables import Table
 
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 RESULTS = Path("benchmarks/results")
@@ -51,13 +52,11 @@ def print_machine(machine: dict) -> None:
 
 def print_table(title: str, rows: list[dict], columns: dict[str, str]) -> None:
     """Print `rows`; `columns` gives each shown key its format, as in `{"ratio": ".2f"}`."""
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="right")
-    for row in rows:
-        cells = (format(row[key], form) if row.get(key) is not None else "" for key, form in columns.items())
-        table.add_row(*cells)
-    Console(width=200 if not Console().is_terminal else None).print(table)
+    cells = [
+        [format(row[key], form) if row.get(key) is not None else "" for key, form in columns.items()] for row in rows
+    ]
+    table = Table([column.replace("_", " ") for column in columns], cells, title=title, words=0)
+    Console(width=200 if not Console().is_terminal else None).print(table.to_rich())
 
 
 def save(output: str, name: str, command: str, machine: dict, **results) -> None:
@@ -75,20 +74,21 @@ def write(path: Path, command: str, machine: dict, **results) -> None:
 
 def plot_decode(rows: list[dict], by_heads: list[dict], path: Path) -> None:
     """Milliseconds per token against context length by kind, and against the number of key/value heads."""
-    from matplotlib.figure import Figure
-
     cells = sorted({(row["dtype"], row["batch"]) for row in rows}, key=lambda cell: (cell[0] != "float32", cell[1]))
     panels = len(cells) + bool(by_heads)
-    figure = Figure(figsize=(12, 4 * -(-panels // 3)), layout="constrained")
+    figure = new_figure(figsize=(12, 4 * -(-panels // 3)))
     axes = figure.subplots(-(-panels // 3), 3, squeeze=False).flatten()
     for axis, (dtype, batch) in zip(axes, cells, strict=False):
+        ends = []
         for kind in dict.fromkeys(row["kind"] for row in rows):
             color = COLORS[kind]
             line = [row for row in rows if (row["dtype"], row["batch"], row["kind"]) == (dtype, batch, kind)]
             lengths = [row["length"] for row in line]
-            axis.plot(lengths, [row["ours_ms"] for row in line], color=color, marker="o", markersize=3, label=kind)
+            axis.plot(lengths, [row["ours_ms"] for row in line], color=color, marker="o", markersize=3)
             axis.plot(lengths, [row["theirs_ms"] for row in line], color=color, linestyle="--", linewidth=1)
+            ends.append((lengths[-1], line[-1]["ours_ms"], kind, color))
         _scale(axis, f"{dtype}, batch {batch}", "context length (tokens)", sorted({row["length"] for row in rows}))
+        name_lines(axis, ends)
     if by_heads:
         first, heads = by_heads[0], [row["key_value_heads"] for row in by_heads]
         for key, label, style in (
@@ -99,11 +99,11 @@ def plot_decode(rows: list[dict], by_heads: list[dict], path: Path) -> None:
             axes[len(cells)].plot(heads, [row[key] for row in by_heads], style, markersize=3, label=label)
         title = f"{first['dtype']}, batch {first['batch']}, {first['length']} tokens"
         _scale(axes[len(cells)], title, "key/value heads", heads)
+        axes[len(cells)].legend(fontsize=8)
     for axis in axes[panels:]:
         axis.remove()
     figure.supylabel("milliseconds per token (dashed: transformers)", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
+    save_picture(figure, path)
     print(f"wrote {path}", flush=True)
 
 
@@ -111,10 +111,9 @@ def _scale(axis, title: str, label: str, ticks: list[int]) -> None:
     """Logarithmic axes with the measured numbers on the horizontal one, and plain numbers on the vertical one."""
     axis.set(xscale="log", yscale="log", title=title, xlabel=label)
     axis.set_xticks(ticks, labels=[str(tick) for tick in ticks], minor=False)
-    axis.xaxis.set_tick_params(which="minor", bottom=False, labelbottom=False)
-    for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
-        formatter(lambda value, _: f"{value:g}" if f"{value:e}"[0] in "125" else "")
-    axis.legend(fontsize=8)
+    axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5))
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    tidy(axis)
 
 
 # -- the documentation's picture and tables
@@ -122,29 +121,29 @@ def _scale(axis, title: str, label: str, ticks: list[int]) -> None:
 
 def plot_mla(rows: list[dict], path: Path) -> None:
     """Milliseconds per token of MLA here and of DeepSeek-V3 in transformers against context length, in bfloat16."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.2, 2.9), layout="constrained")
+    figure = new_figure(figsize=(7.2, 2.9))
     for axis, batch in zip(figure.subplots(1, 2), (1, 8), strict=True):
         line = [row for row in rows if (row["kind"], row["dtype"], row["batch"]) == ("mla", "bfloat16", batch)]
         lengths, last = [row["length"] for row in line], line[-1]
-        axis.plot(
-            lengths, [row["theirs_ms"] for row in line], "s--", color="tab:gray", label="DeepSeek-V3, transformers"
-        )
-        axis.plot(lengths, [row["ours_ms"] for row in line], "o-", color=COLORS["mla"], label="MLA, here")
+        for key, style, color, name, place in (
+            ("theirs_ms", "s--", "tab:gray", "DeepSeek-V3, transformers", (-2, 6)),
+            ("ours_ms", "o-", COLORS["mla"], "MLA, here", (-2, -12)),
+        ):
+            axis.plot(lengths, [row[key] for row in line], style, color=color)
+            middle = len(line) // 2
+            where = {"textcoords": "offset points", "ha": "right" if place[1] > 0 else "left"}
+            axis.annotate(name, (lengths[middle], line[middle][key]), place, **where, color=color, fontsize=8)
         x, low, high = last["length"], last["ours_ms"], last["theirs_ms"]
         axis.annotate("", (x, low), (x, high), arrowprops={"arrowstyle": "<->", "shrinkA": 5, "shrinkB": 5})
         axis.text(0.93 * x, 1.4 * low, f"{last['ratio']:.2g} times as fast", ha="right", va="center")
         _scale(axis, f"{batch} row{'s' * (batch > 1)} at a time", "tokens in the context", lengths)
     figure.supylabel("milliseconds per token", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, metadata={"Software": None})
+    save_picture(figure, path)
     print(f"wrote {path}", flush=True)
 
 
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def markdown(header: list[str], rows: list[list[str]], words: int = 1) -> str:
+    return Table(header, rows, words=words).to_markdown()
 
 
 def times(value: float) -> str:
@@ -304,23 +303,24 @@ def quoted(row: dict) -> str:
 
 def plot_healing(rows: list[dict], path: Path) -> None:
     """Perplexity and KL on held-out pages against the tokens that a model is trained on."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.4, 3.2), layout="constrained")
+    figure = new_figure(figsize=(8.8, 3.2))
     curve = by_model([row for row in rows if row["kl"] is not None])
     ticks = sorted({row["tokens"] for row in rows})
+    styles = dict(zip(curve, line_styles([model.partition("-")[0] for model in curve]), strict=True))
     labels = {"perplexity": "perplexity", "kl": "KL to the source, nats per token"}
     for axis, (name, label) in zip(figure.subplots(1, 2), labels.items(), strict=True):
+        ends = []
         for model, line in curve.items():
             places = [ticks.index(row["tokens"]) for row in line]
             title = "the source itself" if model == "control" else model
-            axis.plot(places, [row[name] for row in line], "o-", markersize=4, label=title)
+            axis.plot(places, [row[name] for row in line], marker="o", markersize=4, **styles[model])
+            ends.append((places[-1], line[-1][name], title, styles[model]["color"]))
         axis.set(xlabel="tokens of training", ylabel=label)
         axis.set_xticks(range(len(ticks)), labels=[f"{tick:,}" for tick in ticks])
-    axis.set_ylim(bottom=0)
-    axis.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130, metadata={"Software": None})
+        axis.set_ylim(bottom=0 if name == "kl" else None)
+        tidy(axis)
+        name_lines(axis, ends)
+    save_picture(figure, path)
     print(f"wrote {path}", flush=True)
 
 

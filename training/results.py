@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import TypedDict
 
+from modeling_gqa.reporting.tables import Table
+
 RESULTS, FORMAT_VERSION = "results.json", 1
 # What a resumption that has nothing left to train keeps as it was.
 TIMING = ("training_seconds", "sealing_seconds", "tokens_per_second", "mfu")
@@ -85,11 +87,14 @@ LABELS = {
 }
 
 
-def table_rows(results: Results) -> Iterator[str]:
-    """Yield the rows of the card's table, in Markdown."""
-    for name, (label, form) in LABELS.items():
-        if name in results:
-            yield f"| {label} | {form.format(results[name])} |"  # type: ignore[literal-required]
+def results_table(results: Results) -> Table:
+    """Return what the card says of a model."""
+    rows = [
+        (label, form.format(results[name]))  # type: ignore[literal-required]
+        for name, (label, form) in LABELS.items()
+        if name in results
+    ]
+    return Table(["", ""], rows)
 
 
 def printed_lines(results: Results) -> Iterator[str]:

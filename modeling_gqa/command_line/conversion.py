@@ -1,12 +1,12 @@
 """The commands `convert`, `import`, `export` and `inspect`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import typer
-from rich.table import Table
 
 from ..conversion.checkpoints.exporting import export_checkpoint
 from ..conversion.checkpoints.gguf import is_gguf
@@ -14,7 +14,8 @@ from ..conversion.checkpoints.importing import import_checkpoint
 from ..conversion.command.inspection import inspect_checkpoint
 from ..conversion.command.job import Job
 from ..conversion.command.options import IGNORE_FIELD, Source, Target, with_options
-from ..conversion.command.report import Report, describe_cost, layer_rows, runs, summary, warning
+from ..conversion.command.report import Report, describe_cost, layers_table, runs, summary, warning
+from ..reporting.tables import Table
 from .console import out, printable, progress_bars, saved, user_errors
 
 FORCE = (
@@ -162,13 +163,9 @@ def inspect(
 
 
 def show(report: Report) -> None:
-    table = Table("", "before", "after")
-    for cells in summary(report):
-        table.add_row(*cells)
-    layers = Table("layers", "attention", "error of its output", "loss")
-    for where, row in runs(row[1:] for row in layer_rows(report)):
-        layers.add_row(where, *row)
-    out.print(layers, table)
+    layers = layers_table(report)
+    rows = [(where, *row) for where, row in runs(row[1:] for row in layers.rows)]
+    out.print(replace(layers, rows=rows).to_rich(), summary(report).to_rich())
 
 
 def show_inspection(found: dict[str, Any]) -> None:
@@ -176,11 +173,13 @@ def show_inspection(found: dict[str, Any]) -> None:
     out.print(
         f"{printable(found['source'])}{family}: {found['parameters']:,} parameters, {found['dtype']}", soft_wrap=True
     )
-    table = Table("layers", "attention", "window", "cache, bytes per token and layer")
     columns = ("attention", "sliding_window", "cache_bytes_per_token")
-    for where, (what, window, size) in runs(tuple(layer[name] for name in columns) for layer in found["layers"]):
-        table.add_row(where, what, "" if window is None else f"{window:,}", f"{size:,}")
-    out.print(table, f"Cache of the whole model: {found['cache_bytes_per_token']:,} bytes per token.")
+    rows = [
+        (where, what, "" if window is None else f"{window:,}", f"{size:,}")
+        for where, (what, window, size) in runs(tuple(layer[name] for name in columns) for layer in found["layers"])
+    ]
+    table = Table(["layers", "attention", "window", "cache, bytes per token and layer"], rows, words=2)
+    out.print(table.to_rich(), f"Cache of the whole model: {found['cache_bytes_per_token']:,} bytes per token.")
     can = found["conversions"]
     for title, kinds in (("Exactly", can["exact"]), ("With loss", can["lossy"])):
         listed = ", ".join(f"{name} ({size:,} bytes per token)" for name, size in kinds.items())

@@ -65,6 +65,13 @@ def line_styles(kinds: Sequence[str]) -> list[dict[str, Any]]:
     return found
 
 
+def tidy(axis: Any) -> None:
+    """Leave of an axis what is read: no minor ticks, a faint grid, two of its four edges."""
+    axis.minorticks_off()
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
 def name_lines(axis: Any, ends: Sequence[tuple[float, float, str, str]], least: float = 0.08) -> None:
     """Write names at the right ends of lines, moved apart where they would cover each other.
 
@@ -114,10 +121,8 @@ def plot_costs(
         axis.title.set_fontsize(9)
         axis.set_xticks(contexts[::2], labels=[f"{tick:,}" for tick in contexts[::2]], minor=False)
         axis.xaxis.set_tick_params(rotation=30)
-        axis.minorticks_off()
         axis.yaxis.set_major_formatter(lambda value, _: three_digits(value))
-        axis.grid(alpha=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis)
         ends = [
             (contexts[-1], values[-1], model.name, style["color"])
             for model, values, style in zip(models, lines, styles, strict=True)

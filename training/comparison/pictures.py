@@ -5,7 +5,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from modeling_gqa.reporting.pictures import COLORS, line_styles, name_lines, new_figure, save
+from modeling_gqa.reporting.pictures import COLORS, line_styles, name_lines, new_figure, save, tidy
 
 from .outcome import Entry, Outcome
 
@@ -87,9 +87,3 @@ def plot_lines(entries: Sequence[Entry], lines: Mapping[str, Points], xlabel: st
     ends = [(*lines[entry.name][-1], entry.name, style[entry.name]["color"]) for entry in drawn]
     name_lines(axis, ends, least=0.06)
     return figure
-
-
-def tidy(axis: Any) -> None:
-    axis.minorticks_off()
-    axis.grid(alpha=0.25)
-    axis.spines[["top", "right"]].set_visible(False)

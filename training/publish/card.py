@@ -12,7 +12,7 @@ from modeling_gqa.common import cards
 
 from ..recipe.catalogue import public_name
 from ..recipe.pretraining import Recipe
-from ..results import Results, table_rows
+from ..results import Results, results_table
 from ..text.source import Source
 
 # Identifiers that the Hub's model card metadata knows; any other goes under `license: other`.
@@ -34,8 +34,6 @@ The model's code is in this repository, hence `trust_remote_code=True`; pin what
 
 ## Measured
 
-| | |
-|---|---|
 {table}
 
 The loss is the mean over every predicted token of {validation_blocks} blocks of {sequence_length} tokens, from
@@ -93,7 +91,7 @@ def write_card(folder: Path, recipe: Recipe, config: GQAConfig, source: Source, 
         notes=notes + cards.serving_note(config),
         method=recipe.method(),
         repository=repository_name(recipe),
-        table="\n".join(table_rows(results)),
+        table=results_table(results).to_markdown(),
         validation_blocks=results["validation_blocks"],
         sequence_length=recipe.sequence_length,
         text=source.name,

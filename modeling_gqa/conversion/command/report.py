@@ -14,6 +14,7 @@ from ... import __version__
 from ...common import cards
 from ...common.files import write_text
 from ...configuration_gqa import GQAConfig
+from ...reporting.tables import Table
 
 Item = TypeVar("Item")
 REPORT_NAME = "conversion.json"
@@ -94,8 +95,6 @@ The model's code is in this repository, hence `trust_remote_code=True`; pin what
 
 {cost}
 
-| | before | after |
-|---|---|---|
 {table}
 
 {layers}
@@ -145,8 +144,8 @@ def runs(items: Iterable[Item]) -> list[tuple[str, Item]]:
     return found
 
 
-def summary(report: Report) -> list[tuple[str, str, str]]:
-    """Return rows of name, value before and value after, for the printed table and the card."""
+def summary(report: Report) -> Table:
+    """Return what was measured before and after."""
 
     def row(text: str, name: str, form: str) -> tuple[str, str, str]:
         before, after = report.get(f"{name}_before"), report.get(f"{name}_after", report.get(name))
@@ -163,19 +162,20 @@ def summary(report: Report) -> list[tuple[str, str, str]]:
             row("KL of the predictions from the source's, nats per token", "kl", ".3g"),
             row("same most likely token as the source", "top1_agreement", ".2%"),
         ]
-    return rows
+    return Table(["", "before", "after"], rows)
 
 
-def layer_rows(report: Report) -> list[tuple[str, str, str, str]]:
-    """Return rows of layer, change, relative error of the attention output ("" where not measured) and loss."""
+def layers_table(report: Report) -> Table:
+    """Return a row for each layer: its change, the relative error of its output ("" where not measured), its loss."""
 
     def number(value: float | None) -> str:
         return "" if value is None else f"{value:.3g}"
 
-    return [
+    rows = [
         (str(row["layer"]), f"{row['from']} → {row['to']}", number(row.get("error")), number(row.get("loss")))
         for row in report["layers"]
     ]
+    return Table(["layer", "attention", "relative error of its output", "loss"], rows, words=2)
 
 
 def describe_cost(report: Report) -> str:
@@ -248,8 +248,6 @@ def write_card(folder: Path, title: str, report: Report, config: GQAConfig, sour
     source = Path(report["source"])
     if not source.exists():
         metadata["base_model"] = report["source"]
-    layers = "\n".join(f"| {' | '.join(row)} |" for row in layer_rows(report))
-    layers = f"| layer | attention | relative error of its output | loss |\n|---|---|---|---|\n{layers}"
     tokenizer = TOKENIZER.format(title=title) if (folder / "tokenizer_config.json").is_file() else "\n"
     text = CARD.format(
         tokenizer=tokenizer,
@@ -258,8 +256,8 @@ def write_card(folder: Path, title: str, report: Report, config: GQAConfig, sour
         source=f"`{source.resolve().name if source.exists() else source}`",
         change="; ".join(f"layers {where}: {what}" for where, what in describe_layers(config)),
         cost=describe_cost(report),
-        table="\n".join(f"| {' | '.join(row)} |" for row in summary(report)),
-        layers=layers,
+        table=summary(report).to_markdown(),
+        layers=layers_table(report).to_markdown(),
         report=REPORT_NAME,
         runs=RUNS + cards.serving_note(config),
     )
