@@ -101,9 +101,7 @@ class LatentAttention(Attention):
 
     @staticmethod
     def _norm(layer: GQAConfig, size: int) -> nn.Module:
-        if not layer.latent_norm:
-            return nn.Identity()
-        return GQARMSNorm(size, eps=LATENT_NORM_EPS, initial_gain=latent_gain(layer.hidden_size, size))
+        return GQARMSNorm(size, eps=LATENT_NORM_EPS) if layer.latent_norm else nn.Identity()
 
     def forward(
         self,
@@ -337,15 +335,6 @@ def _joint_keys(latent: torch.Tensor, key_rope: torch.Tensor) -> torch.Tensor | 
         return latent.as_strided((*latent.shape[:-1], size), latent.stride())
     reduced = latent.dtype in (torch.bfloat16, torch.float16)
     return torch.cat((latent, key_rope), dim=-1) if reduced and not CPU_HAS_AMX else None
-
-
-def latent_gain(hidden_size: int, rank: int) -> float:
-    """Return the gain with which a latent's norm begins: sqrt(hidden_size / rank).
-
-    With it, what is rebuilt from `rank` numbers of unit size begins as large as a projection of the residual stream
-    (LongCat-Flash, 2509.01322, scales the latent in every forward; as a first gain: Marin, marin-community issue 7383).
-    """
-    return math.sqrt(hidden_size / rank)
 
 
 def pad_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:

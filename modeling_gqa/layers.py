@@ -30,11 +30,10 @@ LIGER = "liger_kernel.transformers.monkey_patch"
 class GQARMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension (Zhang & Sennrich, 1910.07467, eq. 4), in at least float32."""
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6, initial_gain: float = 1.0):
+    def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__()
-        self.weight = nn.Parameter(torch.full((hidden_size,), initial_gain))
+        self.weight = nn.Parameter(torch.ones(hidden_size))
         self.variance_epsilon = eps
-        self.initial_gain = initial_gain
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         weight: torch.Tensor = self.weight

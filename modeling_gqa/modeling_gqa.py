@@ -134,8 +134,6 @@ class GQAPreTrainedModel(PreTrainedModel):
         if isinstance(module, Attention) and module.frequency_indices is not None:
             indices = frequency_indices(self.config.per_layer_config[module.layer_idx])
             initialization.copy_(module.frequency_indices, indices)
-        if isinstance(module, GQARMSNorm):
-            initialization.constant_(module.weight, module.initial_gain)
         if isinstance(module, GQAHeadLinear):
             initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
 

@@ -296,8 +296,6 @@ KINDS = {
 
 class Comparison:
     def __init__(self, folder: Path, corpus: Path) -> None:
-        self.before: dict[str, float] = {}  # what had ended when the first launch was killed
-        self.printed: list[str] = []  # by the launches after it
         self.folder, self.recipe = folder / "out", folder / "small.yaml"
         options = {
             "data_files": [str(corpus)], "max_steps": 6, "warmup_steps": 1, "sequence_length": 32, "save_steps": 3,
@@ -328,32 +326,44 @@ class Comparison:
         return {path.parent.name: path.stat().st_mtime for path in self.folder.glob("runs/*/results.json")}
 
 
-@pytest.fixture(scope="module")
-def comparison(corpus, tmp_path_factory) -> Comparison:
-    """A comparison that was killed, went on in two launches at once, and has ended."""
-    comparison = Comparison(tmp_path_factory.mktemp("comparison"), corpus)
+def test_a_comparison_from_end_to_end(corpus, tmp_path):
+    """Killed, continued by two launches at once, finished, refused with another recipe, failing, and by a launcher.
+
+    One test: what a part needs, those before it have trained.
+    """
+    comparison = Comparison(tmp_path, corpus)
+    kill_after_a_run(comparison)
+    before = comparison.results()
+    launches = [comparison.start(), comparison.start("--jobs", "2")]
+    printed = [launch.communicate(timeout=400)[0] for launch in launches]
+    assert [launch.returncode for launch in launches] == [0, 0], printed
+    check_every_run_is_done_once(comparison, before, printed)
+    check_runs_differ_in_what_is_compared_alone(comparison)
+    check_report(comparison)
+    with pytest.raises(RecipeError, match=r"another recipe: match \('parameters' then, 'nothing' now\)"):
+        compare([str(comparison.recipe), "--output-dir", str(comparison.folder), "--match", "nothing"])
+    check_a_failed_run_loses_no_other(comparison)
+
+
+def kill_after_a_run(comparison: Comparison) -> None:
     killed = comparison.start()
     deadline = time.time() + 200
     while not comparison.results() and time.time() < deadline:
         time.sleep(0.05)
     killed.send_signal(signal.SIGKILL)
     killed.communicate(timeout=60)
-    comparison.before = comparison.results()
-    launches = [comparison.start(), comparison.start("--jobs", "2")]
-    comparison.printed = [launch.communicate(timeout=400)[0] for launch in launches]
-    assert [launch.returncode for launch in launches] == [0, 0], comparison.printed
-    return comparison
 
 
-def test_every_run_is_done_once(comparison):
+def check_every_run_is_done_once(comparison: Comparison, before: dict[str, float], printed: list[str]) -> None:
     """What had ended when the first launch was killed is kept; the two others divide the rest."""
     after = comparison.results()
-    assert comparison.before
-    assert comparison.before.items() <= after.items()
-    lines = [line for printed in comparison.printed for line in printed.splitlines() if " validation loss " in line]
+    assert before
+    assert before.items() <= after.items()
+    lines = [line for text in printed for line in text.splitlines() if " validation loss " in line]
     ended = [line.split()[0] for line in lines if line.split()[0] in after]
-    assert len(ended) == len(set(ended)) == len(after) - len(comparison.before)
+    assert len(ended) == len(set(ended)) == len(after) - len(before)
     content = json.loads((comparison.folder / "comparison.json").read_text())
+    assert 1 < content["bytes_per_token"] < 6
     for model in content["models"]:
         assert len(model["losses"]) == 2
         assert len(model["sweep"]) >= 3
@@ -362,7 +372,7 @@ def test_every_run_is_done_once(comparison):
     assert not (comparison.folder / "failed").exists()
 
 
-def test_runs_differ_in_what_is_compared_alone(comparison):
+def check_runs_differ_in_what_is_compared_alone(comparison: Comparison) -> None:
     """All are trained on the same tokens, and those of one seed in the same order."""
     runs = sorted(comparison.folder.glob("runs/*"))
     assert len({(run / "data" / "train.npy").read_bytes() for run in runs}) == 1
@@ -372,19 +382,16 @@ def test_runs_differ_in_what_is_compared_alone(comparison):
     assert all(recipe["seed"] == recipe["data_seed"] for recipe in recipes)
 
 
-def test_the_report_of_a_comparison(comparison):
+def check_report(comparison: Comparison) -> None:
     text = (comparison.folder / "report.md").read_text()
     for part in ("The lowest mean validation loss is", "## What else may explain it", "## The pareto front"):
         assert part in text
     assert all((comparison.folder / name).is_file() for name in ("loss_by_cache.png", "curves.png", "decoding.png"))
 
 
-def test_a_finished_comparison_repeats_nothing_and_keeps_its_recipe(comparison):
-    """Another recipe is refused; a failed run is reported, loses no other, and is tried again."""
+def check_a_failed_run_loses_no_other(comparison: Comparison) -> None:
+    """It is reported, and the next launch tries it again, here by torchrun."""
     before = comparison.results()
-    code, printed = comparison.finish("--match", "nothing")
-    assert code == 1
-    assert "holds a comparison with another recipe: match ('parameters' then, 'nothing' now)" in printed
     blocked = comparison.folder / "runs" / Trial("mla", best_of(comparison, "mla"), 44).name
     blocked.write_text("a file where a run would write")
     code, printed = comparison.finish("--seeds", "3")
@@ -395,7 +402,8 @@ def test_a_finished_comparison_repeats_nothing_and_keeps_its_recipe(comparison):
     assert len(comparison.results()) == len(before) + 1  # the third seed of mha
     assert blocked.name in (comparison.folder / "report.md").read_text()
     blocked.unlink()
-    code, printed = comparison.finish("--seeds", "3")
+    launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 1 -m"
+    code, printed = comparison.finish("--seeds", "3", "--launcher", launcher)
     assert code == 0, printed
     assert len(comparison.results()) == len(before) + 2
     assert "Runs that failed" not in (comparison.folder / "report.md").read_text()
@@ -413,12 +421,3 @@ def test_a_folder_of_somebody_else_is_refused(corpus, tmp_path):
     with pytest.raises(RecipeError, match=r"holds notes\.txt and no comparison"):
         compare([str(comparison.recipe), "--output-dir", str(comparison.folder)])
     assert os.listdir(comparison.folder) == ["notes.txt"]
-
-
-def test_a_launcher_starts_the_runs(comparison, tmp_path):
-    """Such as torchrun; with Ctrl-C the runs save, and the same command goes on."""
-    launcher = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 1 -m"
-    code, printed = comparison.finish("--seeds", "4", "--launcher", launcher)
-    assert code == 0, printed
-    logs = "".join(path.read_text() for path in comparison.folder.glob("logs/*seed45.log"))
-    assert "validation loss" in logs
