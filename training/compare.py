@@ -32,21 +32,23 @@ def compare(argv: list[str], prog: str | None = None) -> None:
     # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
     from .comparison.candidates import candidates_of, sizes_table
     from .comparison.folder import begin, finish
+    from .comparison.plan import Comparison
     from .comparison.recipe import CompareRecipe
-    from .comparison.runs import Runs
     from .comparison.words import MATCHED
     from .console import say
     from .errors import RecipeError
     from .recipe.command_line import load_recipe
+    from .shared.runs import Runs
 
     recipe, values = load_recipe(argv, CompareRecipe, prog)
     candidates, pretraining = candidates_of(recipe)
     say(f"{MATCHED[recipe.match]}:\n\n{sizes_table(candidates, pretraining.sequence_length).to_markdown()}\n")
-    runs = Runs(recipe, candidates)
+    comparison = Comparison(recipe, pretraining, candidates)
+    runs = Runs(comparison.folder, comparison.needed, recipe.jobs, recipe.launcher)
     with runs.writing():
-        begin(runs, pretraining, values)
-        plans = runs.run_all()
-        finish(runs, pretraining, plans)
+        begin(comparison, runs, values)
+        runs.run_all()
+        finish(comparison, runs)
     if failures := runs.failures():
         raise RecipeError(
             f"{len(failures)} runs failed, which {runs.folder / 'report.md'} names; the same command tries them again"

@@ -21,11 +21,11 @@ from training.comparison.candidates import candidates_of, usual_kinds
 from training.comparison.outcome import Entry, Outcome, Speed
 from training.comparison.pictures import plot_comparison, styles
 from training.comparison.plan import Trial, plan
-from training.comparison.processes import gpu_of
 from training.comparison.recipe import CompareRecipe
 from training.comparison.sweep import EXTENSIONS, best_rate, further_rate
 from training.comparison.words import conclusion, confounds, steps, write_report
 from training.errors import RecipeError
+from training.shared.processes import gpu_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NAN = math.nan

@@ -14,7 +14,8 @@ from ..errors import RecipeError
 from ..recipe.command_line import load_recipe
 from ..recipe.model import check_training, load_config
 from ..recipe.pretraining import Recipe
-from .recipe import CompareRecipe, Match, as_arguments, as_object
+from ..shared.runs import as_arguments
+from .recipe import CompareRecipe, Match, as_object
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from ..console import say
 from ..errors import RecipeError
 from ..folder.listing import read_object, write_text
 from ..folder.manifest import checkpoints
-from ..recipe.pretraining import Recipe
 from ..results import RESULTS
+from ..shared.runs import Runs
 from ..text.blocks import load_blocks
 from ..text.source import open_source
 from ..text.split import split_source
@@ -28,9 +28,8 @@ from ..text.tokenizer import train_tokenizer
 from .candidates import Candidate
 from .outcome import Outcome, Speed, describe
 from .pictures import Points, plot_comparison
-from .plan import Plan
+from .plan import Comparison, Plan
 from .recipe import CompareRecipe
-from .runs import Runs
 from .words import conclusion, steps, write_report
 
 RECIPE, REPORT = "recipe.json", "report.md"
@@ -38,35 +37,40 @@ RECIPE, REPORT = "recipe.json", "report.md"
 FREE = {"learning_rates", "seeds", "jobs", "launcher", "contexts", "report_to", "output_dir"}
 
 
-def begin(runs: Runs, pretraining: Recipe, values: dict[str, Any]) -> None:
-    """As `prepare`, one launch after the other."""
+def begin(comparison: Comparison, runs: Runs, values: dict[str, Any]) -> None:
+    """As `prepare`, one launch after the other, in a folder that holds nothing else.
+
+    Raises:
+        RecipeError: the folder holds something else, or a comparison of another recipe.
+    """
+    present = set(os.listdir(comparison.folder)) if comparison.folder.is_dir() else set()
+    if RECIPE not in present and (foreign := sorted(present - {"claims", "tokenizer"})):
+        raise RecipeError(f"{comparison.folder} holds {foreign[0]} and no comparison: choose another --output-dir")
     with runs.claim("begin").acquire(timeout=-1):
-        prepare(runs, pretraining, values)
+        prepare(comparison, values)
 
 
-def finish(runs: Runs, pretraining: Recipe, plans: Sequence[Plan]) -> None:
+def finish(comparison: Comparison, runs: Runs) -> None:
     """Write the report, unless another launch has written it while this one waited."""
     report = runs.folder / REPORT
     before = report.stat().st_mtime_ns if report.exists() else 0
     with runs.claim("report").acquire(timeout=-1):
         if not report.exists() or report.stat().st_mtime_ns == before:
-            track(runs.recipe, write_outcome(runs, pretraining, plans))
+            track(comparison.recipe, write_outcome(comparison, runs))
     say(f"\nThe report is {report}.")
 
 
-def prepare(runs: Runs, pretraining: Recipe, values: dict[str, Any]) -> None:
+def prepare(comparison: Comparison, values: dict[str, Any]) -> None:
     """Write the recipe and the tokenizer to an empty folder, or check that the folder holds the same recipe.
 
     Raises:
-        RecipeError: the folder holds something else, or a comparison of another recipe.
+        RecipeError: the folder holds a comparison of another recipe.
     """
-    folder = runs.folder
+    folder = comparison.folder
     folder.mkdir(parents=True, exist_ok=True)
     saved = read_object(folder / RECIPE)
     if saved is None:
-        if foreign := sorted(set(os.listdir(folder)) - {"claims", "tokenizer"}):
-            raise RecipeError(f"{folder} holds {foreign[0]} and no comparison: choose another --output-dir")
-        write_tokenizer(folder, pretraining, runs)
+        write_tokenizer(comparison)
         write_text(folder / RECIPE, json.dumps(values, indent=1) + "\n")
         return
     changed = [
@@ -81,15 +85,15 @@ def prepare(runs: Runs, pretraining: Recipe, values: dict[str, Any]) -> None:
         )
 
 
-def write_tokenizer(folder: Path, pretraining: Recipe, runs: Runs) -> None:
+def write_tokenizer(comparison: Comparison) -> None:
     """Train the tokenizer that all runs share, unless the recipe names one."""
-    if pretraining.tokenizer:
+    if comparison.pretraining.tokenizer:
         return
-    source = open_source(pretraining)
+    source = open_source(comparison.pretraining)
     say(f"Training a byte-level BPE tokenizer on {source.name} ...")
-    first = next(iter(runs.candidates.values()))
-    split = split_source(source, pretraining)
-    train_tokenizer(split.documents("train"), first.config.vocab_size).save_pretrained(folder / "tokenizer")
+    documents = split_source(source, comparison.pretraining).documents("train")
+    tokenizer = train_tokenizer(documents, comparison.candidates[0].config.vocab_size)
+    tokenizer.save_pretrained(comparison.folder / "tokenizer")
 
 
 def measure(candidates: Sequence[Candidate], recipe: CompareRecipe, rows: int, tokens: int) -> dict[str, Speed]:
@@ -107,10 +111,10 @@ def measure(candidates: Sequence[Candidate], recipe: CompareRecipe, rows: int, t
     }
 
 
-def write_outcome(runs: Runs, pretraining: Recipe, plans: Sequence[Plan]) -> Outcome:
+def write_outcome(comparison: Comparison, runs: Runs) -> Outcome:
     """Measure speeds, and write `comparison.json`, `report.md` and the pictures."""
-    recipe, folder = runs.recipe, runs.folder
-    candidates = list(runs.candidates.values())
+    recipe, pretraining, folder = comparison.recipe, comparison.pretraining, comparison.folder
+    candidates, plans = comparison.candidates, comparison.plans(runs.ended())
     rows, tokens = pretraining.per_device_train_batch_size, pretraining.sequence_length
     speeds = measure(candidates, recipe, rows, tokens)
     entries = [
@@ -129,7 +133,7 @@ def write_outcome(runs: Runs, pretraining: Recipe, plans: Sequence[Plan]) -> Out
     same_text = f"{open_source(pretraining).name}, blocks of {tokens:,} tokens"
     content = {"recipe": asdict(recipe), "machine": machine, "failures": runs.failures(), **outcome.to_dict()}
     write_text(folder / "comparison.json", json.dumps(content, indent=1, default=str) + "\n")
-    plot_comparison(outcome, curves(runs, plans), folder)
+    plot_comparison(outcome, curves(folder, plans), folder)
     write_text(folder / REPORT, write_report(recipe, outcome, machine, same_text, runs.failures()))
     for sentence in (*conclusion(outcome), *steps(outcome)):
         say(sentence)
@@ -146,13 +150,13 @@ def bytes_per_token(folder: Path) -> float:
     return sum(len(text.encode()) for text in texts) / ids.size
 
 
-def curves(runs: Runs, plans: Sequence[Plan]) -> Mapping[str, Points]:
+def curves(folder: Path, plans: Sequence[Plan]) -> Mapping[str, Points]:
     """Return tokens and training loss of the first run of each model at its best rate."""
     found = {}
     for known in plans:
         names = [f"{known.candidate}-rate{known.rate:.2e}-seed{seed}" for seed in known.seeds] if known.rate else []
         for name in names[:1]:
-            last = checkpoints(runs.folder / "runs" / name)[-1:]
+            last = checkpoints(folder / "runs" / name)[-1:]
             history = (read_object(last[0] / "trainer_state.json") or {}).get("log_history", []) if last else []
             found[known.candidate] = [
                 (log["tokens_seen"], log["loss"]) for log in history if {"loss", "tokens_seen"} <= log.keys()

@@ -3,8 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from .recipe import CompareRecipe
+from ..recipe.pretraining import Recipe
+from ..shared.runs import Run
+from .candidates import Candidate
+from .recipe import CompareRecipe, as_object
 from .sweep import best_rate, further_rate
 
 
@@ -74,8 +79,45 @@ def plan(candidate: str, recipe: CompareRecipe, ended: Mapping[str, float]) -> P
     return Plan(candidate, sweep, best, seeds, [trial for trial in finals if trial.name not in ended])
 
 
-def is_complete(plans: Sequence[Plan]) -> bool:
-    return not any(found.needed for found in plans)
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison as its recipe says.
+
+    Args:
+        recipe: of the comparison.
+        pretraining: the recipe of its runs, with the options that all of them have.
+        candidates: the models.
+    """
+
+    recipe: CompareRecipe
+    pretraining: Recipe
+    candidates: Sequence[Candidate]
+
+    @property
+    def folder(self) -> Path:
+        return Path(str(self.recipe.output_dir))
+
+    def plans(self, ended: Mapping[str, float]) -> list[Plan]:
+        """Return what is known of each model."""
+        return [plan(candidate.name, self.recipe, ended) for candidate in self.candidates]
+
+    def needed(self, ended: Mapping[str, float]) -> list[Run]:
+        """Return the runs that have not ended."""
+        overrides = {candidate.name: candidate.overrides for candidate in self.candidates}
+        return [self.run(trial, overrides[trial.candidate]) for found in self.plans(ended) for trial in found.needed]
+
+    def run(self, trial: Trial, overrides: dict[str, Any]) -> Run:
+        options: dict[str, Any] = {
+            "publish": False,
+            "tokenizer": str(self.folder / "tokenizer"),
+            **as_object("options", self.recipe.options),
+            "preset": self.recipe.preset,
+            "model_overrides": overrides,
+            "learning_rate": trial.learning_rate,
+            "seed": trial.seed,
+            "data_seed": trial.seed,
+        }
+        return Run(trial.name, "pretrain", self.recipe.pretraining, options)
 
 
 def usable(losses: Mapping[int, float]) -> list[float]:

@@ -11,25 +11,26 @@ from pathlib import Path
 
 # Outside of a checkout the package is `modeling_gqa.training`.
 TRAINING = __package__.rpartition(".")[0]
-LIBRARIES = [f"{TRAINING}.{name}" for name in ("run", "recipe.command_line", "recipe.model", "trainer.pretraining")]
+LIBRARIES = ("run", "recipe.command_line", "recipe.model", "trainer.pretraining", "trainer.uptraining")
 
 
 class RunProcess:
-    """A pretraining run that has been started.
+    """A run that has been started.
 
     Args:
-        arguments: of pretraining.
+        script: "pretrain" or "uptrain".
+        arguments: of the script.
         launcher: what starts it, such as `torchrun -m`; "": a fork, which saves the seconds that imports take.
         log: file to which what it prints is added.
         threads: of torch, in a fork; 0 leaves them as they are.
         gpu: which one a fork sees; "": as this process.
     """
 
-    def __init__(self, arguments: Sequence[str], launcher: str, log: Path, threads: int, gpu: str) -> None:
+    def __init__(self, script: str, arguments: Sequence[str], launcher: str, log: Path, threads: int, gpu: str) -> None:
         if launcher:
             with log.open("ab") as output:
                 self.started = subprocess.Popen(
-                    [*shlex.split(launcher), f"{TRAINING}.pretrain", *arguments],
+                    [*shlex.split(launcher), f"{TRAINING}.{script}", *arguments],
                     stdout=output,
                     stderr=output,
                     stdin=subprocess.DEVNULL,
@@ -37,8 +38,8 @@ class RunProcess:
                 )
             return
         context = get_context("forkserver")
-        context.set_forkserver_preload(LIBRARIES)
-        self.forked = context.Process(target=pretrain_here, args=(list(arguments), str(log), threads, gpu))
+        context.set_forkserver_preload([f"{TRAINING}.{name}" for name in LIBRARIES])
+        self.forked = context.Process(target=run_here, args=(script, list(arguments), str(log), threads, gpu))
         self.forked.start()
 
     def wait(self) -> int:
@@ -53,8 +54,8 @@ class RunProcess:
         (self.started if hasattr(self, "started") else self.forked).terminate()
 
 
-def pretrain_here(arguments: list[str], log: str, threads: int, gpu: str) -> None:
-    """Pretrain in this process, which ends itself where the comparison that started it is killed."""
+def run_here(script: str, arguments: list[str], log: str, threads: int, gpu: str) -> None:
+    """Run a script in this process, which ends itself where the comparison that started it is killed."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for number in (1, 2):
@@ -66,10 +67,11 @@ def pretrain_here(arguments: list[str], log: str, threads: int, gpu: str) -> Non
 
     from ..console import main
     from ..pretrain import pretrain
+    from ..uptrain import uptrain
 
     if threads:
         torch.set_num_threads(threads)
-    main(pretrain, arguments)
+    main({"pretrain": pretrain, "uptrain": uptrain}[script], arguments)
 
 
 def gpu_of(worker: int) -> str:

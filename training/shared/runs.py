@@ -1,12 +1,13 @@
-"""The runs of a comparison: claimed through files, run as processes, resumed, and noted where they fail."""
+"""Runs that launches share through a folder: claimed by files, resumed, and noted where they fail."""
 
 import json
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +19,53 @@ from ..errors import Interrupted, RecipeError, failed_to_write
 from ..folder.listing import read_object, write_text
 from ..folder.manifest import SAVED_RECIPE
 from ..results import RESULTS
-from .candidates import Candidate
-from .plan import Plan, Trial, is_complete, plan
 from .processes import RunProcess, gpu_of
-from .recipe import CompareRecipe, as_arguments, as_object
 
 WAIT = 2.0  # seconds between looks at runs that other launches have claimed
 LAST_LINES = 5  # of a failed run's log, which are shown
 ELSEWHERE = " is writing to "  # what a run says whose folder another process has open
 
 
-class Runs:
-    """The runs of a comparison in its folder.
+@dataclass(frozen=True)
+class Run:
+    """A run that is needed.
 
     Args:
-        recipe: of the comparison.
-        candidates: the models.
-        started: when this launch began; runs that failed before are tried again.
+        name: of its folder.
+        script: "pretrain" or "uptrain".
+        recipe: that it runs.
+        options: of the recipe, without output_dir and resume.
     """
 
-    def __init__(self, recipe: CompareRecipe, candidates: Sequence[Candidate]) -> None:
-        self.recipe, self.candidates = recipe, {candidate.name: candidate for candidate in candidates}
-        self.folder = Path(recipe.output_dir)
-        self.started = time.time()
+    name: str
+    script: str
+    recipe: str
+    options: dict[str, Any]
+
+
+class Runs:
+    """The runs in a folder.
+
+    Args:
+        folder: `runs/` in it holds the runs, and `logs/`, `claims/` and `failed/` what is known of them.
+        needed: returns the runs that are needed and have not ended, of the validation losses by name of those that
+            have; a loss is nan where the run failed.
+        jobs: number of runs at once.
+        launcher: what starts each; "": a fork of this process.
+    """
+
+    def __init__(
+        self, folder: Path, needed: Callable[[Mapping[str, float]], Sequence[Run]], jobs: int, launcher: str
+    ) -> None:
+        self.folder, self.needed, self.jobs, self.launcher = folder, needed, jobs, launcher
+        self.started = time.time()  # runs that failed before are tried again
         self.processes: set[RunProcess] = set()
         self.stopped = 0  # the signal that has stopped this launch
 
     # -- what has ended
 
-    def path(self, trial: Trial) -> Path:
-        return self.folder / "runs" / trial.name
+    def path(self, name: str) -> Path:
+        return self.folder / "runs" / name
 
     def ended(self) -> dict[str, float]:
         """Return the validation loss of each run that has ended, nan of one that failed in this launch or beside it."""
@@ -61,11 +79,6 @@ class Runs:
                 found.setdefault(path.stem, math.nan)
         return found
 
-    def plans(self) -> list[Plan]:
-        """Return what is known of each model."""
-        ended = self.ended()
-        return [plan(name, self.recipe, ended) for name in self.candidates]
-
     def failures(self) -> dict[str, str]:
         """Return the last words of the runs that failed and have not ended since, by name."""
         return {
@@ -76,20 +89,19 @@ class Runs:
 
     # -- running
 
-    def run_all(self) -> list[Plan]:
-        """Run what is needed until every run has ended, here or in another launch; return what is known then.
+    def run_all(self) -> None:
+        """Run what is needed until every run has ended, here or in another launch.
 
         Raises:
             Interrupted: by Ctrl-C; runs that have begun are kept.
         """
-        with ThreadPoolExecutor(self.recipe.jobs) as pool, stopping(self.stop):
-            for worker in [pool.submit(self.work, number) for number in range(self.recipe.jobs)]:
+        with ThreadPoolExecutor(self.jobs) as pool, stopping(self.stop):
+            for worker in [pool.submit(self.work, number) for number in range(self.jobs)]:
                 worker.result()
         if self.stopped:
             stopped = Interrupted(f"stopped by a signal; the same command goes on with what is left in {self.folder}")
             stopped.exit_code = 128 + self.stopped
             raise stopped
-        return self.plans()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -103,10 +115,10 @@ class Runs:
         """Claim and run one run after another, until none is needed, on the worker's GPU."""
         waiting = False
         while not self.stopped:
-            plans = self.plans()
-            if is_complete(plans):
+            needed = self.needed(self.ended())
+            if not needed:
                 return
-            if any(self.try_claimed(trial, worker) for found in plans for trial in found.needed):
+            if any(self.try_claimed(run, worker) for run in needed):
                 waiting = False
                 continue
             if not waiting and not self.processes:
@@ -114,15 +126,15 @@ class Runs:
             waiting = True
             time.sleep(WAIT)
 
-    def try_claimed(self, trial: Trial, worker: int) -> bool:
-        """Run a trial unless another process runs it, or has ended it meanwhile; return whether it was run."""
+    def try_claimed(self, run: Run, worker: int) -> bool:
+        """Run it unless another process runs it, or has ended it meanwhile; return whether it was run."""
         if self.stopped:
             return False
         try:
-            with self.claim(trial.name):
-                if trial.name in self.ended():
+            with self.claim(run.name):
+                if run.name in self.ended():
                     return False
-                self.run(trial, worker)
+                self.start(run, worker)
                 return True
         except Timeout:
             return False
@@ -132,47 +144,37 @@ class Runs:
         (self.folder / "claims").mkdir(parents=True, exist_ok=True)
         return FileLock(self.folder / "claims" / f"{name}.lock", timeout=0, thread_local=False)
 
-    def run(self, trial: Trial, worker: int) -> None:
+    def start(self, run: Run, worker: int) -> None:
         """Start or resume a run, and note where it fails."""
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-        log = self.folder / "logs" / f"{trial.name}.log"
+        log = self.folder / "logs" / f"{run.name}.log"
         before = log.stat().st_size if log.exists() else 0
         begin = time.perf_counter()
-        threads = max(1, torch.get_num_threads() // self.recipe.jobs) if self.recipe.jobs > 1 else 0
-        process = RunProcess(self.arguments(trial), self.recipe.launcher, log, threads, gpu_of(worker))
+        threads = max(1, torch.get_num_threads() // self.jobs) if self.jobs > 1 else 0
+        process = RunProcess(run.script, self.arguments(run), self.launcher, log, threads, gpu_of(worker))
         self.processes.add(process)
         if self.stopped:  # a signal that came while it was started
             process.terminate()
         code = process.wait()
         self.processes.discard(process)
-        loss = (read_object(self.path(trial) / RESULTS) or {}).get("validation_loss")
+        loss = (read_object(self.path(run.name) / RESULTS) or {}).get("validation_loss")
         if code == 0 and isinstance(loss, int | float):
-            say(f"{trial.name:<40} validation loss {loss:.4f}, {time.perf_counter() - begin:.0f} s")
+            say(f"{run.name:<40} validation loss {loss:.4f}, {time.perf_counter() - begin:.0f} s")
             return
         said = last_words(log, before)
         if self.stopped or ELSEWHERE in said:  # of a launch that was killed, whose run has not ended yet
             time.sleep(WAIT)
             return
-        say(f"{trial.name:<40} failed with exit code {code}: {said[:300]}")
+        say(f"{run.name:<40} failed with exit code {code}: {said[:300]}")
         (self.folder / "failed").mkdir(parents=True, exist_ok=True)
         note = {"time": time.time(), "exit_code": code, "said": said[:1000], "log": log.name}
-        write_text(self.folder / "failed" / f"{trial.name}.json", json.dumps(note, indent=1) + "\n")
+        write_text(self.folder / "failed" / f"{run.name}.json", json.dumps(note, indent=1) + "\n")
 
-    def arguments(self, trial: Trial) -> list[str]:
-        """Return the arguments of a run; it resumes where the run has begun."""
-        options: dict[str, Any] = {
-            "publish": False,
-            "tokenizer": str(self.folder / "tokenizer"),
-            **as_object("options", self.recipe.options),
-            "preset": self.recipe.preset,
-            "model_overrides": self.candidates[trial.candidate].overrides,
-            "learning_rate": trial.learning_rate,
-            "seed": trial.seed,
-            "data_seed": trial.seed,
-            "output_dir": str(self.path(trial)),
-            "resume": (self.path(trial) / SAVED_RECIPE).is_file(),
-        }
-        return [self.recipe.pretraining, *as_arguments(options)]
+    def arguments(self, run: Run) -> list[str]:
+        """Return the arguments of a run; it resumes where it has begun."""
+        path = self.path(run.name)
+        options = {**run.options, "output_dir": str(path), "resume": (path / SAVED_RECIPE).is_file()}
+        return [run.recipe, *as_arguments(options)]
 
     def stop(self, number: int) -> None:
         """Pass a signal on to the runs, which save where they are, and begin no further one."""
@@ -198,3 +200,22 @@ def stopping(stop: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def as_arguments(options: dict[str, Any]) -> list[str]:
+    """Return options of pretraining as arguments.
+
+    Example:
+        ```python
+        from modeling_gqa.training.shared.runs import as_arguments
+
+        assert as_arguments({"max_steps": 5, "data_files": ["a", "b"]}) == ["--max_steps=5", "--data_files", "a", "b"]
+        ```
+    """
+    arguments: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, list):
+            arguments += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            arguments.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+    return arguments

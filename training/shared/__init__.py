@@ -1,0 +1,1 @@
+"""Runs that the launches of one command share through a folder."""
