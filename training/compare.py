@@ -31,13 +31,13 @@ def compare(argv: list[str], prog: str | None = None) -> None:
     """
     # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
     from .comparison.candidates import candidates_of, sizes_table
-    from .comparison.folder import begin, finish
+    from .comparison.folder import FREE, REPORT, write_outcome, write_tokenizer
     from .comparison.plan import Comparison
     from .comparison.recipe import CompareRecipe
     from .comparison.words import MATCHED
     from .console import say
-    from .errors import RecipeError
     from .recipe.command_line import load_recipe
+    from .shared.folder import begin, finish
     from .shared.runs import Runs
 
     recipe, values = load_recipe(argv, CompareRecipe, prog)
@@ -46,13 +46,9 @@ def compare(argv: list[str], prog: str | None = None) -> None:
     comparison = Comparison(recipe, pretraining, candidates)
     runs = Runs(comparison.folder, comparison.needed, recipe.jobs, recipe.launcher)
     with runs.writing():
-        begin(comparison, runs, values)
+        begin(runs, "comparison", values, FREE, lambda: write_tokenizer(comparison))
         runs.run_all()
-        finish(comparison, runs)
-    if failures := runs.failures():
-        raise RecipeError(
-            f"{len(failures)} runs failed, which {runs.folder / 'report.md'} names; the same command tries them again"
-        )
+        finish(runs, comparison.folder / REPORT, lambda: write_outcome(comparison, runs))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`modeling-gqa pretrain`, `uptrain` and `compare`: the scripts of `modeling_gqa.training` and their options."""
+"""`modeling-gqa pretrain`, `uptrain`, `compare`, `study`: the scripts of `modeling_gqa.training` and their options."""
 
 from transformers.utils import logging
 
@@ -9,6 +9,8 @@ SCRIPTS = {
     "`uptrain --help` shows its options.",
     "compare": "Train models that differ in their attention alone, and compare them, from a RECIPE: compare-quick, "
     "compare-tiny, or a YAML file. `compare --help` shows its options.",
+    "study": "The GQA paper's studies {conversion,uptraining,groups} of a model of yours, from a RECIPE: study-quick, "
+    "or a YAML file. `study --help` shows its options.",
 }
 
 
@@ -20,9 +22,11 @@ def run_script(name: str, arguments: list[str]) -> None:
     def script(argv: list[str]) -> None:
         from ..training.compare import compare
         from ..training.pretrain import pretrain
+        from ..training.study import study
         from ..training.uptrain import uptrain
 
-        {"pretrain": pretrain, "uptrain": uptrain, "compare": compare}[name](argv, f"modeling-gqa {name}")
+        scripts = {"pretrain": pretrain, "uptrain": uptrain, "compare": compare, "study": study}
+        scripts[name](argv, f"modeling-gqa {name}")
 
     logging.set_verbosity_warning()  # the other commands show only errors
     main(script, arguments)

@@ -1,11 +1,11 @@
 """What others have published on the same question, each figure beside what came out here."""
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable
 
 from modeling_gqa.common.errors import listed
 
+from ..shared.spread import agreement
 from .outcome import Entry, Outcome
 from .plan import usable
 
@@ -55,7 +55,7 @@ def latent(outcome: Outcome) -> str:
     return (
         "Marin's sweep of rates (issue 7381, width 1,024): GQA 3.1492, MLA 3.1559 nats per token, and MLA prefers 0.92 "
         f"of the rate. Here, with equal caches: {grouped.name} {grouped.loss:.4f}, {mla.name} {mla.loss:.4f}, and "
-        f"{ratio}; {agreement(outcome, [grouped, mla])}."
+        f"{ratio}; {ordered(outcome, [grouped, mla])}."
     )
 
 
@@ -66,7 +66,7 @@ def heads(outcome: Outcome) -> str:
         return ""
     return (
         "The GQA paper's table 1 (2305.13245, T5-XXL after uptraining, mean score of its tasks): MHA 47.2, GQA with 8 "
-        f"heads 47.1, MQA 46.6. Here: {losses(found)}; {agreement(outcome, found)}."
+        f"heads 47.1, MQA 46.6. Here: {losses(found)}; {ordered(outcome, found)}."
     )
 
 
@@ -77,22 +77,13 @@ def latent_and_heads(outcome: Outcome) -> str:
         return ""
     return (
         "DeepSeek-V2's tables 8 and 9 (2405.04434, MMLU): MHA 45.2, GQA with 8 heads 41.2, MQA 37.9 with 7B "
-        f"parameters; MLA 59.0, MHA 57.5 in its large MoE. Here: {losses(found)}; {agreement(outcome, found)}."
+        f"parameters; MLA 59.0, MHA 57.5 in its large MoE. Here: {losses(found)}; {ordered(outcome, found)}."
     )
 
 
-def agreement(outcome: Outcome, order: Sequence[Entry]) -> str:
-    """Return whether the losses rise in a published order, as far as the spread of seeds lets one tell."""
-    against = [
-        f"{later.name} has a lower loss than {earlier.name}"
-        for index, earlier in enumerate(order)
-        for later in order[index + 1 :]
-        if later.loss < earlier.loss and outcome.differ(earlier, later)
-    ]
-    if against:
-        return f"the order does not agree: {listed(against, 'and')}"
-    apart = all(outcome.differ(*pair) for pair in pairwise(order))
-    return "the order agrees" if apart else "the order agrees as far as the spread of the seeds lets one tell"
+def ordered(outcome: Outcome, order: Iterable[Entry]) -> str:
+    """Return whether the losses rise in a published order."""
+    return agreement([entry.sample for entry in order], outcome.deviation)
 
 
 def of_kinds(outcome: Outcome, kinds: Iterable[str]) -> list[Entry]:

@@ -13,9 +13,9 @@ from modeling_gqa.reporting.tables import Table, with_prefix
 from ..errors import RecipeError
 from ..recipe.command_line import load_recipe
 from ..recipe.model import check_training, load_config
+from ..recipe.objects import as_arguments, as_object
 from ..recipe.pretraining import Recipe
-from ..shared.runs import as_arguments
-from .recipe import CompareRecipe, Match, as_object
+from .recipe import CompareRecipe, Match
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,9 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoTokenizer
@@ -16,7 +14,6 @@ from modeling_gqa.common.progress import progress_lines
 from modeling_gqa.reporting.measuring import machine_name, measure_decoding, measure_prompts, measure_training
 
 from ..console import say
-from ..errors import RecipeError
 from ..folder.listing import read_object, write_text
 from ..folder.manifest import checkpoints
 from ..results import RESULTS
@@ -32,57 +29,9 @@ from .plan import Comparison, Plan
 from .recipe import CompareRecipe
 from .words import conclusion, steps, write_report
 
-RECIPE, REPORT = "recipe.json", "report.md"
+REPORT = "report.md"
 # What may differ when a comparison goes on: none of it changes what a finished run has found.
 FREE = {"learning_rates", "seeds", "jobs", "launcher", "contexts", "report_to", "output_dir"}
-
-
-def begin(comparison: Comparison, runs: Runs, values: dict[str, Any]) -> None:
-    """As `prepare`, one launch after the other, in a folder that holds nothing else.
-
-    Raises:
-        RecipeError: the folder holds something else, or a comparison of another recipe.
-    """
-    present = set(os.listdir(comparison.folder)) if comparison.folder.is_dir() else set()
-    if RECIPE not in present and (foreign := sorted(present - {"claims", "tokenizer"})):
-        raise RecipeError(f"{comparison.folder} holds {foreign[0]} and no comparison: choose another --output-dir")
-    with runs.claim("begin").acquire(timeout=-1):
-        prepare(comparison, values)
-
-
-def finish(comparison: Comparison, runs: Runs) -> None:
-    """Write the report, unless another launch has written it while this one waited."""
-    report = runs.folder / REPORT
-    before = report.stat().st_mtime_ns if report.exists() else 0
-    with runs.claim("report").acquire(timeout=-1):
-        if not report.exists() or report.stat().st_mtime_ns == before:
-            track(comparison.recipe, write_outcome(comparison, runs))
-    say(f"\nThe report is {report}.")
-
-
-def prepare(comparison: Comparison, values: dict[str, Any]) -> None:
-    """Write the recipe and the tokenizer to an empty folder, or check that the folder holds the same recipe.
-
-    Raises:
-        RecipeError: the folder holds a comparison of another recipe.
-    """
-    folder = comparison.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    saved = read_object(folder / RECIPE)
-    if saved is None:
-        write_tokenizer(comparison)
-        write_text(folder / RECIPE, json.dumps(values, indent=1) + "\n")
-        return
-    changed = [
-        f"{name} ({saved.get(name)!r} then, {value!r} now)"
-        for name, value in json.loads(json.dumps(values)).items()
-        if name not in FREE and saved.get(name) != value
-    ]
-    if changed:
-        raise RecipeError(
-            f"{folder} holds a comparison with another recipe: {', '.join(changed)}; go on with the earlier values, or "
-            "choose another --output-dir"
-        )
 
 
 def write_tokenizer(comparison: Comparison) -> None:
@@ -111,8 +60,8 @@ def measure(candidates: Sequence[Candidate], recipe: CompareRecipe, rows: int, t
     }
 
 
-def write_outcome(comparison: Comparison, runs: Runs) -> Outcome:
-    """Measure speeds, and write `comparison.json`, `report.md` and the pictures."""
+def write_outcome(comparison: Comparison, runs: Runs) -> None:
+    """Measure speeds, and tell the trackers and write `comparison.json`, `report.md` and the pictures."""
     recipe, pretraining, folder = comparison.recipe, comparison.pretraining, comparison.folder
     candidates, plans = comparison.candidates, comparison.plans(runs.ended())
     rows, tokens = pretraining.per_device_train_batch_size, pretraining.sequence_length
@@ -137,7 +86,7 @@ def write_outcome(comparison: Comparison, runs: Runs) -> Outcome:
     write_text(folder / REPORT, write_report(recipe, outcome, machine, same_text, runs.failures()))
     for sentence in (*conclusion(outcome), *steps(outcome)):
         say(sentence)
-    return outcome
+    track(recipe, outcome)
 
 
 def bytes_per_token(folder: Path) -> float:

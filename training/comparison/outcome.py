@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..shared.spread import Sample, pooled_deviation, spread
 from .candidates import Candidate
 from .plan import Plan, usable
 
@@ -60,6 +61,11 @@ class Entry:
         return statistics.fmean(found) if found else math.nan
 
     @property
+    def sample(self) -> Sample:
+        """The losses of the runs that did not fail."""
+        return Sample(self.name, usable(self.losses))
+
+    @property
     def deviation(self) -> float:
         """The standard deviation over seeds; nan below two seeds."""
         found = usable(self.losses)
@@ -86,9 +92,7 @@ class Outcome:
     @property
     def deviation(self) -> float:
         """The standard deviation over seeds, pooled over the models; nan where no model has two."""
-        groups = [found for entry in self.finished if len(found := usable(entry.losses)) > 1]
-        freedom = sum(len(found) - 1 for found in groups)
-        return math.sqrt(sum(statistics.variance(x) * (len(x) - 1) for x in groups) / freedom) if freedom else math.nan
+        return pooled_deviation(usable(entry.losses) for entry in self.finished)
 
     def bits_per_byte(self, loss: float) -> float:
         """Return a loss, or a difference of losses, in bits per byte of the validation text."""
@@ -96,7 +100,7 @@ class Outcome:
 
     def spread(self, one: Entry, other: Entry) -> float:
         """Return how far two means may part by chance: twice the standard error of their difference."""
-        return 2 * self.deviation * math.sqrt(sum(1 / len(usable(entry.losses)) for entry in (one, other)))
+        return spread(one.sample, other.sample, self.deviation)
 
     def differ(self, one: Entry, other: Entry) -> bool:
         """Return whether two means are further apart than their spread; without a spread nothing is."""

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..recipe.objects import as_object
 from ..recipe.pretraining import Recipe
 from ..shared.runs import Run
 from .candidates import Candidate
-from .recipe import CompareRecipe, as_object
+from .recipe import CompareRecipe
 from .sweep import best_rate, further_rate
 
 

@@ -1,9 +1,10 @@
 """The recipe of a comparison: what is trained, by which pretraining recipe, and how it is matched."""
 
-import json
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
+
+from ..recipe.objects import as_object
 
 Match = Literal["parameters", "flops", "cache", "nothing"]
 WRITES = """--learning-rates and --learning_rates are the same option; in a YAML file it is `learning_rates: [0.003]`.
@@ -90,14 +91,3 @@ class CompareRecipe:
         swept = {"learning_rate", "seed", "data_seed", "preset", "model_overrides", "output_dir", "resume", "overwrite"}
         if taken := sorted(swept & set(self.options)):
             raise ValueError(f"options has {taken[0]}, which the comparison sets in each run: leave it out")
-
-
-def as_object(name: str, value: dict | str | None) -> dict[str, Any]:
-    """Return a JSON object that is given as such or as text; raises `ValueError`."""
-    try:
-        found = json.loads(value) if isinstance(value, str) else value or {}
-    except ValueError as error:
-        raise ValueError(f"{name} is no JSON object: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} must be a JSON object, not {found!r}")
-    return found

@@ -10,7 +10,7 @@ from ..errors import RecipeError
 
 
 def recipe_names(script: str = "pretrain") -> list[str]:
-    """Return the names of the packaged recipes for `pretrain`, `uptrain` or `compare`, sorted.
+    """Return the names of the packaged recipes for `pretrain`, `uptrain`, `compare` or `study`, sorted.
 
     Example:
         ```python
@@ -20,7 +20,7 @@ def recipe_names(script: str = "pretrain") -> list[str]:
         ```
     """
     names = sorted(path.stem for path in (CONFIGURATION / "recipes").glob("*.yaml"))
-    prefixes = {"uptrain": "uptrain-", "compare": "compare-"}
+    prefixes = {"uptrain": "uptrain-", "compare": "compare-", "study": "study-"}
     if script in prefixes:
         return [name for name in names if name.startswith(prefixes[script])]
     return [name for name in names if not name.startswith(tuple(prefixes.values()))]
@@ -37,7 +37,7 @@ def find_recipe(name: str, script: str, command: str) -> Path:
     Args:
         name: name of a packaged recipe, such as `tiny`, or the path of a file. A packaged recipe comes first; write
             `./tiny` for a file of that name.
-        script: `pretrain`, `uptrain` or `compare`.
+        script: `pretrain`, `uptrain`, `compare` or `study`.
         command: how the script was started, for the error messages.
 
     Raises:
@@ -55,9 +55,10 @@ def find_recipe(name: str, script: str, command: str) -> Path:
         raise RecipeError(
             f"there is no recipe {name} any more; the same run is: {command} {family} --preset {path.stem}"
         )
-    for other in sorted({"pretrain", "uptrain", "compare"} - {script}):
+    for other in sorted({"pretrain", "uptrain", "compare", "study"} - {script}):
         if path.stem in recipe_names(other):
-            raise RecipeError(f"{path.stem} is a recipe for {other}: {command.replace(script, other)} {path.stem}")
+            start, name = command.partition(script)[0], "study conversion" if other == "study" else other
+            raise RecipeError(f"{path.stem} is a recipe for {other}: {start}{name} {path.stem}")
     hint = did_you_mean(path.stem, names) or f"; there are {', '.join(names)}, and paths of YAML files"
     raise RecipeError(f"no recipe at {name}{hint}")
 

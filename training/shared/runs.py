@@ -18,6 +18,7 @@ from ..console import say
 from ..errors import Interrupted, RecipeError, failed_to_write
 from ..folder.listing import read_object, write_text
 from ..folder.manifest import SAVED_RECIPE
+from ..recipe.objects import as_arguments
 from ..results import RESULTS
 from .processes import RunProcess, gpu_of
 
@@ -200,22 +201,3 @@ def stopping(stop: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-def as_arguments(options: dict[str, Any]) -> list[str]:
-    """Return options of pretraining as arguments.
-
-    Example:
-        ```python
-        from modeling_gqa.training.shared.runs import as_arguments
-
-        assert as_arguments({"max_steps": 5, "data_files": ["a", "b"]}) == ["--max_steps=5", "--data_files", "a", "b"]
-        ```
-    """
-    arguments: list[str] = []
-    for name, value in options.items():
-        if isinstance(value, list):
-            arguments += [f"--{name}", *map(str, value)]
-        elif value is not None:
-            arguments.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
-    return arguments

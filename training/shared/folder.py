@@ -1,0 +1,60 @@
+"""The folder that launches share: whose it is, which recipe it holds, and one report of all."""
+
+import json
+import os
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from ..console import say
+from ..errors import RecipeError
+from ..folder.listing import read_object, write_text
+from .runs import Runs
+
+RECIPE = "recipe.json"
+
+
+def begin(runs: Runs, what: str, values: dict[str, Any], free: Collection[str], prepare: Callable[[], None]) -> None:
+    """Open a folder for a launch: prepare an empty one, or check that it holds the same recipe.
+
+    Args:
+        runs: in the folder.
+        what: the folder holds, such as "comparison".
+        values: of the recipe.
+        free: fields that may differ when a launch goes on.
+        prepare: writes what all runs need; called by one launch, before the recipe is written.
+
+    Raises:
+        RecipeError: the folder holds something else, or another recipe.
+    """
+    folder = runs.folder
+    present = set(os.listdir(folder)) if folder.is_dir() else set()
+    if RECIPE not in present and (foreign := sorted(present - {"claims", "tokenizer", "students"})):
+        raise RecipeError(f"{folder} holds {foreign[0]} and no {what}: choose another --output-dir")
+    with runs.claim("begin").acquire(timeout=-1):
+        saved = read_object(folder / RECIPE)
+        if saved is None:
+            prepare()
+            write_text(folder / RECIPE, json.dumps(values, indent=1) + "\n")
+            return
+    changed = [
+        f"{name} ({saved.get(name)!r} then, {value!r} now)"
+        for name, value in json.loads(json.dumps(values)).items()
+        if name not in free and saved.get(name) != value
+    ]
+    if changed:
+        raise RecipeError(
+            f"{folder} holds a {what} with another recipe: {', '.join(changed)}; go on with the earlier values, or "
+            "choose another --output-dir"
+        )
+
+
+def finish(runs: Runs, report: Path, write: Callable[[], None]) -> None:
+    """Write a report, unless another launch has written it while this one waited; raise `RecipeError` for failures."""
+    before = report.stat().st_mtime_ns if report.exists() else 0
+    with runs.claim(f"report-{report.stem}").acquire(timeout=-1):
+        if not report.exists() or report.stat().st_mtime_ns == before:
+            write()
+    say(f"\nThe report is {report}.")
+    if failures := runs.failures():
+        raise RecipeError(f"{len(failures)} runs failed, which {report} names; the same command tries them again")

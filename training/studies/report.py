@@ -1,0 +1,97 @@
+"""A study's report: Markdown, JSON and pictures."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch
+
+from modeling_gqa.accounting import Model
+from modeling_gqa.common.progress import progress_lines
+from modeling_gqa.reporting.measuring import machine_name, measure_decoding, measure_prompts
+
+from ..console import say
+from ..folder.listing import write_text
+from ..shared.runs import Runs
+from .findings import Findings, Times, conversion, groups, named, uptraining
+from .pictures import plot_conversion, plot_groups, plot_trade, plot_uptraining
+from .points import Study
+
+# What may differ when a study goes on: none of it changes what a finished run has found.
+FREE = {"methods", "shares", "share", "heads", "prompt_tokens", "new_tokens", "rows", "seeds"} | {
+    "jobs",
+    "launcher",
+    "output_dir",
+}
+
+
+def write_findings(study: Study, runs: Runs) -> None:
+    """Write the report of a study, its numbers and its pictures."""
+    machine = machine_name("cuda" if torch.cuda.is_available() else "cpu")
+    study_of: dict[str, Callable[[], tuple[Findings, list[str]]]] = {
+        "conversion": lambda: on_conversion(study),
+        "uptraining": lambda: on_uptraining(study),
+        "groups": lambda: on_groups(study),
+    }
+    findings, pictures = study_of[study.name]()
+    failures = runs.failures()
+    content = {"study": study.name, "recipe": asdict(study.recipe), "machine": machine, "failures": failures}
+    content |= {"results": findings.numbers}
+    write_text(study.folder / f"{study.name}.json", json.dumps(content, indent=1) + "\n")
+    recipe = study.recipe
+    lines = [f"# {findings.title}", "", " ".join(findings.said), "", findings.table.to_markdown(), ""]
+    lines += [line for name in pictures for line in (f"![{findings.title.lower()}]({name})", "")]
+    lines += [
+        f"The source is {recipe.source}, pretrained on {study.pretraining_tokens:,} tokens. Losses are means over "
+        f"{recipe.seeds} seeds, in nats per token of validation text; ± is the standard deviation of a run. Each run "
+        f"trains by the recipe {recipe.uptraining}, all parameters on the next token. Its learning rate was not "
+        "swept here, and a small model does not say what a large one would do.",
+        "",
+    ]
+    if study.name == "groups":
+        lines += [
+            f"Times: {recipe.rows} rows of {recipe.prompt_tokens:,} tokens, {recipe.new_tokens:,} new ones, on "
+            f"{machine}, with random weights and the models in turn. A sample is the measured time of its prompt, and "
+            "of its new tokens as measured in their middle.",
+            "",
+        ]
+    lines += [f"- {name} failed: {said}" for name, said in failures.items()]
+    write_text(study.folder / f"{study.name}.md", "\n".join(lines).rstrip() + "\n")
+    for sentence in findings.said:
+        say(sentence)
+
+
+def on_conversion(study: Study) -> tuple[Findings, list[str]]:
+    plot_conversion(study, study.folder / "conversion.png")
+    return conversion(study), ["conversion.png"]
+
+
+def on_uptraining(study: Study) -> tuple[Findings, list[str]]:
+    plot_uptraining(study, study.folder / "uptraining.png")
+    return uptraining(study), ["uptraining.png"]
+
+
+def on_groups(study: Study) -> tuple[Findings, list[str]]:
+    times = measure(study)
+    plot_groups(study, times, study.folder / "groups.png")
+    plot_trade(study, times, study.folder / "trade.png")
+    return groups(study, times), ["groups.png", "trade.png"]
+
+
+def measure(study: Study) -> dict[int, Times]:
+    """Return times by number of key/value heads, of models with random weights that take turns."""
+    recipe = study.recipe
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    models = {heads: Model(study.config_with(heads), named(study, heads)) for heads in study.all_heads()}
+    middle = recipe.prompt_tokens + recipe.new_tokens // 2
+    (decoded,) = measure_decoding(
+        list(models.values()), [middle], [recipe.rows], dtype, device, progress_lines(say), budget=12
+    )
+    prompts = measure_prompts(list(models.values()), recipe.prompt_tokens, dtype, device)
+    found = {}
+    for heads, model in models.items():
+        token = decoded.milliseconds[model.name]
+        prompt = recipe.rows * recipe.prompt_tokens / prompts[model.name]
+        found[heads] = Times(token, prompt + recipe.new_tokens * token / 1000)
+    return found

@@ -1,0 +1,61 @@
+"""The GQA paper's studies (2305.13245) on a model of one's own.
+
+    python -m training.study conversion study-quick [--option value ...]
+    modeling-gqa study groups study-quick --source runs/mine/final --output-dir runs/studies
+
+`conversion` compares ways to make one key/value head of many, before and after uptraining (figure 4); `uptraining`
+trains GQA and MQA on shares of the pretraining tokens (figure 5); `groups` measures time and quality by the number of
+key/value heads (figures 6 and 3). The three share a folder, and what they train. The same command goes on where it was
+stopped.
+"""
+
+from .console import main
+
+
+def study(argv: list[str], prog: str | None = None) -> None:
+    """Run a study as a command line says; see the top of this file.
+
+    Args:
+        argv: the study, a recipe's name or path, and options.
+        prog: how the script was started, for help and errors.
+
+    Raises:
+        RecipeError: an error that the user can correct.
+
+    Example:
+        ```python no-run
+        # Needs a trained model, and trains for minutes.
+        from modeling_gqa.training.study import study
+
+        study(["uptraining", "study-quick", "--source", "runs/tiny-mha/final"])
+        ```
+    """
+    # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
+    from .errors import RecipeError
+    from .recipe.command_line import load_recipe
+    from .shared.folder import begin, finish
+    from .shared.runs import Runs
+    from .studies.recipe import STUDIES, StudyRecipe
+    from .studies.report import FREE, write_findings
+    from .studies.students import convert_students, open_study
+
+    command = prog or "python -m training.study"
+    if not argv or argv[0] not in STUDIES:
+        shown = f", not {argv[0]}" if argv and not argv[0].startswith("-") else ""
+        if "--help" not in argv and "-h" not in argv:
+            raise RecipeError(f"name a study first: {command} {{{','.join(STUDIES)}}} RECIPE{shown}")
+        argv = [STUDIES[0], *argv]
+    name, *rest = argv
+    recipe, values = load_recipe(rest, StudyRecipe, f"{command} {name}")
+    asked, source, tokenizer = open_study(name, recipe)
+    runs = Runs(asked.folder, asked.needed, recipe.jobs, recipe.launcher)
+    with runs.writing():
+        begin(runs, "study", values, FREE, lambda: None)
+        convert_students(asked, runs, source, tokenizer)
+        del source
+        runs.run_all()
+        finish(runs, asked.folder / f"{name}.md", lambda: write_findings(asked, runs))
+
+
+if __name__ == "__main__":
+    main(study)
