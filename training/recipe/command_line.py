@@ -104,7 +104,7 @@ def read_values(argv: list[str], parser: RecipeParser) -> dict[str, Any]:
     if chosen := {way for way in budgets if (getattr(told, way) or 0) > 0}:
         values |= {way: parser.defaults[way] for way in budgets - chosen}
     output = values["output_dir"] or str(Path("runs") / path.stem)
-    values["output_dir"] = os.path.expanduser(output.replace("{preset}", public_name(values["preset"])))
+    values["output_dir"] = os.path.expanduser(output.replace("{preset}", public_name(values.get("preset") or "")))
     return values
 
 

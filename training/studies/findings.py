@@ -1,5 +1,6 @@
 """What each study has found: a table, a picture in the paper's form, and a paragraph with the paper's figures."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,11 +47,13 @@ def named(study: Study, heads: int) -> str:
     return "MHA" if heads == study.config.num_attention_heads else "MQA" if heads == 1 else f"GQA-{heads}"
 
 
-def shown(sample: Sample | None, deviation: float = float("nan")) -> str:
+def shown(sample: Sample | None, deviation: float = math.nan) -> str:
     """Return a mean, with the deviation over seeds where there is one."""
     if sample is None:
         return "failed"
-    return f"{sample.mean:.4f}" + (f" ± {deviation:.4f}" if deviation == deviation and len(sample.values) > 1 else "")
+    return f"{sample.mean:.4f}" + (
+        f" ± {deviation:.4f}" if not math.isnan(deviation) and len(sample.values) > 1 else ""
+    )
 
 
 # -- (a)
@@ -95,7 +98,10 @@ def uptraining(study: Study) -> Findings:
     curves = curves_of(study)
     shares = [0.0, *study.recipe.shares]
     deviation = deviation_of([sample for curve in curves.values() for share, sample in curve.items() if share])
-    rows = [[f"{share:.0%}", *(shown(curve.get(share), deviation) for curve in curves.values())] for share in shares]
+    rows = [
+        [f"{share:.0%}", *(shown(curve.get(share), deviation if share else math.nan) for curve in curves.values())]
+        for share in shares
+    ]
     said = [
         "The GQA paper's figure 5 (2305.13245; T5 XXL): after conversion alone GQA already works and MQA does not; "
         "both gain much from 5 % of the pretraining tokens, and less from 10 %."
