@@ -170,7 +170,7 @@ def write_report(
     lines += ["![milliseconds of a decoded token against the context](decoding.png)", ""]
     lines += ["## Learning rates", "", sweep_table(outcome).to_markdown(), ""]
     lines += ["![validation loss against the learning rate](loss_by_rate.png)", ""]
-    lines += ["![validation and training loss against tokens](curves.png)", ""]
+    lines += ["![training loss against tokens](curves.png)", ""]
     if failures:
         lines += ["## Runs that failed", "", *(f"- {name}: {said}" for name, said in failures.items()), ""]
     front = [f"{x.name} ({x.cache_bytes_per_token:,} bytes per token, loss {x.loss:.4f})" for x in outcome.front]
