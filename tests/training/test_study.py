@@ -168,6 +168,25 @@ def test_numbers_of_heads(tmp_path):
     assert "Here GQA-2 has 67% of MQA's rise in loss (+0.2000 of +0.3000 nats per token), at 2.00" in findings.said[2]
 
 
+@pytest.mark.parametrize(("heads", "grouped"), [(2, 1), (3, 1), (4, 2), (6, 3), (8, 2), (12, 3), (16, 4)])
+def test_heads_of_gqa(heads, grouped, tmp_path):
+    config = GQAConfig(attention_kind="mha", hidden_size=96, num_attention_heads=heads, head_dim=4, num_hidden_layers=1)
+    found = Study("groups", StudyRecipe(output_dir=str(tmp_path)), config, 1_000_000)
+    assert found.heads == grouped
+
+
+def test_a_source_of_two_heads_has_no_gqa(tmp_path):
+    config = GQAConfig(attention_kind="mha", hidden_size=64, num_attention_heads=2, num_hidden_layers=1, vocab_size=300)
+    for name in ("uptraining", "groups"):
+        found = Study(
+            name, StudyRecipe(output_dir=str(tmp_path / name), seeds=2, shares=[0.05, 0.1]), config, 1_000_000
+        )
+        put(found, dict.fromkeys(found.points(), (5.0, 4.0)))
+        findings = uptraining(found) if name == "uptraining" else groups(found, {1: Times(1, 1), 2: Times(2, 2)})
+        assert len(findings.table.rows) == (3 if name == "uptraining" else 2)
+        assert "GQA-1" not in " ".join(findings.said)
+
+
 def test_failed_runs_are_named_as_such(tmp_path):
     found = asked("conversion", tmp_path, methods=["mean", "first"], seeds=1)
     put(found, {Point(Student(1, "mean"), 0.05): (5.0, 4.1)})

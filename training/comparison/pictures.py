@@ -83,6 +83,8 @@ def plot_lines(entries: Sequence[Entry], lines: Mapping[str, Points], xlabel: st
             (lambda x: f"{x:,}") if all(x == int(x) for x in ticks) else (lambda x: f"{x:.1e}")
         )
         axis.set_xticks(ticks, labels=[show(tick) for tick in ticks], rotation=30)
+    else:
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     tidy(axis)
     ends = [(*lines[entry.name][-1], entry.name, style[entry.name]["color"]) for entry in drawn]
     name_lines(axis, ends, least=0.06)

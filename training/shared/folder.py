@@ -6,6 +6,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.reporting.pictures import new_figure
+
 from ..console import say
 from ..errors import RecipeError
 from ..folder.listing import read_object, write_text
@@ -25,8 +28,9 @@ def begin(runs: Runs, what: str, values: dict[str, Any], free: Collection[str], 
         prepare: writes what all runs need; called by one launch, before the recipe is written.
 
     Raises:
-        RecipeError: the folder holds something else, or another recipe.
+        RecipeError: the folder holds something else, or another recipe; or matplotlib is not installed.
     """
+    check_pictures()
     folder = runs.folder
     present = set(os.listdir(folder)) if folder.is_dir() else set()
     if RECIPE not in present and (foreign := sorted(present - {"claims", "tokenizer", "students"})):
@@ -47,6 +51,14 @@ def begin(runs: Runs, what: str, values: dict[str, Any], free: Collection[str], 
             f"{folder} holds a {what} with another recipe: {', '.join(changed)}; go on with the earlier values, or "
             "choose another --output-dir"
         )
+
+
+def check_pictures() -> None:
+    """Raise `RecipeError` where the report's pictures could not be drawn in the end."""
+    try:
+        new_figure()
+    except ConversionError as error:
+        raise RecipeError(str(error)) from error
 
 
 def finish(runs: Runs, report: Path, write: Callable[[], None]) -> None:

@@ -12,6 +12,8 @@ from ..shared.spread import Sample, agreement, differ
 from .points import Study, deviation_of
 from .recipe import Point, Student
 
+GROUPS = "Number of key/value heads against time and quality"
+
 
 @dataclass(frozen=True)
 class Times:
@@ -83,10 +85,7 @@ def conversion(study: Study) -> Findings:
         if len(order) > 1:
             # One model has no spread: before uptraining only random heads differ by seed.
             said[-1] += f" Of the paper's methods, {agreement(order, 0.0 if when == 'Before' else deviation)}."
-    numbers = {
-        method: {"before": before[method] and before[method].values, "after": after[method] and after[method].values}
-        for method in methods
-    }
+    numbers = {method: {"before": values(before[method]), "after": values(after[method])} for method in methods}
     return Findings("Method of conversion against quality", Table(header, rows), said, numbers)
 
 
@@ -113,7 +112,8 @@ def uptraining(study: Study) -> Findings:
             f"Here, after conversion alone: {grouped[0.0].name} {grouped[0.0].mean:.4f}, {single[0.0].name} "
             f"{single[0.0].mean:.4f} nats per token; the order {better}."
         )
-    said += [sentence for curve in (grouped, single) if (sentence := returns(curve))]
+    curves_to_heal = [grouped, single] if study.heads > 1 else [single]
+    said += [sentence for curve in curves_to_heal if (sentence := returns(curve))]
     source = curves[named(study, study.most_heads)]
     if source and max(source) > 0:
         trained = source[max(source)]
@@ -152,6 +152,30 @@ def groups(study: Study, times: Mapping[int, Times]) -> Findings:
     samples = {
         heads: study.losses(Point(study.student(heads), study.recipe.share), named(study, heads)) for heads in times
     }
+    table, numbers = groups_table(study, times, samples), numbers_of(study, times, samples)
+    least, most, middle = 1, study.most_heads, study.heads
+    said = [
+        "The GQA paper's figure 6 (2305.13245; T5 XXL, prompts of 2,048 tokens and 512 new ones, on TPUs): from MQA to "
+        "8 groups a sample takes little longer, and from there to 64 ever more. Its table 1: MHA 1.51 s, GQA-8 0.28 s, "
+        "MQA 0.24 s a sample."
+    ]
+    if middle == least:
+        return Findings(GROUPS, table, said, numbers)
+    low, high = (times[heads].sample / times[least].sample for heads in (middle, most))
+    alike = "as in the paper, the first step costs less" if low - 1 <= high - low else "unlike in the paper"
+    said.append(
+        f"Here {named(study, middle)} takes {low:.2f} times MQA's time and {named(study, most)} {high:.2f} times: "
+        f"{alike}."
+    )
+    ends = [samples.get(heads) for heads in (most, middle, least)]
+    if all(ends):
+        said.append(kept(ends, times[most].sample / times[middle].sample, times[most].sample / times[least].sample))
+        if not differ(ends[0], ends[2], deviation_of(list(samples.values()))):
+            said.append("The losses of MHA and MQA cannot be told apart by these seeds.")
+    return Findings(GROUPS, table, said, numbers)
+
+
+def groups_table(study: Study, times: Mapping[int, Times], samples: Mapping[int, Sample | None]) -> Table:
     deviation = deviation_of(list(samples.values()))
     header = ["", "key/value heads", "cache, bytes per token", "ms a token", "s a sample"]
     header += [f"validation loss after {study.recipe.share:.0%}"]
@@ -166,29 +190,23 @@ def groups(study: Study, times: Mapping[int, Times]) -> Findings:
         ]
         for heads, found in times.items()
     ]
-    least, most, middle = 1, study.most_heads, study.heads
-    said = [
-        "The GQA paper's figure 6 (2305.13245; T5 XXL, prompts of 2,048 tokens and 512 new ones, on TPUs): from MQA to "
-        "8 groups a sample takes little longer, and from there to 64 ever more. Its table 1: MHA 1.51 s, GQA-8 0.28 s, "
-        "MQA 0.24 s a sample."
-    ]
-    low, high = (times[heads].sample / times[least].sample for heads in (middle, most))
-    alike = "as in the paper, the first step costs less" if low - 1 <= high - low else "unlike in the paper"
-    said.append(
-        f"Here {named(study, middle)} takes {low:.2f} times MQA's time and {named(study, most)} {high:.2f} times: "
-        f"{alike}."
-    )
-    ends = [samples.get(heads) for heads in (most, middle, least)]
-    if all(ends):
-        said.append(kept(ends, times[most].sample / times[middle].sample, times[most].sample / times[least].sample))
-        if not differ(ends[0], ends[2], deviation):
-            said.append("The losses of MHA and MQA cannot be told apart by these seeds.")
-    numbers = {
-        str(heads): {"cache_bytes_per_token": cache(study, heads), "token_milliseconds": found.token}
-        | {"sample_seconds": found.sample, "losses": samples[heads] and samples[heads].values}
+    return Table(header, rows)
+
+
+def numbers_of(study: Study, times: Mapping[int, Times], samples: Mapping[int, Sample | None]) -> dict[str, Any]:
+    return {
+        str(heads): {
+            "cache_bytes_per_token": cache(study, heads),
+            "token_milliseconds": found.token,
+            "sample_seconds": found.sample,
+            "losses": values(samples[heads]),
+        }
         for heads, found in times.items()
     }
-    return Findings("Number of key/value heads against time and quality", Table(header, rows), said, numbers)
+
+
+def values(sample: Sample | None) -> Sequence[float] | None:
+    return sample.values if sample else None
 
 
 def kept(ends: Sequence[Any], faster: float, fastest: float) -> str:

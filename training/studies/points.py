@@ -44,8 +44,11 @@ class Study:
 
     @property
     def heads(self) -> int:
-        """Key/value heads of GQA."""
-        return self.recipe.heads or max(1, self.most_heads // 4)
+        """Key/value heads of GQA: those asked for, a quarter of the source's, a half, or one, where it has only two."""
+        share = 4 if self.most_heads % 4 == 0 and self.most_heads > 4 else 2
+        return self.recipe.heads or max(
+            heads for heads in self.all_heads() if heads <= max(1, self.most_heads // share)
+        )
 
     def student(self, heads: int) -> Student:
         """Return the source with `heads` key/value heads, converted as the paper does."""
