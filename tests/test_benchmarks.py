@@ -9,13 +9,14 @@ import pytest
 import tokenizers
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks import (
     attention,
     conversion,
     decode,
     healing,
+    initialisation,
     measure,
     models,
     prefill,
@@ -403,3 +404,28 @@ def test_the_conversions_shown_keep_what_is_promised():
     assert closed["gqa-2", 0.05] >= 0.8 and closed["gqa-2", 0.1] >= 0.9
     assert {("mqa", 0.05), ("mla-1/8", 0.05), ("control", 0.05)} <= closed.keys()
     assert results["minutes"] < 10
+
+
+def test_scaled_latents_are_as_large_as_what_is_projected():
+    """Values and queries behind a latent then begin with the size that a projection of the residual stream gives."""
+    sizes = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "num_attention_heads": 16}
+    config = GQAConfig(attention_kind="mla", hidden_size=96, num_hidden_layers=1, vocab_size=11, **sizes)
+    layer = initialisation.scale_latents(GQAForCausalLM(config)).model.layers[0].self_attn
+    x = torch.randn(2, 300, 96)
+    expected = config.initializer_range * 96**0.5
+    assert layer.project_query(x)[0].std().item() == pytest.approx(expected, rel=0.1)
+    assert layer.kv_b_proj(layer.project_latent(x)[0]).std().item() == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "gain"), [("mla-quarter-rate1", 1.0), ("mla-quarter-scaled-rate1", 12**0.5)])
+def test_runs_begin_with_the_gains_that_their_names_say(name, gain, monkeypatch):
+    built = []
+    config = GQAConfig(attention_kind="mla", hidden_size=96, num_hidden_layers=1, vocab_size=11, kv_lora_rank=8)
+    monkeypatch.setattr(
+        initialisation.runpy, "run_module", lambda *_, **__: built.append(AutoModelForCausalLM.from_config(config))
+    )
+    monkeypatch.setattr(initialisation.sys, "argv", [])
+    threads = torch.get_num_threads()
+    initialisation.run("training.pretrain", "tiny", f"--output_dir=runs/{name}")
+    torch.set_num_threads(threads)
+    assert built[0].model.layers[0].self_attn.kv_a_layernorm.weight[0].item() == pytest.approx(gain)
