@@ -128,7 +128,7 @@ def measure_decoding(
         dtype: of weights and cache.
         device: where they run.
         show_progress: as in `common.progress`.
-        budget: seconds for each number of rows and tokens, from which 3 to 9 rounds follow.
+        budget: seconds for each number of rows and tokens, from which 3 to 31 rounds follow.
 
     Raises:
         ConversionError: the models do not fit the memory, or have experts.
@@ -189,7 +189,7 @@ def measure_cell(
 
 
 def in_turn(turns: dict[str, Callable[[], float]], budget: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Call functions in turn, once to warm up and then for 3 to 9 rounds, as many as take about `budget` seconds.
+    """Call functions in turn, once to warm up and then for 3 to 31 rounds, as many as take about `budget` seconds.
 
     Args:
         turns: functions by name, each of which returns its seconds.
