@@ -18,7 +18,7 @@ from ..common.progress import ShowProgress
 from ..modeling_gqa import GQAForCausalLM
 
 GIB = 2**30
-STEPS, MOST_ROUNDS = 4, 9
+STEPS, MOST_ROUNDS = 4, 31
 
 
 @dataclass(frozen=True)
