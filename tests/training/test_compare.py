@@ -15,10 +15,11 @@ import torch
 import yaml
 
 from modeling_gqa.accounting import cache_bytes_per_token, count_parameters, training_flops
+from modeling_gqa.reporting.speeds import Speed
 from training.compare import compare
 from training.comparison.anchors import anchors
 from training.comparison.candidates import candidates_of, usual_kinds
-from training.comparison.outcome import Entry, Outcome, Speed
+from training.comparison.outcome import Entry, Outcome
 from training.comparison.pictures import plot_comparison, styles
 from training.comparison.plan import Trial, plan
 from training.comparison.recipe import CompareRecipe

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from modeling_gqa.accounting import Model, cache_bytes_per_token, count_parameters, training_flops
-from modeling_gqa.common.progress import progress_lines
-from modeling_gqa.reporting.measuring import machine_name, measure_decoding, measure_prompts, measure_training
+from modeling_gqa.accounting import cache_bytes_per_token, count_parameters, training_flops
+from modeling_gqa.reporting.measuring import machine_name
+from modeling_gqa.reporting.speeds import measure_speeds
 
 from ..console import say
 from ..folder.listing import read_object, write_text
@@ -22,8 +22,7 @@ from ..text.blocks import load_blocks
 from ..text.source import open_source
 from ..text.split import split_source
 from ..text.tokenizer import train_tokenizer
-from .candidates import Candidate
-from .outcome import Outcome, Speed, describe
+from .outcome import Outcome, describe
 from .pictures import Points, plot_comparison
 from .plan import Comparison, Plan
 from .recipe import CompareRecipe
@@ -45,27 +44,14 @@ def write_tokenizer(comparison: Comparison) -> None:
     tokenizer.save_pretrained(comparison.folder / "tokenizer")
 
 
-def measure(candidates: Sequence[Candidate], recipe: CompareRecipe, rows: int, tokens: int) -> dict[str, Speed]:
-    """Measure decoding, reading and training of all models here, in turn and with random weights."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    models = [Model(candidate.config, candidate.name) for candidate in candidates]
-    longest = max(recipe.contexts)
-    decoded = measure_decoding(models, recipe.contexts, [1], dtype, device, progress_lines(say))
-    prompts = measure_prompts(models, longest, dtype, device)
-    training = measure_training(models, rows, tokens, dtype, device)
-    return {
-        name: Speed({token.context: token.milliseconds[name] for token in decoded}, prompts[name], training[name])
-        for name in prompts
-    }
-
-
 def write_outcome(comparison: Comparison, runs: Runs) -> None:
     """Measure speeds, and tell the trackers and write `comparison.json`, `report.md` and the pictures."""
     recipe, pretraining, folder = comparison.recipe, comparison.pretraining, comparison.folder
     candidates, plans = comparison.candidates, comparison.plans(runs.ended())
     rows, tokens = pretraining.per_device_train_batch_size, pretraining.sequence_length
-    speeds = measure(candidates, recipe, rows, tokens)
+    say("Measuring speeds ...")
+    configs = {candidate.name: candidate.config for candidate in candidates}
+    speeds = measure_speeds(configs, recipe.contexts, max(recipe.contexts), training_block=(rows, tokens))
     entries = [
         describe(
             candidate,

@@ -6,24 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from modeling_gqa.reporting.speeds import Speed
+
 from ..shared.spread import Sample, pooled_deviation, spread
 from .candidates import Candidate
 from .plan import Plan, usable
-
-
-@dataclass(frozen=True)
-class Speed:
-    """How fast a model is on the machine that wrote the report, with random weights and all models in turn.
-
-    Args:
-        decode_milliseconds: of one token at one row, by context.
-        prompt_tokens_per_second: of a prompt of the largest context.
-        training_tokens_per_second: of forward and backward, without the optimizer.
-    """
-
-    decode_milliseconds: dict[int, float] = field(default_factory=dict)
-    prompt_tokens_per_second: float = math.nan
-    training_tokens_per_second: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -52,7 +39,7 @@ class Entry:
     sweep: dict[float, float]
     rate: float | None
     losses: dict[int, float]
-    speed: Speed = Speed()
+    speed: Speed = field(default_factory=Speed)
 
     @property
     def loss(self) -> float:

@@ -6,9 +6,8 @@ from dataclasses import asdict
 
 import torch
 
-from modeling_gqa.accounting import Model
-from modeling_gqa.common.progress import progress_lines
-from modeling_gqa.reporting.measuring import machine_name, measure_decoding, measure_prompts
+from modeling_gqa.reporting.measuring import machine_name
+from modeling_gqa.reporting.speeds import measure_speeds
 
 from ..console import say
 from ..folder.listing import write_text
@@ -81,17 +80,14 @@ def on_groups(study: Study) -> tuple[Findings, list[str]]:
 def measure(study: Study) -> dict[int, Times]:
     """Return times by number of key/value heads, of models with random weights that take turns."""
     recipe = study.recipe
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    models = {heads: Model(study.config_with(heads), named(study, heads)) for heads in study.all_heads()}
+    names = {heads: named(study, heads) for heads in study.all_heads()}
     middle = recipe.prompt_tokens + recipe.new_tokens // 2
-    (decoded,) = measure_decoding(
-        list(models.values()), [middle], [recipe.rows], dtype, device, progress_lines(say), budget=12
-    )
-    prompts = measure_prompts(list(models.values()), recipe.prompt_tokens, dtype, device)
+    say("Measuring speeds ...")
+    configs = {name: study.config_with(heads) for heads, name in names.items()}
+    speeds = measure_speeds(configs, [middle], recipe.prompt_tokens, recipe.rows)
     found = {}
-    for heads, model in models.items():
-        token = decoded.milliseconds[model.name]
-        prompt = recipe.rows * recipe.prompt_tokens / prompts[model.name]
+    for heads, name in names.items():
+        token = speeds[name].decode_milliseconds[middle]
+        prompt = recipe.rows * recipe.prompt_tokens / speeds[name].prompt_tokens_per_second
         found[heads] = Times(token, prompt + recipe.new_tokens * token / 1000)
     return found
