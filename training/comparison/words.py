@@ -47,9 +47,20 @@ def steps(outcome: Outcome) -> list[str]:
         sure = "" if outcome.differ(larger, smaller) else ", which is within the spread of seeds"
         said.append(
             f"From {larger.name} to {smaller.name} the cache shrinks {three_digits(times)} times and the loss rises by "
-            f"{cost:.4f} nats per token (perplexity by {math.expm1(cost):.1%}){sure}."
+            f"{cost:.4f} nats per token (perplexity by {math.expm1(cost):.1%}){sure}{slower(larger, smaller)}."
         )
+    if len(outcome.front) == 1:
+        said.append("No other model has a smaller cache: there is no step to pay for.")
     return said
+
+
+def slower(larger: Entry, smaller: Entry) -> str:
+    """Return what a decoded token takes before and after a step, at the longest context that was measured."""
+    context = max(smaller.speed.decode_milliseconds, default=0)
+    if not context:
+        return ""
+    times = [entry.speed.decode_milliseconds[context] for entry in (larger, smaller)]
+    return f"; a decoded token after {context:,} takes {times[1]:.2f} ms where it took {times[0]:.2f}"
 
 
 def confounds(recipe: CompareRecipe, outcome: Outcome, same_text: str) -> list[str]:
@@ -173,8 +184,8 @@ def write_report(
     lines += ["![training loss against tokens](curves.png)", ""]
     if failures:
         lines += ["## Runs that failed", "", *(f"- {name}: {said}" for name, said in failures.items()), ""]
-    front = [f"{x.name} ({x.cache_bytes_per_token:,} bytes per token, loss {x.loss:.4f})" for x in outcome.front]
-    lines += ["## The pareto front", "", f"Largest cache first: {'; '.join(front)}.", "", *steps(outcome), ""]
     if found := anchors(outcome):
         lines += ["## Beside published figures", "", *(f"- {sentence}" for sentence in found), ""]
+    front = [f"{x.name} ({x.cache_bytes_per_token:,} bytes per token, loss {x.loss:.4f})" for x in outcome.front]
+    lines += ["## The pareto front", "", f"Largest cache first: {'; '.join(front)}.", "", *steps(outcome), ""]
     return "\n".join(lines)
