@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.conversion import convert_model, load_source
@@ -51,6 +52,7 @@ def open_study(name: str, recipe: StudyRecipe) -> tuple[Study, GQAForCausalLM, P
 
 def convert_students(study: Study, runs: Runs, source: GQAForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the source and its conversions to `students/`, each in one launch."""
+    logging.disable_progress_bar()  # of writing models, which takes a moment
     text: list[dict[str, torch.Tensor]] = []
     for student, seed in study.students_by_seed():
         folder = study.student_folder(student, seed)
