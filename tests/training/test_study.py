@@ -187,6 +187,12 @@ def test_a_source_of_two_heads_has_no_gqa(tmp_path):
         assert "GQA-1" not in " ".join(findings.said)
 
 
+def test_times_that_say_nothing(tmp_path):
+    found = asked("groups", tmp_path, seeds=1)
+    findings = groups(found, {heads: Times(1.0, 1.0 + heads / 100) for heads in (1, 2, 4, 8)})
+    assert "MHA 1.07 times: too little to tell" in findings.said[1]
+
+
 def test_failed_runs_are_named_as_such(tmp_path):
     found = asked("conversion", tmp_path, methods=["mean", "first"], seeds=1)
     put(found, {Point(Student(1, "mean"), 0.05): (5.0, 4.1)})

@@ -72,7 +72,7 @@ def plot_groups(study: Study, times: Mapping[int, Times], path: Path) -> None:
             axis.annotate(named(study, heads), (heads, value), (4, 5), textcoords="offset points", fontsize=8)
         axis.set(xscale="log", xlabel="key/value heads", ylabel=label)
         axis.set_xticks(list(times), labels=[str(heads) for heads in times])
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.15 * max(values))
         tidy(axis)
     save(figure, path)
 
