@@ -49,9 +49,9 @@ def write_findings(study: Study, runs: Runs) -> None:
     ]
     if study.name == "groups":
         lines += [
-            f"Times: {recipe.rows} row{'s' * (recipe.rows > 1)} of {recipe.prompt_tokens:,} tokens, {recipe.new_tokens:,} new ones, on "
-            f"{machine}, with random weights and the models in turn. A sample is the measured time of its prompt, and "
-            "of its new tokens as measured in their middle.",
+            f"Times: {recipe.rows:,} at once, {recipe.prompt_tokens:,} tokens and {recipe.new_tokens:,} new ones each, "
+            f"on {machine}, with random weights and the models in turn. A sample is the measured time of its prompts, "
+            "one after another, and of its new tokens, as measured in their middle.",
             "",
         ]
     lines += [f"- {name} failed: {said}" for name, said in failures.items()]
