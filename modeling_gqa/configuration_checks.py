@@ -220,7 +220,8 @@ def check_layer_sizes(layer: "GQAConfig"):
     if missing and layer.hidden_size % heads:
         sizes = " or ".join(dict.fromkeys(("head_dim", missing)))
         raise ValueError(
-            f"hidden_size={layer.hidden_size} is not divisible by num_attention_heads={heads}: set {sizes}"
+            f"hidden_size={layer.hidden_size} is not divisible by num_attention_heads={heads}: set {sizes}, which "
+            f"attention_kind={layer.attention_kind!r} needs"
         )
     if missing is None and layer.num_key_value_heads is None:
         if heads % 4:

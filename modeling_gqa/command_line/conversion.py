@@ -165,7 +165,8 @@ def inspect(
 def show(report: Report) -> None:
     layers = layers_table(report)
     rows = [(where, *row) for where, row in runs(row[1:] for row in layers.rows)]
-    out.print(replace(layers, rows=rows).to_rich(), summary(report).to_rich())
+    header = ["layers", "attention", "error of its output", "loss"]
+    out.print(replace(layers, header=header, rows=rows).to_rich(), summary(report).to_rich())
 
 
 def show_inspection(found: dict[str, Any]) -> None:
