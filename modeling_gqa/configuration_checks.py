@@ -225,7 +225,10 @@ def check_layer_sizes(layer: "GQAConfig"):
         )
     if missing is None and layer.num_key_value_heads is None:
         if heads % 4:
-            raise ValueError(f"num_key_value_heads must be given: num_attention_heads={heads} is not divisible by 4")
+            raise ValueError(
+                f"num_key_value_heads must be given: num_attention_heads={heads} is not divisible by 4, by which "
+                f"attention_kind={layer.attention_kind!r} derives it"
+            )
         missing = "num_key_value_heads"
     if missing:
         raise ValueError(
