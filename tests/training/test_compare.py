@@ -21,12 +21,13 @@ from training.comparison.anchors import anchors
 from training.comparison.candidates import candidates_of, usual_kinds
 from training.comparison.outcome import Entry, Outcome
 from training.comparison.pictures import plot_comparison, styles
-from training.comparison.plan import Trial, plan
+from training.comparison.plan import Comparison, Trial, plan
 from training.comparison.recipe import CompareRecipe
 from training.comparison.sweep import EXTENSIONS, best_rate, further_rate
 from training.comparison.words import conclusion, confounds, steps, write_report
 from training.errors import RecipeError
 from training.shared.processes import gpu_of
+from training.shared.runs import Runs
 
 ROOT = Path(__file__).resolve().parents[2]
 NAN = math.nan
@@ -264,6 +265,28 @@ def test_published_figures_within_the_spread():
     assert single[0].endswith("the order agrees as far as the spread of the seeds lets one tell.")
 
 
+@pytest.mark.parametrize("tokenizer", [None, "gpt2"])
+def test_a_tokenizer_that_the_recipe_names_is_kept(corpus, tokenizer, tmp_path):
+    recipe = recipe_of(corpus, output_dir=str(tmp_path))
+    candidates, pretraining = candidates_of(recipe)
+    pretraining.tokenizer = tokenizer
+    for run in Comparison(recipe, pretraining, candidates).needed({}):
+        assert run.options["tokenizer"] == (tokenizer or str(tmp_path / "tokenizer"))
+
+
+def test_failures_are_those_of_this_launch(tmp_path):
+    """Those of an earlier one are tried again where they are needed, and are no concern of others."""
+    (tmp_path / "failed").mkdir()
+    (tmp_path / "failed" / "earlier.json").write_text(json.dumps({"time": time.time() - 60, "said": "no"}))
+    runs = Runs(tmp_path, lambda _: [], 1, "")
+    (tmp_path / "failed" / "now.json").write_text(json.dumps({"time": time.time() + 1, "said": "no memory"}))
+    assert runs.failures() == {"now": "no memory"}
+    assert list(runs.ended()) == ["now"]
+    (tmp_path / "runs" / "now").mkdir(parents=True)
+    (tmp_path / "runs" / "now" / "results.json").write_text(json.dumps({"validation_loss": 2.0}))
+    assert (runs.failures(), runs.ended()) == ({}, {"now": 2.0})
+
+
 def test_runs_at_once_have_a_gpu_each(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -297,7 +320,7 @@ KINDS = {
 }
 
 
-class Comparison:
+class Launches:
     def __init__(self, folder: Path, corpus: Path) -> None:
         self.folder, self.recipe = folder / "out", folder / "small.yaml"
         options = {
@@ -334,7 +357,7 @@ def test_a_comparison_from_end_to_end(corpus, tmp_path):
 
     One test: what a part needs, those before it have trained.
     """
-    comparison = Comparison(tmp_path, corpus)
+    comparison = Launches(tmp_path, corpus)
     kill_after_a_run(comparison)
     before = comparison.results()
     launches = [comparison.start(), comparison.start("--jobs", "2")]
@@ -348,7 +371,7 @@ def test_a_comparison_from_end_to_end(corpus, tmp_path):
     check_a_failed_run_loses_no_other(comparison)
 
 
-def kill_after_a_run(comparison: Comparison) -> None:
+def kill_after_a_run(comparison: Launches) -> None:
     killed = comparison.start()
     deadline = time.time() + 200
     while not comparison.results() and time.time() < deadline:
@@ -357,7 +380,7 @@ def kill_after_a_run(comparison: Comparison) -> None:
     killed.communicate(timeout=60)
 
 
-def check_every_run_is_done_once(comparison: Comparison, before: dict[str, float], printed: list[str]) -> None:
+def check_every_run_is_done_once(comparison: Launches, before: dict[str, float], printed: list[str]) -> None:
     """What had ended when the first launch was killed is kept; the two others divide the rest."""
     after = comparison.results()
     assert before
@@ -375,7 +398,7 @@ def check_every_run_is_done_once(comparison: Comparison, before: dict[str, float
     assert not (comparison.folder / "failed").exists()
 
 
-def check_runs_differ_in_what_is_compared_alone(comparison: Comparison) -> None:
+def check_runs_differ_in_what_is_compared_alone(comparison: Launches) -> None:
     """All are trained on the same tokens, and those of one seed in the same order."""
     runs = sorted(comparison.folder.glob("runs/*"))
     assert len({(run / "data" / "train.npy").read_bytes() for run in runs}) == 1
@@ -385,14 +408,14 @@ def check_runs_differ_in_what_is_compared_alone(comparison: Comparison) -> None:
     assert all(recipe["seed"] == recipe["data_seed"] for recipe in recipes)
 
 
-def check_report(comparison: Comparison) -> None:
+def check_report(comparison: Launches) -> None:
     text = (comparison.folder / "report.md").read_text()
     for part in ("The lowest mean validation loss is", "## What else may explain it", "## The pareto front"):
         assert part in text
     assert all((comparison.folder / name).is_file() for name in ("loss_by_cache.png", "curves.png", "decoding.png"))
 
 
-def check_a_failed_run_loses_no_other(comparison: Comparison) -> None:
+def check_a_failed_run_loses_no_other(comparison: Launches) -> None:
     """It is reported, and the next launch tries it again, here by torchrun."""
     before = comparison.results()
     blocked = comparison.folder / "runs" / Trial("mla", best_of(comparison, "mla"), 44).name
@@ -412,13 +435,13 @@ def check_a_failed_run_loses_no_other(comparison: Comparison) -> None:
     assert "Runs that failed" not in (comparison.folder / "report.md").read_text()
 
 
-def best_of(comparison: Comparison, name: str) -> float:
+def best_of(comparison: Launches, name: str) -> float:
     content = json.loads((comparison.folder / "comparison.json").read_text())
     return next(model["rate"] for model in content["models"] if model["name"] == name)
 
 
 def test_a_folder_of_somebody_else_is_refused(corpus, tmp_path):
-    comparison = Comparison(tmp_path, corpus)
+    comparison = Launches(tmp_path, corpus)
     comparison.folder.mkdir()
     (comparison.folder / "notes.txt").write_text("mine")
     with pytest.raises(RecipeError, match=r"holds notes\.txt and no comparison"):

@@ -24,7 +24,7 @@ from ..text.split import split_source
 from ..text.tokenizer import train_tokenizer
 from .outcome import Outcome, describe
 from .pictures import Points, plot_comparison
-from .plan import Comparison, Plan
+from .plan import Comparison, Plan, Trial
 from .recipe import CompareRecipe
 from .words import conclusion, steps, write_report
 
@@ -89,9 +89,9 @@ def curves(folder: Path, plans: Sequence[Plan]) -> Mapping[str, Points]:
     """Return tokens and training loss of the first run of each model at its best rate."""
     found = {}
     for known in plans:
-        names = [f"{known.candidate}-rate{known.rate:.2e}-seed{seed}" for seed in known.seeds] if known.rate else []
-        for name in names[:1]:
-            last = checkpoints(folder / "runs" / name)[-1:]
+        trials = [Trial(known.candidate, known.rate, seed) for seed in known.seeds] if known.rate else []
+        for trial in trials[:1]:
+            last = checkpoints(folder / "runs" / trial.name)[-1:]
             history = (read_object(last[0] / "trainer_state.json") or {}).get("log_history", []) if last else []
             found[known.candidate] = [
                 (log["tokens_seen"], log["loss"]) for log in history if {"loss", "tokens_seen"} <= log.keys()

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from modeling_gqa.accounting import Model
+from modeling_gqa.reporting.pictures import kind_of
 from modeling_gqa.reporting.speeds import Speed
 
-from ..shared.spread import Sample, pooled_deviation, spread
+from ..shared.spread import Sample, differ, pooled_deviation, spread
 from .candidates import Candidate
 from .plan import Plan, usable
 
@@ -91,7 +93,7 @@ class Outcome:
 
     def differ(self, one: Entry, other: Entry) -> bool:
         """Return whether two means are further apart than their spread; without a spread nothing is."""
-        return abs(one.loss - other.loss) > self.spread(one, other)
+        return differ(one.sample, other.sample, self.deviation)
 
     @property
     def front(self) -> list[Entry]:
@@ -118,10 +120,9 @@ def describe(
     candidate: Candidate, found: Plan, flops_per_token: float, parameters: int, cache: int, speed: Speed
 ) -> Entry:
     """Return what was found of a candidate."""
-    kinds = {layer.attention_kind for layer in candidate.config.per_layer_config}
     return Entry(
         name=candidate.name,
-        kind=kinds.pop() if len(kinds) == 1 else "mixed",
+        kind=kind_of(Model(candidate.config)),
         overrides=candidate.overrides,
         parameters=parameters,
         training_flops_per_token=flops_per_token,

@@ -110,7 +110,7 @@ class Comparison:
     def run(self, trial: Trial, overrides: dict[str, Any]) -> Run:
         options: dict[str, Any] = {
             "publish": False,
-            "tokenizer": str(self.folder / "tokenizer"),
+            "tokenizer": self.pretraining.tokenizer or str(self.folder / "tokenizer"),
             **as_object("options", self.recipe.options),
             "preset": self.recipe.preset,
             "model_overrides": overrides,

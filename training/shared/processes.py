@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 # Outside of a checkout the package is `modeling_gqa.training`.
@@ -27,9 +28,10 @@ class RunProcess:
     """
 
     def __init__(self, script: str, arguments: Sequence[str], launcher: str, log: Path, threads: int, gpu: str) -> None:
+        self.process: subprocess.Popen | ForkServerProcess
         if launcher:
             with log.open("ab") as output:
-                self.started = subprocess.Popen(
+                self.process = subprocess.Popen(
                     [*shlex.split(launcher), f"{TRAINING}.{script}", *arguments],
                     stdout=output,
                     stderr=output,
@@ -39,19 +41,19 @@ class RunProcess:
             return
         context = get_context("forkserver")
         context.set_forkserver_preload([f"{TRAINING}.{name}" for name in LIBRARIES])
-        self.forked = context.Process(target=run_here, args=(script, list(arguments), str(log), threads, gpu))
-        self.forked.start()
+        self.process = context.Process(target=run_here, args=(script, list(arguments), str(log), threads, gpu))
+        self.process.start()
 
     def wait(self) -> int:
         """Wait for the end, and return the exit code."""
-        if hasattr(self, "started"):
-            return self.started.wait()
-        self.forked.join()
-        return self.forked.exitcode
+        if isinstance(self.process, subprocess.Popen):
+            return self.process.wait()
+        self.process.join()
+        return self.process.exitcode or 0
 
     def terminate(self) -> None:
         """Let the run save and end."""
-        (self.started if hasattr(self, "started") else self.forked).terminate()
+        self.process.terminate()
 
 
 def run_here(script: str, arguments: list[str], log: str, threads: int, gpu: str) -> None:

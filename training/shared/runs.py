@@ -75,17 +75,15 @@ class Runs:
             loss = (read_object(path) or {}).get("validation_loss")
             if isinstance(loss, int | float):
                 found[path.parent.name] = float(loss)
-        for path in sorted((self.folder / "failed").glob("*.json")):
-            if (read_object(path) or {}).get("time", 0) >= self.started:
-                found.setdefault(path.stem, math.nan)
-        return found
+        return dict.fromkeys(self.failures(), math.nan) | found
 
     def failures(self) -> dict[str, str]:
-        """Return the last words of the runs that failed and have not ended since, by name."""
+        """Return the last words of the runs that failed in this launch or beside it and have not ended, by name."""
+        notes = {path.stem: read_object(path) or {} for path in sorted((self.folder / "failed").glob("*.json"))}
         return {
-            path.stem: str((read_object(path) or {}).get("said", ""))
-            for path in sorted((self.folder / "failed").glob("*.json"))
-            if not (self.folder / "runs" / path.stem / RESULTS).is_file()
+            name: str(note.get("said", ""))
+            for name, note in notes.items()
+            if note.get("time", 0) >= self.started and not (self.path(name) / RESULTS).is_file()
         }
 
     # -- running
