@@ -70,12 +70,14 @@ def test_chat_asks_the_server(client, checkpoints):
     ran = subprocess.run(
         [*COMMAND, "chat", checkpoints / "gqa", str(client.base_url).removesuffix("/v1/"), "max_new_tokens=4"],
         env={**os.environ, "HF_HUB_OFFLINE": "0"},  # offline, the Hub's client speaks with no server
-        input=f"{TEXT}\nN\n!exit\n",  # N: do not go on behind the limit of tokens
+        # N: do not go on behind the limit of tokens. An answer is drawn and may end before: then N is the next message,
+        # and the first !exit says no.
+        input=f"{TEXT}\nN\n!exit\n!exit\n",
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert ran.returncode == 0 and "4 tokens in" in ran.stdout, ran.stdout + ran.stderr
+    assert ran.returncode == 0 and "tokens in" in ran.stdout, ran.stdout + ran.stderr
 
 
 def test_without_the_packages_they_are_named():
