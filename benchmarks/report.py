@@ -17,6 +17,7 @@ from transformers import HfArgumentParser
 
 from modeling_gqa.reporting.pictures import COLORS, line_styles, name_lines, new_figure, tidy
 from modeling_gqa.reporting.pictures import save as save_picture
+from modeling_gqa.reporting.results import write_json
 from modeling_gqa.reporting.tables import Table
 
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
@@ -69,7 +70,7 @@ def save(output: str, name: str, command: str, machine: dict, **results) -> None
 def write(path: Path, command: str, machine: dict, **results) -> None:
     """Write what `save` does to `path`, and say nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"command": command, "machine": machine, **results}, indent=1) + "\n", encoding="utf-8")
+    write_json(path, {"command": command, "machine": machine, **results})
 
 
 def plot_decode(rows: list[dict], by_heads: list[dict], path: Path) -> None:

@@ -17,6 +17,7 @@ from modeling_gqa.reporting import costs, measuring
 from modeling_gqa.reporting.configurations import find_model
 from modeling_gqa.reporting.measuring import MeasuredToken, measure_decoding
 from modeling_gqa.reporting.pictures import COLORS, plot_costs
+from modeling_gqa.reporting.results import write_json
 from modeling_gqa.reporting.tables import Table, in_bytes, with_prefix
 
 MACHINE = ("--bandwidth", "3350", "--rate", "989")
@@ -293,3 +294,14 @@ def test_wrong_input(wrong, monkeypatch):
     message = refused(*arguments)
     assert said in message.replace("│ ", "").replace(" │", "")
     assert "Traceback" not in message
+
+
+def test_results_are_strict_json(tmp_path):
+    """What JSON does not have becomes null or text; a file is replaced whole."""
+    results = {"loss": float("nan"), "rates": {1e-3: float("inf")}, "dtype": torch.float32, "many": (1, None, True)}
+    expected = {"loss": None, "rates": {"0.001": None}, "dtype": "torch.float32", "many": [1, None, True]}
+    path = tmp_path / "results.json"
+    for value, found in (("old", "old"), (results, expected)):
+        write_json(path, value)
+        assert json.loads(path.read_text(), parse_constant=pytest.fail) == found
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,6 +1,5 @@
 """A run from its folder to its results, the same for pretraining and uptraining."""
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.accounting import cache_bytes_per_token
+from modeling_gqa.reporting.results import write_json
 
 from .beginning import Beginning, check_overlap, check_upload, fingerprint
 from .console import is_main, say
@@ -210,7 +210,7 @@ def finish(
     recipe, model = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
     final = folder.path / "final"
     with folder.staging() as staged:
-        (staged / RESULTS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        write_json(staged / RESULTS, results)
         if recipe.publish:
             repository.save_repository(staged / "final", model, weights, trainer.processing_class, recipe, results)
             card.write_card(staged / "final", recipe, model.config, run.source, results)

@@ -1,6 +1,5 @@
 """The commands `convert`, `import`, `export` and `inspect`."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +14,7 @@ from ..conversion.command.inspection import inspect_checkpoint
 from ..conversion.command.job import Job
 from ..conversion.command.options import IGNORE_FIELD, Source, Target, with_options
 from ..conversion.command.report import Report, describe_cost, layers_table, runs, summary, warning
+from ..reporting.results import to_json
 from ..reporting.tables import Table
 from .console import out, printable, progress_bars, saved, user_errors
 
@@ -157,7 +157,7 @@ def inspect(
     with user_errors():
         found = inspect_checkpoint(source, ignore_field or ())
         if as_json:
-            print(json.dumps(found, indent=2), flush=True)
+            print(to_json(found), end="", flush=True)
         else:
             show_inspection(found)
 

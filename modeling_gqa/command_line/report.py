@@ -1,7 +1,6 @@
 """The command `report`: what models cost, from their configurations alone."""
 
 import inspect
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from ..reporting.configurations import PRESETS, changed, find_model
 from ..reporting.costs import Costs, compare
 from ..reporting.measuring import measure_decoding, measure_machine
 from ..reporting.pictures import check_picture, plot_costs, save
+from ..reporting.results import to_json
 from ..reporting.tables import Table
 from .console import out, printable, progress_bars, user_errors
 
@@ -144,7 +144,7 @@ def report_(
         if plot:
             save(plot_costs(models, machine, max(batch_size), max(context), precision), plot)
         if as_json:
-            print(json.dumps(costs.to_dict(), indent=2), flush=True)
+            print(to_json(costs.to_dict()), end="", flush=True)
             return
         for section in costs.sections():
             out.print(section.to_rich() if isinstance(section, Table) else f"{printable(section)}\n", soft_wrap=False)

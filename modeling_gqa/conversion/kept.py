@@ -13,8 +13,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
 from ..common.errors import ConversionError
-from ..common.files import write_text
 from ..configuration_gqa import GQAConfig
+from ..reporting.results import write_json
 from .checkpoints.writing import disk_errors
 from .sequential import NewLayer, Setting
 
@@ -151,13 +151,6 @@ def read_json(path: Path) -> Any:
     with suppress(OSError, ValueError):
         return json.loads(path.read_text())
     return None
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a file of JSON that is there whole or not at all, also where the process is killed."""
-    unfinished = path.with_name(f"{path.name}.part")
-    write_text(unfinished, json.dumps(value))
-    unfinished.replace(path)
 
 
 def delete(folder: Path) -> None:

@@ -1,6 +1,5 @@
 """The folder of a comparison: which recipe it holds, its tokenizer, its log of losses, and its report."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from transformers import AutoTokenizer
 
 from modeling_gqa.accounting import cache_bytes_per_token, count_parameters, training_flops
 from modeling_gqa.reporting.measuring import machine_name
+from modeling_gqa.reporting.results import write_json
 from modeling_gqa.reporting.speeds import measure_speeds
 
 from ..console import say
@@ -67,7 +67,7 @@ def write_outcome(comparison: Comparison, runs: Runs) -> None:
     machine = machine_name("cuda" if torch.cuda.is_available() else "cpu")
     same_text = f"{open_source(pretraining).name}, blocks of {tokens:,} tokens"
     content = {"recipe": asdict(recipe), "machine": machine, "failures": runs.failures(), **outcome.to_dict()}
-    write_text(folder / "comparison.json", json.dumps(content, indent=1, default=str) + "\n")
+    write_json(folder / "comparison.json", content)
     plot_comparison(outcome, curves(folder, plans), folder)
     write_text(folder / REPORT, write_report(recipe, outcome, machine, same_text, runs.failures()))
     for sentence in (*conclusion(outcome), *steps(outcome)):

@@ -15,6 +15,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_gqa.conversion.checkpoints.files import PATH_FIELDS
+from modeling_gqa.reporting.results import write_json
 
 from ..errors import RecipeError
 from ..folder.manifest import SAVED_RECIPE
@@ -64,7 +65,7 @@ def save_repository(
     hide_paths(folder / "tokenizer_config.json")
     values = yaml.safe_load((Path(recipe.output_dir) / SAVED_RECIPE).read_text(encoding="utf-8"))
     (folder / SAVED_RECIPE).write_text(yaml.safe_dump(public_recipe(values)), encoding="utf-8")
-    (folder / RESULTS).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / RESULTS, results)
     recipe.copy_documents(folder)
 
 

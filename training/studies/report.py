@@ -1,12 +1,12 @@
 """A study's report: Markdown, JSON and pictures."""
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
 
 from modeling_gqa.reporting.measuring import machine_name
+from modeling_gqa.reporting.results import write_json
 from modeling_gqa.reporting.speeds import measure_speeds
 
 from ..console import say
@@ -36,7 +36,7 @@ def write_findings(study: Study, runs: Runs) -> None:
     failures = runs.failures()
     content = {"study": study.name, "recipe": asdict(study.recipe), "machine": machine, "failures": failures}
     content |= {"results": findings.numbers}
-    write_text(study.folder / f"{study.name}.json", json.dumps(content, indent=1) + "\n")
+    write_json(study.folder / f"{study.name}.json", content)
     recipe = study.recipe
     lines = [f"# {findings.title}", "", " ".join(findings.said), "", findings.table.to_markdown(), ""]
     lines += [line for name in pictures for line in (f"![{findings.title.lower()}]({name})", "")]

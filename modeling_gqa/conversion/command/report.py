@@ -1,6 +1,5 @@
 """The report of a conversion: its type, its rows as they are printed, the file `conversion.json` and the model card."""
 
-import json
 import platform
 from collections.abc import Iterable
 from itertools import groupby
@@ -12,8 +11,8 @@ import transformers
 
 from ... import __version__
 from ...common import cards
-from ...common.files import write_text
 from ...configuration_gqa import GQAConfig
+from ...reporting.results import write_json
 from ...reporting.tables import Table
 
 Item = TypeVar("Item")
@@ -229,9 +228,8 @@ def versions() -> dict[str, str]:
 
 
 def write_report(folder: Path, report: Report) -> None:
-    """Save the report as `conversion.json`; raises ValueError for numbers that JSON cannot hold."""
-    text = json.dumps(report, indent=2, allow_nan=False, ensure_ascii=False)
-    write_text(folder / REPORT_NAME, text + "\n")
+    """Save the report as `conversion.json`."""
+    write_json(folder / REPORT_NAME, report)
 
 
 def write_card(folder: Path, title: str, report: Report, config: GQAConfig, source_card: Path | None = None) -> None:
