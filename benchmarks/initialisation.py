@@ -13,6 +13,7 @@ import runpy
 import shlex
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from modeling_gqa.attention_latent import LatentAttention
 from modeling_gqa.layers import GQARMSNorm
 from training.console import main
+from training.errors import RecipeError
 
 SCALED = "scaled"  # in the names of the models whose gains begin at sqrt(hidden / rank)
 LATENTS = {"quarter": 56, "eighth": 24}  # of the cache of tiny-mha, with rotary keys of 8
@@ -32,6 +34,8 @@ def compare_gains(argv: list[str]) -> None:
     """Compare models with and without the gain."""
     from training.compare import compare
 
+    if not argv or argv[0].startswith("-"):
+        raise RecipeError("name a folder: python -m benchmarks.initialisation FOLDER [--option of compare ...]")
     folder, *options = argv
     sizes = {"attention_kind": "mla", "qk_rope_head_dim": 8}
     kinds = {
@@ -44,10 +48,10 @@ def compare_gains(argv: list[str]) -> None:
         "learning_rates": [1.5e-3, 3e-3, 6e-3, 1.2e-2],
         "launcher": shlex.join([sys.executable, "-m", "benchmarks.initialisation", "--run"]),
     }  # fmt: skip
-    path = Path(f"{folder}.yaml")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(recipe), encoding="utf-8")
-    compare([str(path), *options])
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "gains.yaml"
+        path.write_text(json.dumps(recipe), encoding="utf-8")
+        compare([str(path), *options])
 
 
 def run(module: str, *arguments: str) -> None:
@@ -60,7 +64,7 @@ def run(module: str, *arguments: str) -> None:
     def build_scaled(*args: Any, **options: Any) -> Any:
         return scale_latents(build(*args, **options))
 
-    with patch.object(AutoModelForCausalLM, "from_config", build_scaled if SCALED in output else build):
+    with patch.object(AutoModelForCausalLM, "from_config", build_scaled if SCALED in Path(output).name else build):
         runpy.run_module(module, run_name="__main__")
 
 

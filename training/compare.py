@@ -30,14 +30,14 @@ def compare(argv: list[str], prog: str | None = None) -> None:
         ```
     """
     # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
-    from .comparison.candidates import candidates_of, sizes_table
+    from .comparison.candidates import candidates_of, pretraining_of, sizes_table
     from .comparison.folder import FREE, REPORT, write_outcome, write_tokenizer
     from .comparison.plan import Comparison
     from .comparison.recipe import CompareRecipe
     from .comparison.words import MATCHED
     from .console import say
     from .recipe.command_line import load_recipe
-    from .shared.folder import begin, finish
+    from .shared.folder import begin, finish, with_runs
     from .shared.runs import Runs
 
     recipe, values = load_recipe(argv, CompareRecipe, prog)
@@ -46,7 +46,8 @@ def compare(argv: list[str], prog: str | None = None) -> None:
     comparison = Comparison(recipe, pretraining, candidates)
     runs = Runs(comparison.folder, comparison.needed, recipe.jobs, recipe.launcher)
     with runs.writing():
-        begin(runs, "comparison", values, FREE, lambda: write_tokenizer(comparison))
+        told = with_runs(values, pretraining_of(recipe)[1])
+        begin(runs, "comparison", told, FREE, lambda: write_tokenizer(comparison))
         runs.run_all()
         finish(runs, comparison.folder / REPORT, lambda: write_outcome(comparison, runs))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 # How tokenizers, safetensors and torch report that a file could not be written; each has an exception class of its own.
 WRITE_FAILURES = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream error")
+NON_FINITE = "non-finite"  # what a run says that has diverged
 # The packages of the extra `training`, by the names that they are imported by.
 PACKAGES = {"accelerate": "accelerate", "datasets": "datasets", "filelock": "filelock", "yaml": "PyYAML"}
 # The words of `modeling_gqa.common.errors.install_extra`, which cannot be imported where one of them is missing.

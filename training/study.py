@@ -33,11 +33,11 @@ def study(argv: list[str], prog: str | None = None) -> None:
     # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
     from .errors import RecipeError
     from .recipe.command_line import load_recipe
-    from .shared.folder import begin, finish
+    from .shared.folder import begin, finish, with_runs
     from .shared.runs import Runs
     from .studies.recipe import STUDIES, StudyRecipe
     from .studies.report import FREE, write_findings
-    from .studies.students import convert_students, open_study
+    from .studies.students import convert_students, open_study, values_of_runs
 
     command = prog or "python -m training.study"
     if not argv or argv[0] not in STUDIES:
@@ -50,7 +50,7 @@ def study(argv: list[str], prog: str | None = None) -> None:
     asked, source, tokenizer = open_study(name, recipe)
     runs = Runs(asked.folder, asked.needed, recipe.jobs, recipe.launcher)
     with runs.writing():
-        begin(runs, "study", values, FREE, lambda: None)
+        begin(runs, "study", with_runs(values, values_of_runs(recipe)), FREE, lambda: None)
         convert_students(asked, runs, source, tokenizer)
         del source
         runs.run_all()

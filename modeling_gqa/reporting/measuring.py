@@ -226,8 +226,9 @@ def measure_training(
     ids = torch.ones(rows, tokens, dtype=torch.long, device=device)
 
     def turn(model: Any) -> float:
-        model.zero_grad()
-        return seconds(lambda: model(ids, labels=ids).loss.backward(), device)
+        took = seconds(lambda: model(ids, labels=ids).loss.backward(), device)
+        model.zero_grad()  # one model at a time has gradients
+        return took
 
     return tokens_per_second(models, turn, rows * tokens, dtype, device, budget)
 

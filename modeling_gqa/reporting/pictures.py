@@ -80,6 +80,8 @@ def name_lines(axis: Any, ends: Sequence[tuple[float, float, str, str]], least: 
         ends: x, y, name and colour of each.
         least: distance between two names, as a share of the axis's height.
     """
+    if not ends:
+        return
     axis.get_ylim()  # brings the limits up to date
     ends = sorted(ends, key=lambda end: end[1])
     heights = [axis.transAxes.inverted().transform(axis.transData.transform(end[:2]))[1] for end in ends]

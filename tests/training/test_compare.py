@@ -15,10 +15,12 @@ import torch
 import yaml
 
 from modeling_gqa.accounting import cache_bytes_per_token, count_parameters, training_flops
+from modeling_gqa.common.errors import ConversionError
 from modeling_gqa.reporting.speeds import Speed
 from training.compare import compare
 from training.comparison.anchors import anchors
 from training.comparison.candidates import candidates_of, usual_kinds
+from training.comparison.folder import on_tokens, write_outcome
 from training.comparison.outcome import Entry, Outcome
 from training.comparison.pictures import plot_comparison, styles
 from training.comparison.plan import Comparison, Trial, plan
@@ -26,6 +28,7 @@ from training.comparison.recipe import CompareRecipe
 from training.comparison.sweep import EXTENSIONS, best_rate, further_rate
 from training.comparison.words import conclusion, confounds, steps, write_report
 from training.errors import RecipeError
+from training.shared.folder import begin
 from training.shared.processes import gpu_of
 from training.shared.runs import Runs
 
@@ -134,6 +137,12 @@ def test_models_are_matched_by_cache(corpus):
     assert [candidate.config.head_dim for candidate in candidates] == [16, 8, 64, 8]
 
 
+def test_usual_kinds_with_one_cache(corpus):
+    candidates, _ = candidates_of(recipe_of(corpus, match="cache"))
+    assert [candidate.name for candidate in candidates] == ["gqa-quarter", "mha", "gqa-half", "mqa", "mla"]
+    assert {cache_bytes_per_token(candidate.config) for candidate in candidates} == {512}
+
+
 WRONG = {
     "heads": ({"options": {"num": 1}}, "unknown option --num"),
     "rates": ({"learning_rates": [1e-3, 2e-3]}, "a sweep needs at least 3"),
@@ -151,7 +160,13 @@ WRONG = {
         {"kinds": {"a": {}, "b": {"head_dim": 2048}}},
         "b cannot be matched: its attention alone is larger than the first model",
     ),
-    "cache": ({"match": "cache"}, "cannot be matched by cache"),
+    "cache": (
+        {"match": "cache", "kinds": {"a": {}, "b": {"per_layer_config": {"1": {"attention_kind": "mqa"}}}}},
+        "b cannot be matched by cache",
+    ),
+    "no fields": ({"kinds": {"mha": None, "mqa": {}}}, "kinds has None for mha; give an object"),
+    "path": ({"kinds": {"gqa-1/4": {}, "mqa": {}}}, "kinds has the name 'gqa-1/4'; names have up to 100"),
+    "tracker": ({"report_to": ["tensorbord"]}, "report_to tensorbord: "),
 }
 
 
@@ -194,10 +209,9 @@ def outcome() -> Outcome:
 
 def test_the_spread_is_pooled(outcome):
     variances = (0.01**2 / 2, 0.012**2 / 2, 0.008**2 / 2)
-    assert outcome.deviation == pytest.approx(math.sqrt(sum(variances) / 3))
-    mha, gqa, mla, mqa, _ = outcome.entries
-    assert outcome.spread(mha, gqa) == pytest.approx(2 * outcome.deviation)
-    assert outcome.spread(mha, mqa) == pytest.approx(2 * outcome.deviation * math.sqrt(1.5))
+    assert outcome.spread.deviation == pytest.approx(math.sqrt(sum(variances) / 3))
+    assert outcome.spread.freedom == 3
+    mha, gqa, mla, _, _ = outcome.entries
     assert not outcome.differ(mha, gqa)
     assert outcome.differ(mha, mla)
 
@@ -206,11 +220,12 @@ def test_no_winner_within_the_spread(outcome):
     said = conclusion(outcome)
     assert said == [
         "The lowest mean validation loss is 2.0050 nats per token, of mha.",
+        "Of broken no run at the best rate has ended: there is no loss to compare.",
         "Within the spread of seeds, gqa (+0.0110) cannot be told from it.",
         "Beyond the spread, mla (+0.0990) and mqa (+0.1950) have a higher loss.",
     ]
     single = Outcome([entry("mha", "mha", 4, 2.0), entry("gqa", "gqa", 2, 1.0)])
-    assert conclusion(single)[1].startswith("With one seed each there is no spread")
+    assert conclusion(single)[1].startswith("No model has two seeds, so there is no spread")
     assert not single.differ(*single.entries)
     assert conclusion(Outcome([entry("mha", "mha", 4)])) == ["No run has ended: there is nothing to conclude."]
 
@@ -228,7 +243,8 @@ def test_the_front_and_what_its_steps_cost(outcome):
 
 def test_confounds_name_what_failed(outcome):
     said = " ".join(confounds(CompareRecipe(seeds=2), outcome, "my text"))
-    assert "Runs of broken and mqa failed at the best rate" in said
+    assert "Runs of mqa and broken failed or diverged at the best rate" in said
+    assert "Runs of the sweep of broken failed: the best rate may be another." in said
     edge = Outcome([entry("mha", "mha", 4, 2.0, sweep={1e-3: 3.0, 2e-3: 2.0})])
     assert "The best rate of mha lies at the edge" in " ".join(confounds(CompareRecipe(), edge, "my text"))
 
@@ -239,7 +255,7 @@ def said_of(entries: list[Entry]) -> list[str]:
 
 def test_published_figures_and_whether_they_agree():
     """The slope is numpy's fit; an order agrees, does not, or cannot be told."""
-    losses = {400: (2.00, 2.01), 200: (2.03, 2.06), 50: (2.11, 2.14)}
+    losses = {400: (2.00, 2.01), 200: (2.035, 2.055), 50: (2.115, 2.135)}
     entries = [entry("mha", "mha", 400, *losses[400]), entry("gqa", "gqa", 200, *losses[200])]
     entries += [entry("mqa", "mqa", 50, *losses[50]), entry("mla", "mla", 52, 1.90, 1.92)]
     said = said_of(entries)
@@ -247,7 +263,7 @@ def test_published_figures_and_whether_they_agree():
     rise = np.polyfit(halvings, [loss for pair in losses.values() for loss in pair], 1)[0] / math.log(2) / 3
     assert f"Here: {rise:+.4f} +- " in said[0]
     assert said[0].endswith("(mha, gqa and mqa); the sign agrees.")
-    assert "mqa 2.1250, mla 1.9100, and MLA's best rate is 1.00 of the other's" in said[1]
+    assert "Here, with similar caches: mqa 2.1250, mla 1.9100, and MLA's best rate is 1.00 of the other's" in said[1]
     assert said[1].endswith("the order does not agree: mla has a lower loss than mqa.")
     assert said[2].endswith("Here: mha 2.0050, gqa 2.0450, mqa 2.1250; the order agrees.")
     assert said[3].endswith("Here: mla 1.9100, mha 2.0050, gqa 2.0450, mqa 2.1250; the order agrees.")
@@ -258,11 +274,11 @@ def test_published_figures_within_the_spread():
     said = said_of(alike)
     assert len(said) == 2
     assert said[0].endswith("the sign cannot be told from the seeds' spread.")
-    assert said[1].endswith("the order agrees as far as the spread of the seeds lets one tell.")
+    assert said[1].endswith("the spread of the seeds lets no order be told.")
     assert said_of([entry("mla", "mla", 50, 2.0, 2.1), entry("mixed", "mixed", 50, 2.0, 2.1)]) == []
     single = said_of([entry("mha", "mha", 400, 2.0), entry("mqa", "mqa", 50, 2.01)])
     assert len(single) == 1
-    assert single[0].endswith("the order agrees as far as the spread of the seeds lets one tell.")
+    assert single[0].endswith("with one seed each no order can be told.")
 
 
 @pytest.mark.parametrize("tokenizer", [None, "gpt2"])
@@ -287,6 +303,17 @@ def test_failures_are_those_of_this_launch(tmp_path):
     assert (runs.failures(), runs.ended()) == ({}, {"now": 2.0})
 
 
+def test_a_run_that_diverges_is_a_result(tmp_path):
+    """It is not tried again, by this launch or a later one, and is no failure; as one that ends with a loss of nan."""
+    (tmp_path / "failed").mkdir()
+    note = {"time": time.time() - 60, "said": "error: non-finite loss at step 7, before the weights were changed"}
+    (tmp_path / "failed" / "diverged.json").write_text(json.dumps(note))
+    (tmp_path / "runs" / "ended").mkdir(parents=True)
+    (tmp_path / "runs" / "ended" / "results.json").write_text('{"validation_loss": null}')
+    runs = Runs(tmp_path, lambda _: [], 1, "")
+    assert (runs.failures(), runs.ended()) == ({}, {"diverged": math.inf, "ended": math.inf})
+
+
 def test_runs_at_once_have_a_gpu_each(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -306,9 +333,56 @@ def test_report_and_pictures(outcome, tmp_path):
     for line in text.splitlines():
         if line.startswith("!["):
             assert (tmp_path / line.split("(")[1].rstrip(")")).stat().st_size > 5000
+    assert "There are no speeds" in write_report(CompareRecipe(), outcome, "There are no speeds: no.", "my text", {})
     found = styles(outcome.entries)
     assert found["gqa"]["color"] == found["broken"]["color"]
     assert len({tuple(style.items()) for style in found.values()}) == len(found)
+
+
+def test_the_report_where_all_runs_have_failed(tmp_path):
+    """Their failures are what it is for; there is nothing to draw."""
+    lost = Outcome([Entry(name, name, {}, 1, 1.0, 4, dict.fromkeys(RATES, NAN), None, {}) for name in ("mha", "mqa")])
+    text = write_report(CompareRecipe(), lost, "No speeds.", "my text", {"mha-rate1": "error: no memory"})
+    assert "No run has ended" in text
+    assert "error: no memory" in text
+    assert "pareto" not in text
+    plot_comparison(lost, {}, tmp_path)
+    assert len(list(tmp_path.glob("*.png"))) == 4
+
+
+def test_a_comparison_without_speeds(corpus, monkeypatch, tmp_path, capsys):
+    """Where the models do not fit the memory together, the losses are reported without them."""
+
+    def refuse(*_, **__):
+        raise ConversionError("speeds could not be measured: out of memory")
+
+    monkeypatch.setattr("training.comparison.folder.measure_speeds", refuse)
+    recipe = recipe_of(corpus, output_dir=str(tmp_path), kinds={"mha": {}, "mqa": {"attention_kind": "mqa"}})
+    candidates, pretraining = candidates_of(recipe)
+    comparison = Comparison(recipe, pretraining, candidates)
+    write_outcome(comparison, Runs(tmp_path, comparison.needed, 1, ""))
+    assert "There are no speeds: speeds could not be measured: out of memory." in (tmp_path / "report.md").read_text()
+    assert "There are no speeds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tokens", [(64, 64), (64, 512)])
+def test_runs_with_other_numbers_of_tokens_are_said(tokens, tmp_path):
+    for number, seen in enumerate(tokens):
+        (tmp_path / "runs" / str(number)).mkdir(parents=True)
+        (tmp_path / "runs" / str(number) / "results.json").write_text(json.dumps({"tokens_seen": seen}))
+    said = on_tokens(Runs(tmp_path, lambda _: [], 1, ""))
+    assert said.startswith("All models are trained" if len(set(tokens)) == 1 else "Runs were NOT trained on as many")
+
+
+def test_folders_of_others(tmp_path):
+    """A recipe.json that is none of ours, and a tokenizer beside nothing else, are refused as they are."""
+    for name, content in (("recipe.json", "[]"), ("tokenizer", None)):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).mkdir() if content is None else (folder / name).write_text(content)
+        with pytest.raises(RecipeError, match="choose another --output-dir"):
+            begin(Runs(folder, lambda _: [], 1, ""), "comparison", {}, set(), pytest.fail)
+    assert (tmp_path / "recipe" / "recipe.json").read_text() == "[]"
 
 
 # -- the whole
@@ -366,8 +440,7 @@ def test_a_comparison_from_end_to_end(corpus, tmp_path):
     check_every_run_is_done_once(comparison, before, printed)
     check_runs_differ_in_what_is_compared_alone(comparison)
     check_report(comparison)
-    with pytest.raises(RecipeError, match=r"another recipe: match \('parameters' then, 'nothing' now\)"):
-        compare([str(comparison.recipe), "--output-dir", str(comparison.folder), "--match", "nothing"])
+    check_another_recipe_is_refused(comparison)
     check_a_failed_run_loses_no_other(comparison)
 
 
@@ -413,6 +486,19 @@ def check_report(comparison: Launches) -> None:
     for part in ("The lowest mean validation loss is", "## What else may explain it", "## The pareto front"):
         assert part in text
     assert all((comparison.folder / name).is_file() for name in ("loss_by_cache.png", "curves.png", "decoding.png"))
+
+
+def check_another_recipe_is_refused(comparison: Launches) -> None:
+    """By its own fields, and by what the pretraining recipe that it names says meanwhile."""
+    argv = [str(comparison.recipe), "--output-dir", os.path.relpath(comparison.folder)]
+    with pytest.raises(RecipeError, match=r"another recipe: match \('parameters' then, 'nothing' now\)"):
+        compare([*argv, "--match", "nothing"])
+    saved = comparison.folder / "recipe.json"
+    before = saved.read_text()
+    saved.write_text(json.dumps(json.loads(before) | {"runs.weight_decay": 0.5}))
+    with pytest.raises(RecipeError, match=r"another recipe: runs\.weight_decay \(0\.5 then, 0\.0 now\)"):
+        compare(argv)
+    saved.write_text(before)
 
 
 def check_a_failed_run_loses_no_other(comparison: Launches) -> None:

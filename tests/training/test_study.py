@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,15 +12,16 @@ from transformers import AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig
 from training.errors import RecipeError
-from training.shared.spread import Sample, agreement, differ, pooled_deviation
+from training.shared.spread import Sample, Spread, agreement, pooled
 from training.studies.findings import Times, conversion, groups, uptraining
 from training.studies.points import Study, check_source
 from training.studies.recipe import Point, Student, StudyRecipe
 from training.study import study
 from training.text.tokenizer import train_tokenizer
 
-CONFIG = GQAConfig(attention_kind="mha", hidden_size=64, num_attention_heads=8, num_hidden_layers=2, vocab_size=300)
-NAN = float("nan")
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 300}
+CONFIG = GQAConfig(attention_kind="mha", **SIZES)
+GROUPED = GQAConfig(attention_kind="gqa", num_key_value_heads=4, **SIZES)
 
 
 def asked(name: str, folder: Path, **fields) -> Study:
@@ -120,12 +122,24 @@ def put(found: Study, losses: dict[Point, tuple[float, float]], noise: float = 0
 
 def test_the_spread_of_samples():
     one, other = Sample("one", [1.0, 3.0]), Sample("other", [7.0, 7.0])
-    assert pooled_deviation([one.values, other.values]) == 1
-    assert not differ(one, other, deviation=3.0)
-    assert differ(one, other, deviation=1.0)
-    assert agreement([one, other], 1.0) == "the order agrees"
-    assert agreement([other, one], 1.0) == "the order does not agree: one has a lower loss than other"
-    assert agreement([other, one], NAN).startswith("the order agrees as far as")
+    spread = pooled([one.values, other.values])
+    assert (spread.deviation, spread.freedom) == (1.0, 2)
+    assert spread.differ(one, other)  # 5 apart, and t is 4.303
+    assert not Spread(1.2, 2).differ(one, other)
+    assert agreement([one, other], spread) == "the order agrees"
+    assert agreement([other, one], spread) == "the order does not agree: one has a lower loss than other"
+    middle = Sample("middle", [6.0, 6.0])
+    assert agreement([one, other, middle], spread) == "the order agrees as far as the spread of the seeds lets one tell"
+    assert agreement([other, middle], spread) == "the spread of the seeds lets no order be told"
+    assert agreement([other, one], pooled([[1.0], [2.0]])) == "with one seed each no order can be told"
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 7, 14, 30])
+def test_quantiles_of_student(freedom):
+    """Within plus and minus each lie 95 % of the distribution: its density, integrated."""
+    half = torch.linspace(0, Spread(1.0, freedom).quantile, 200_001, dtype=torch.float64)
+    density = torch.distributions.StudentT(torch.tensor(float(freedom), dtype=torch.float64)).log_prob(half).exp()
+    assert 2 * torch.trapezoid(density, half).item() == pytest.approx(0.95, abs=5e-5)
 
 
 @pytest.mark.parametrize(("first", "verdict"), [(4.2, "the order agrees"), (4.05, "first has a lower loss than mean")])
@@ -193,6 +207,31 @@ def test_times_that_say_nothing(tmp_path):
     assert "MHA 1.07 times: too little to tell" in findings.said[1]
 
 
+def test_the_first_share_has_failed(tmp_path):
+    """What each was before training is known of the runs that are left."""
+    found = asked("uptraining", tmp_path, shares=[0.001, 0.1], seeds=2)
+    put(found, {Point(found.student(heads), 0.1): (10.0 - heads, 4.0) for heads in (8, 2, 1)})
+    findings = uptraining(found)
+    assert findings.table.rows[0] == ["0%", "2.0000", "8.0000", "9.0000"]
+    assert findings.table.rows[1] == ["0.1%", "failed", "failed", "failed"]
+
+
+@pytest.mark.parametrize(("half", "most"), [(5.1, 5.3), (4.9999, 5.3)])
+def test_no_gain_is_no_return(half, most, tmp_path):
+    found = asked("uptraining", tmp_path, shares=[0.05, 0.1], seeds=2)
+    for heads in (8, 2, 1):
+        put(found, {Point(found.student(heads), 0.05): (5.0, half), Point(found.student(heads), 0.1): (5.0, most)})
+    assert "unlike in the paper, the first gain is none, or within the spread" in uptraining(found).said[2]
+
+
+def test_a_source_of_grouped_heads_is_named(tmp_path):
+    found = Study("groups", StudyRecipe(output_dir=str(tmp_path), seeds=2), GROUPED, 1_000_000)
+    put(found, {Point(found.student(heads), 0.05): (5.0, 4.0 + heads / 1e6) for heads in (1, 2, 4)})
+    said = " ".join(groups(found, {heads: Times(1.0, 1.0 + heads) for heads in (1, 2, 4)}).said[1:])
+    assert "times GQA-4's speed" in said
+    assert "The losses of GQA-4 and MQA cannot be told apart" in said
+
+
 def test_failed_runs_are_named_as_such(tmp_path):
     found = asked("conversion", tmp_path, methods=["mean", "first"], seeds=1)
     put(found, {Point(Student(1, "mean"), 0.05): (5.0, 4.1)})
@@ -241,3 +280,6 @@ def test_the_three_studies_of_a_small_model(pretrained, corpus, tmp_path, capsys
     assert before["0.1"][0] < before["0"][0]
     with pytest.raises(RecipeError, match="holds a study with another recipe: calibration_tokens"):
         study(["groups", str(recipe), *SHORT, "--calibration-tokens", "256"])
+    AutoModelForCausalLM.from_config(GQAConfig.from_pretrained(pretrained)).save_pretrained(pretrained)
+    with pytest.raises(RecipeError, match=r"holds a study with another recipe: runs\.source"):
+        study(["groups", str(recipe), *SHORT])

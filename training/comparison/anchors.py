@@ -22,7 +22,7 @@ def slope(outcome: Outcome) -> str:
     """Marin's slope, beside the least-squares line of the loss over the logarithm of the cache of MHA, GQA and MQA."""
     found = of_kinds(outcome, HEADS)
     several = len({entry.cache_bytes_per_token for entry in found}) > 1
-    if not several or math.isnan(outcome.bits_per_byte(outcome.deviation)):
+    if not several or math.isnan(outcome.bits_per_byte(outcome.spread.deviation)):
         return ""
     weights = [len(usable(entry.losses)) for entry in found]
     xs = [-math.log2(entry.cache_bytes_per_token) for entry in found]  # halvings
@@ -30,7 +30,7 @@ def slope(outcome: Outcome) -> str:
     moment = sum(w * (x - centre) ** 2 for w, x in zip(weights, xs, strict=True))
     scaled = [w * (x - centre) * entry.loss for w, x, entry in zip(weights, xs, found, strict=True)]
     rise = outcome.bits_per_byte(sum(scaled) / moment)
-    spread = outcome.bits_per_byte(2 * outcome.deviation / math.sqrt(moment))
+    spread = outcome.bits_per_byte(outcome.spread.margin(1 / math.sqrt(moment)))
     verdict = "the sign cannot be told from the seeds' spread"
     if abs(rise) > spread:
         verdict = "the sign agrees" if rise > 0 else "the sign does not agree"
@@ -51,10 +51,11 @@ def latent(outcome: Outcome) -> str:
     if not pairs:
         return ""
     grouped, mla = pairs[0]
+    alike = "equal" if grouped.cache_bytes_per_token == mla.cache_bytes_per_token else "similar"
     ratio = f"MLA's best rate is {mla.rate / grouped.rate:.2f} of the other's" if mla.rate and grouped.rate else ""
     return (
         "Marin's sweep of rates (issue 7381, width 1,024): GQA 3.1492, MLA 3.1559 nats per token, and MLA prefers 0.92 "
-        f"of the rate. Here, with equal caches: {grouped.name} {grouped.loss:.4f}, {mla.name} {mla.loss:.4f}, and "
+        f"of the rate. Here, with {alike} caches: {grouped.name} {grouped.loss:.4f}, {mla.name} {mla.loss:.4f}, and "
         f"{ratio}; {ordered(outcome, [grouped, mla])}."
     )
 
@@ -83,7 +84,7 @@ def latent_and_heads(outcome: Outcome) -> str:
 
 def ordered(outcome: Outcome, order: Iterable[Entry]) -> str:
     """Return whether the losses rise in a published order."""
-    return agreement([entry.sample for entry in order], outcome.deviation)
+    return agreement([entry.sample for entry in order], outcome.spread)
 
 
 def of_kinds(outcome: Outcome, kinds: Iterable[str]) -> list[Entry]:

@@ -39,8 +39,7 @@ def candidates_of(recipe: CompareRecipe) -> tuple[list[Candidate], Recipe]:
     Raises:
         RecipeError: a model cannot be built, matched or trained, or an option of pretraining is wrong.
     """
-    options = {**as_object("options", recipe.options), "preset": recipe.preset}
-    pretraining, _ = load_recipe([recipe.pretraining, *as_arguments(options)])
+    pretraining, _ = pretraining_of(recipe)
 
     def build(overrides: dict[str, Any]) -> GQAConfig:
         changed = copy.copy(pretraining)
@@ -48,6 +47,9 @@ def candidates_of(recipe: CompareRecipe) -> tuple[list[Candidate], Recipe]:
         return load_config(changed)  # type: ignore[return-value]
 
     kinds = as_object("kinds", recipe.kinds) or usual_kinds(build({}))
+    if not recipe.kinds and recipe.match == "cache":  # of GQA at 1/4: no latent is as large as MHA's keys and values
+        heads = {name: kinds[name] for name in ("gqa-quarter", "mha", "gqa-half", "mqa")}
+        kinds = heads | {"mla": kinds["mla-quarter"]}
     candidates = make_candidates(build, kinds, recipe.match, pretraining.sequence_length)
     for candidate in candidates:
         try:
@@ -55,6 +57,12 @@ def candidates_of(recipe: CompareRecipe) -> tuple[list[Candidate], Recipe]:
         except RecipeError as error:
             raise RecipeError(f"{candidate.name}: {error}") from error
     return candidates, pretraining
+
+
+def pretraining_of(recipe: CompareRecipe) -> tuple[Recipe, dict[str, Any]]:
+    """Return the pretraining recipe of a comparison's runs, and its values; raises `RecipeError`."""
+    options = {**as_object("options", recipe.options), "preset": recipe.preset}
+    return load_recipe([recipe.pretraining, *as_arguments(options)])
 
 
 def sizes_table(candidates: Sequence[Candidate], sequence_length: int) -> Table:

@@ -9,9 +9,10 @@ import torch
 from transformers import AutoTokenizer
 
 from modeling_gqa.accounting import cache_bytes_per_token, count_parameters, training_flops
+from modeling_gqa.common.errors import ConversionError
 from modeling_gqa.reporting.measuring import machine_name
 from modeling_gqa.reporting.results import write_json
-from modeling_gqa.reporting.speeds import measure_speeds
+from modeling_gqa.reporting.speeds import Speed, measure_speeds
 
 from ..console import say
 from ..folder.listing import read_object, write_text
@@ -51,7 +52,13 @@ def write_outcome(comparison: Comparison, runs: Runs) -> None:
     rows, tokens = pretraining.per_device_train_batch_size, pretraining.sequence_length
     say("Measuring speeds ...")
     configs = {candidate.name: candidate.config for candidate in candidates}
-    speeds = measure_speeds(configs, recipe.contexts, max(recipe.contexts), training_block=(rows, tokens))
+    machine = machine_name("cuda" if torch.cuda.is_available() else "cpu")
+    measured = f"Speeds were measured on {machine}, with random weights and the models in turn."
+    try:
+        speeds = measure_speeds(configs, recipe.contexts, max(recipe.contexts), training_block=(rows, tokens))
+    except ConversionError as error:  # too little memory for all models at once, for one
+        speeds, measured = {}, f"There are no speeds: {error}."
+        say(measured)
     entries = [
         describe(
             candidate,
@@ -59,20 +66,30 @@ def write_outcome(comparison: Comparison, runs: Runs) -> None:
             flops_per_token=training_flops(candidate.config, 1, tokens) / tokens,
             parameters=count_parameters(candidate.config),
             cache=cache_bytes_per_token(candidate.config),
-            speed=speeds[candidate.name],
+            speed=speeds.get(candidate.name, Speed()),
         )
         for candidate, found in zip(candidates, plans, strict=True)
     ]
     outcome = Outcome(entries, bytes_per_token(folder))
-    machine = machine_name("cuda" if torch.cuda.is_available() else "cpu")
-    same_text = f"{open_source(pretraining).name}, blocks of {tokens:,} tokens"
+    same_text = f"{on_tokens(runs)}: {open_source(pretraining).name}, blocks of {tokens:,} tokens."
     content = {"recipe": asdict(recipe), "machine": machine, "failures": runs.failures(), **outcome.to_dict()}
     write_json(folder / "comparison.json", content)
     plot_comparison(outcome, curves(folder, plans), folder)
-    write_text(folder / REPORT, write_report(recipe, outcome, machine, same_text, runs.failures()))
+    write_text(folder / REPORT, write_report(recipe, outcome, measured, same_text, runs.failures()))
     for sentence in (*conclusion(outcome), *steps(outcome)):
         say(sentence)
     track(recipe, outcome)
+
+
+def on_tokens(runs: Runs) -> str:
+    """Return whether all runs that have finished were trained on as many tokens, as their results say."""
+    seen = sorted({(read_object(path) or {}).get("tokens_seen", 0) for path in runs.folder.glob(f"runs/*/{RESULTS}")})
+    if len(seen) > 1:
+        return (
+            f"Runs were NOT trained on as many tokens each ({seen[0]:,} to {seen[-1]:,}), as where a launcher with "
+            "other processes goes on; their losses cannot be compared"
+        )
+    return "All models are trained on the same tokens in the same order"
 
 
 def bytes_per_token(folder: Path) -> float:

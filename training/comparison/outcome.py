@@ -10,7 +10,7 @@ from modeling_gqa.accounting import Model
 from modeling_gqa.reporting.pictures import kind_of
 from modeling_gqa.reporting.speeds import Speed
 
-from ..shared.spread import Sample, differ, pooled_deviation, spread
+from ..shared.spread import Sample, Spread, pooled
 from .candidates import Candidate
 from .plan import Plan, usable
 
@@ -26,9 +26,9 @@ class Entry:
         parameters: of the model.
         training_flops_per_token: forward and backward, at the length of a block.
         cache_bytes_per_token: in bfloat16.
-        sweep: validation loss of the first seed, by learning rate; nan where the run failed.
+        sweep: validation loss of the first seed, by learning rate; nan where the run failed, inf where it diverged.
         rate: the best one; `None` where all runs failed.
-        losses: validation losses at the best rate, in nats per token, by seed; nan where the run failed.
+        losses: validation losses at the best rate, in nats per token, by seed; nan and inf as in `sweep`.
         speed: on the machine of the report.
     """
 
@@ -79,21 +79,17 @@ class Outcome:
         return sorted((entry for entry in self.entries if math.isfinite(entry.loss)), key=lambda entry: entry.loss)
 
     @property
-    def deviation(self) -> float:
-        """The standard deviation over seeds, pooled over the models; nan where no model has two."""
-        return pooled_deviation(usable(entry.losses) for entry in self.finished)
+    def spread(self) -> Spread:
+        """How far runs of different seeds part, pooled over the models."""
+        return pooled(usable(entry.losses) for entry in self.finished)
 
     def bits_per_byte(self, loss: float) -> float:
         """Return a loss, or a difference of losses, in bits per byte of the validation text."""
         return loss / math.log(2) / self.bytes_per_token
 
-    def spread(self, one: Entry, other: Entry) -> float:
-        """Return how far two means may part by chance: twice the standard error of their difference."""
-        return spread(one.sample, other.sample, self.deviation)
-
     def differ(self, one: Entry, other: Entry) -> bool:
-        """Return whether two means are further apart than their spread; without a spread nothing is."""
-        return differ(one.sample, other.sample, self.deviation)
+        """Return whether the means of two models are further apart than the margin of their difference."""
+        return self.spread.differ(one.sample, other.sample)
 
     @property
     def front(self) -> list[Entry]:
@@ -111,7 +107,7 @@ class Outcome:
                 asdict(entry) | {"mean_loss": entry.loss, "loss_deviation": entry.deviation} for entry in self.entries
             ],
             "bytes_per_token": self.bytes_per_token,
-            "pooled_deviation": self.deviation,
+            "pooled_deviation": self.spread.deviation,
             "pareto_front": [entry.name for entry in self.front],
         }
 

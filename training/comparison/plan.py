@@ -40,9 +40,10 @@ class Plan:
 
     Args:
         candidate: name of the model.
-        sweep: validation losses of the first seed by rate, of the runs that have ended; nan for those that failed.
+        sweep: validation losses of the first seed by rate, of the runs that have ended; nan for those that failed, inf
+            for those that diverged.
         rate: the best one; `None` while the sweep goes on, and where all of its runs failed.
-        seeds: validation losses at the best rate by seed, of the runs that have ended; nan for those that failed.
+        seeds: the same at the best rate, by seed.
         needed: runs that have not ended.
     """
 
@@ -59,7 +60,8 @@ def plan(candidate: str, recipe: CompareRecipe, ended: Mapping[str, float]) -> P
     Args:
         candidate: name of the model.
         recipe: of the comparison.
-        ended: validation loss by name of the run, of all that have ended; nan for those that failed.
+        ended: validation loss by name of the run, of all that have ended; nan for those that failed, inf for those
+            that diverged.
     """
     rates: Sequence[float] = recipe.learning_rates
     tried = list(rates)
@@ -96,7 +98,7 @@ class Comparison:
 
     @property
     def folder(self) -> Path:
-        return Path(str(self.recipe.output_dir))
+        return Path(str(self.recipe.output_dir)).resolve()  # runs compare what they are told when they go on
 
     def plans(self, ended: Mapping[str, float]) -> list[Plan]:
         """Return what is known of each model."""

@@ -1,10 +1,12 @@
 """The recipe of a comparison: what is trained, by which pretraining recipe, and how it is matched."""
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from ..recipe.objects import as_object
+from ..recipe.pretraining import check_trackers
 
 Match = Literal["parameters", "flops", "cache", "nothing"]
 WRITES = """--learning-rates and --learning_rates are the same option; in a YAML file it is `learning_rates: [0.003]`.
@@ -35,7 +37,8 @@ class CompareRecipe:
         default=None,
         metadata={
             "help": "JSON object: name of each model, and the fields in which it differs from the preset; the first is "
-            "what the others are matched with. Default: mha, gqa-half, gqa-quarter, mqa, mla-quarter, mla-eighth, mixed"
+            "what the others are matched with. Default: mha, gqa-half, gqa-quarter, mqa, mla-quarter, mla-eighth, "
+            "mixed; with match cache gqa-quarter, mha, gqa-half, mqa, mla."
         },
     )
     match: Match = field(
@@ -59,7 +62,10 @@ class CompareRecipe:
     )
     launcher: str = field(
         default="",
-        metadata={"help": "What starts each run, such as `torchrun --nproc_per_node 8 -m`; default: python -m."},
+        metadata={
+            "help": "What starts each run, such as `torchrun --nproc_per_node 8 -m`; default: python -m. It decides "
+            "which GPUs a run takes: leave jobs at 1."
+        },
     )
     contexts: list[int] = field(
         default_factory=lambda: [128, 512, 1024],
@@ -86,8 +92,21 @@ class CompareRecipe:
             raise ValueError(f"seed is {self.seed}; it must be from 0 to {2**32 - 1 - self.seeds}")
         if min(self.contexts, default=0) < 1:
             raise ValueError("contexts must be at least 1")
-        if len(self.kinds) == 1:
-            raise ValueError("kinds names one model; a comparison needs two")
+        self.check_kinds()
         swept = {"learning_rate", "seed", "data_seed", "preset", "model_overrides", "output_dir", "resume", "overwrite"}
         if taken := sorted(swept & set(self.options)):
             raise ValueError(f"options has {taken[0]}, which the comparison sets in each run: leave it out")
+        self.report_to = [name for name in self.report_to if name != "none"]
+        check_trackers(self.report_to)
+
+    def check_kinds(self) -> None:
+        """Raise `ValueError` for kinds that name no models, or names that are no names of folders."""
+        if len(self.kinds) == 1:
+            raise ValueError("kinds names one model; a comparison needs two")
+        for name, fields in as_object("kinds", self.kinds).items():
+            if not isinstance(fields, dict):
+                raise ValueError(f"kinds has {fields!r} for {name}; give an object, such as {{attention_kind: mha}}")
+            if not re.fullmatch(r"[\w+-][\w.+-]{0,99}", name):
+                raise ValueError(
+                    f"kinds has the name {name!r}; names have up to 100 letters, digits, '-', '_', '+', '.'"
+                )

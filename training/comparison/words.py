@@ -25,8 +25,10 @@ def conclusion(outcome: Outcome) -> list[str]:
         return ["No run has ended: there is nothing to conclude."]
     best, *others = ranked
     said = [f"The lowest mean validation loss is {best.loss:.4f} nats per token, of {best.name}."]
-    if math.isnan(outcome.deviation):
-        return [*said, "With one seed each there is no spread, so no model is declared better than another."]
+    if lost := [entry.name for entry in outcome.entries if entry not in ranked]:
+        said.append(f"Of {listed(lost, 'and')} no run at the best rate has ended: there is no loss to compare.")
+    if not outcome.spread.freedom:
+        return [*said, "No model has two seeds, so there is no spread, and none is declared better than another."]
     alike = [entry for entry in others if not outcome.differ(best, entry)]
     apart = [entry for entry in others if outcome.differ(best, entry)]
     if alike:
@@ -71,20 +73,21 @@ def confounds(recipe: CompareRecipe, outcome: Outcome, same_text: str) -> list[s
     said = [
         f"{MATCHED[recipe.match]}. Beside the first model's, parameters are {in_percent(parameters)}, training FLOPs "
         f"{in_percent(flops)}.",
-        f"All models are trained on the same tokens in the same order: {same_text}.",
+        same_text,
         f"The learning rate was swept with one seed ({recipe.seed}), which is also among those at the best rate: a "
         "lucky run of the sweep counts twice.",
         "A small model that is trained briefly does not say what a large one would do. Only the learning rate was "
         "tuned, not schedule, batch or initialisation.",
     ]
-    lacking = [entry.name for entry in outcome.entries if len(entry.losses) < recipe.seeds or not entry.losses]
-    lacking += [entry.name for entry in outcome.entries if any(math.isnan(loss) for loss in entry.losses.values())]
-    if lacking:
+    if lacking := [entry.name for entry in outcome.entries if len(entry.sample.values) < recipe.seeds]:
         said.append(
-            f"Runs of {listed(dict.fromkeys(lacking), 'and')} failed at the best rate, and are left out of the means."
+            f"Runs of {listed(lacking, 'and')} failed or diverged at the best rate, and are left out of the means, "
+            "which may be too low for that."
         )
+    if gaps := [entry.name for entry in outcome.entries if any(map(math.isnan, entry.sweep.values()))]:
+        said.append(f"Runs of the sweep of {listed(gaps, 'and')} failed: the best rate may be another.")
     edges = [
-        entry.name for entry in outcome.entries if entry.rate in (min(entry.sweep), max(entry.sweep)) and entry.rate
+        entry.name for entry in outcome.entries if entry.rate and entry.rate in (min(entry.sweep), max(entry.sweep))
     ]
     if edges:
         said.append(
@@ -131,8 +134,8 @@ def row(outcome: Outcome, entry: Entry, contexts: Sequence[int]) -> list[str]:
         with_prefix(entry.training_flops_per_token),
         f"{entry.cache_bytes_per_token:,}",
         *(f"{speed.decode_milliseconds[context]:.2f}" for context in contexts),
-        f"{speed.prompt_tokens_per_second:,.0f}",
-        f"{speed.training_tokens_per_second:,.0f}",
+        rate(speed.prompt_tokens_per_second),
+        rate(speed.training_tokens_per_second),
     ]
 
 
@@ -154,29 +157,42 @@ def sweep_table(outcome: Outcome) -> Table:
 
 
 def shown(loss: float) -> str:
-    return f"{loss:.4f}" if math.isfinite(loss) else "failed" if math.isnan(loss) else f"{loss}"
+    return f"{loss:.4f}" if math.isfinite(loss) else "failed" if math.isnan(loss) else "diverged"
+
+
+def rate(tokens_per_second: float) -> str:
+    return "-" if math.isnan(tokens_per_second) else f"{tokens_per_second:,.0f}"
 
 
 def write_report(
-    recipe: CompareRecipe, outcome: Outcome, machine: str, same_text: str, failures: dict[str, str]
+    recipe: CompareRecipe, outcome: Outcome, measured: str, same_text: str, failures: dict[str, str]
 ) -> str:
-    """Return the whole report in Markdown."""
+    """Return the whole report in Markdown.
+
+    Args:
+        recipe: of the comparison.
+        outcome: what was found.
+        measured: a sentence that says where speeds were measured.
+        same_text: a sentence that says what all models were trained on.
+        failures: last words of runs that failed, by name.
+    """
     lines = [
         f"# Attention compared: {listed([entry.name for entry in outcome.entries], 'and')}",
         "",
         *conclusion(outcome),
         "",
     ]
-    if not math.isnan(outcome.deviation):
+    if (spread := outcome.spread).freedom:
         lines += [
-            f"Losses are means over seeds; one run deviates by {outcome.deviation:.4f} (pooled over the models). "
-            "Two means differ here where they are further apart than twice the standard error of their difference.",
+            f"Losses are means over seeds; one run deviates by {spread.deviation:.4f} (pooled over the models, "
+            f"{spread.freedom} degrees of freedom). Two means differ here where they are further apart than "
+            f"{spread.quantile:.2f} standard errors of their difference (95 % by Student's t, one pair at a time).",
             "",
         ]
     lines += ["## What else may explain it", ""]
     lines += [f"- {sentence}" for sentence in confounds(recipe, outcome, same_text)]
     lines += ["", "## Results", "", results_table(outcome).to_markdown(), ""]
-    lines += [f"Speeds were measured on {machine}, with random weights and the models in turn.", ""]
+    lines += [measured, ""]
     lines += ["![validation loss against bytes of cache](loss_by_cache.png)", ""]
     lines += ["![milliseconds of a decoded token against the context](decoding.png)", ""]
     lines += ["## Learning rates", "", sweep_table(outcome).to_markdown(), ""]
@@ -187,5 +203,6 @@ def write_report(
     if found := anchors(outcome):
         lines += ["## Beside published figures", "", *(f"- {sentence}" for sentence in found), ""]
     front = [f"{x.name} ({x.cache_bytes_per_token:,} bytes per token, loss {x.loss:.4f})" for x in outcome.front]
-    lines += ["## The pareto front", "", f"Largest cache first: {'; '.join(front)}.", "", *steps(outcome), ""]
+    if front:
+        lines += ["## The pareto front", "", f"Largest cache first: {'; '.join(front)}.", "", *steps(outcome), ""]
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -125,11 +126,7 @@ class Recipe(TrainingArguments):
             raise ValueError("push_to_hub uploads final/, which publish false does not write: leave one of them out")
         if self.push_to_hub and self.hub_model_id:
             validate_repo_id(self.hub_model_id)
-        try:
-            for tracker in get_reporting_integration_callbacks(self.report_to):
-                tracker()
-        except Exception as error:  # an unknown name, a missing package: each tracker has its own class
-            raise ValueError(f"report_to {', '.join(self.report_to)}: {error}") from error
+        check_trackers(self.report_to)
 
     def check_numbers(self) -> None:
         """Raise `ValueError` for a number that is not finite or outside its bounds."""
@@ -178,3 +175,12 @@ class Recipe(TrainingArguments):
 
     def copy_documents(self, folder: Path) -> None:
         """Copy into the saved repository the licences and reports of the model that training began with."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise `ValueError` for a tracker that there is not, or whose package is not installed."""
+    try:
+        for tracker in get_reporting_integration_callbacks(names):
+            tracker()
+    except Exception as error:  # each tracker has a class of its own
+        raise ValueError(f"report_to {', '.join(names)}: {error}") from error

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from modeling_gqa.reporting.pictures import new_figure
 from ..console import say
 from ..errors import RecipeError
 from ..folder.listing import read_object, write_text
+from ..recipe.fields import FREE_ON_RESUME
 from .runs import Runs
 
 RECIPE = "recipe.json"
@@ -33,11 +34,14 @@ def begin(runs: Runs, what: str, values: dict[str, Any], free: Collection[str], 
     check_pictures()
     folder = runs.folder
     present = set(os.listdir(folder)) if folder.is_dir() else set()
-    if RECIPE not in present and (foreign := sorted(present - {"claims", "tokenizer", "students"})):
+    ours = {f".{RECIPE}.tmp", "claims", "tokenizer", "students"} if "claims" in present else set()
+    if RECIPE not in present and (foreign := sorted(present - ours)):
         raise RecipeError(f"{folder} holds {foreign[0]} and no {what}: choose another --output-dir")
     with runs.claim("begin").acquire(timeout=-1):
         saved = read_object(folder / RECIPE)
         if saved is None:
+            if (folder / RECIPE).exists():
+                raise RecipeError(f"{folder / RECIPE} is damaged, or of no {what}: choose another --output-dir")
             prepare()
             write_text(folder / RECIPE, json.dumps(values, indent=1) + "\n")
             return
@@ -51,6 +55,11 @@ def begin(runs: Runs, what: str, values: dict[str, Any], free: Collection[str], 
             f"{folder} holds a {what} with another recipe: {', '.join(changed)}; go on with the earlier values, or "
             "choose another --output-dir"
         )
+
+
+def with_runs(values: dict[str, Any], of_runs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a recipe, and as `runs.FIELD` those of the recipe of its runs that have to stay the same."""
+    return values | {f"runs.{name}": value for name, value in of_runs.items() if name not in FREE_ON_RESUME}
 
 
 def check_pictures() -> None:

@@ -15,7 +15,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from ..console import say
-from ..errors import Interrupted, RecipeError, failed_to_write
+from ..errors import NON_FINITE, Interrupted, RecipeError, failed_to_write
 from ..folder.listing import read_object, write_text
 from ..folder.manifest import SAVED_RECIPE
 from ..recipe.objects import as_arguments
@@ -50,7 +50,7 @@ class Runs:
     Args:
         folder: `runs/` in it holds the runs, and `logs/`, `claims/` and `failed/` what is known of them.
         needed: returns the runs that are needed and have not ended, of the validation losses by name of those that
-            have; a loss is nan where the run failed.
+            have; a loss is nan where the run failed, and inf where it diverged.
         jobs: number of runs at once.
         launcher: what starts each; "": a fork of this process.
     """
@@ -69,22 +69,36 @@ class Runs:
         return self.folder / "runs" / name
 
     def ended(self) -> dict[str, float]:
-        """Return the validation loss of each run that has ended, nan of one that failed in this launch or beside it."""
-        found = {}
-        for path in sorted((self.folder / "runs").glob(f"*/{RESULTS}")):
-            loss = (read_object(path) or {}).get("validation_loss")
-            if isinstance(loss, int | float):
-                found[path.parent.name] = float(loss)
-        return dict.fromkeys(self.failures(), math.nan) | found
+        """Return the validation loss of each run that has ended.
+
+        It is inf of one that diverged, and nan of one that failed in this launch or beside it.
+        """
+        losses = {path.parent.name: self.loss(path.parent.name) for path in (self.folder / "runs").glob(f"*/{RESULTS}")}
+        finished = {name: loss for name, loss in losses.items() if loss is not None}
+        diverged = {name: math.inf for name, note in self.notes().items() if diverges(str(note.get("said", "")))}
+        return dict.fromkeys(self.failures(), math.nan) | diverged | finished
+
+    def loss(self, name: str) -> float | None:
+        """Return the validation loss of a run that has finished, inf where it is no number; else `None`."""
+        found = read_object(self.path(name) / RESULTS)
+        if found is None or "validation_loss" not in found:
+            return None
+        loss = found["validation_loss"]
+        return float(loss) if is_finite(loss) else math.inf
+
+    def notes(self) -> dict[str, dict[str, Any]]:
+        """Return what is noted of runs that failed or diverged and have not finished since, by name."""
+        notes = {path.stem: read_object(path) or {} for path in sorted((self.folder / "failed").glob("*.json"))}
+        return {name: note for name, note in notes.items() if self.loss(name) is None}
 
     def failures(self) -> dict[str, str]:
-        """Return the last words of the runs that failed in this launch or beside it and have not ended, by name."""
-        notes = {path.stem: read_object(path) or {} for path in sorted((self.folder / "failed").glob("*.json"))}
-        return {
+        """Return the last words of the runs that failed in this launch or beside it, by name."""
+        recent = {
             name: str(note.get("said", ""))
-            for name, note in notes.items()
-            if note.get("time", 0) >= self.started and not (self.path(name) / RESULTS).is_file()
+            for name, note in self.notes().items()
+            if note.get("time", 0) >= self.started
         }
+        return {name: said for name, said in recent.items() if not diverges(said)}
 
     # -- running
 
@@ -156,15 +170,16 @@ class Runs:
             process.terminate()
         code = process.wait()
         self.processes.discard(process)
-        loss = (read_object(self.path(run.name) / RESULTS) or {}).get("validation_loss")
-        if code == 0 and isinstance(loss, int | float):
+        loss = self.loss(run.name)
+        if code == 0 and loss is not None:
             say(f"{run.name:<40} validation loss {loss:.4f}, {time.perf_counter() - begin:.0f} s")
             return
         said = last_words(log, before)
         if self.stopped or ELSEWHERE in said:  # of a launch that was killed, whose run has not ended yet
             time.sleep(WAIT)
             return
-        say(f"{run.name:<40} failed with exit code {code}: {said[:300]}")
+        ending = "diverged" if diverges(said) else f"failed with exit code {code}"
+        say(f"{run.name:<40} {ending}: {said[:300]}")
         (self.folder / "failed").mkdir(parents=True, exist_ok=True)
         note = {"time": time.time(), "exit_code": code, "said": said[:1000], "log": log.name}
         write_text(self.folder / "failed" / f"{run.name}.json", json.dumps(note, indent=1) + "\n")
@@ -186,6 +201,15 @@ def last_words(log: Path, start: int) -> str:
     """Return the error that a run has printed behind the first `start` bytes of its log, or its last lines."""
     lines = log.read_bytes()[start:].decode(errors="replace").strip().splitlines() if log.exists() else []
     return next((line for line in reversed(lines) if line.startswith("error: ")), " / ".join(lines[-LAST_LINES:]))
+
+
+def diverges(said: str) -> bool:
+    """Return whether the last words of a run say that training has diverged, which it would do again."""
+    return NON_FINITE in said
+
+
+def is_finite(loss: Any) -> bool:
+    return isinstance(loss, int | float) and math.isfinite(loss)
 
 
 @contextmanager

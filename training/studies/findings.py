@@ -8,11 +8,13 @@ from typing import Any
 from modeling_gqa.accounting import cache_bytes_per_token
 from modeling_gqa.reporting.tables import Table
 
-from ..shared.spread import Sample, agreement, differ
-from .points import Study, deviation_of
+from ..shared.spread import Sample, Spread, agreement
+from .points import Study, spread_of
 from .recipe import Point, Student
 
 LEAST_DIFFERENCE = 1.1  # times as long, below which times on a shared machine say nothing
+NO_SPREAD = Spread(math.nan, 0)
+EXACT = Spread(0.0, 1)  # of numbers that differ by no chance
 GROUPS = "Number of key/value heads against time and quality"
 
 
@@ -50,13 +52,15 @@ def named(study: Study, heads: int) -> str:
     return "MHA" if heads == study.config.num_attention_heads else "MQA" if heads == 1 else f"GQA-{heads}"
 
 
-def shown(sample: Sample | None, deviation: float = math.nan) -> str:
+def shown(sample: Sample | None, spread: Spread = NO_SPREAD) -> str:
     """Return a mean, with the deviation over seeds where there is one."""
     if sample is None:
         return "failed"
-    return f"{sample.mean:.4f}" + (
-        f" ± {deviation:.4f}" if not math.isnan(deviation) and len(sample.values) > 1 else ""
-    )
+    return f"{sample.mean:.4f}" + (f" ± {spread.deviation:.4f}" if spread.freedom and len(sample.values) > 1 else "")
+
+
+def in_percent(share: float) -> str:
+    return f"{100 * share:.3g}%"
 
 
 # -- (a)
@@ -68,19 +72,19 @@ def conversion(study: Study) -> Findings:
     points = {method: Point(Student(1, method), study.recipe.share) for method in methods}
     before = {method: study.losses(point, method, "initial_validation_loss") for method, point in points.items()}
     after = {method: study.losses(point, method) for method, point in points.items()}
-    deviation = deviation_of(list(after.values()))
-    rows = [[method, shown(before[method]), shown(after[method], deviation)] for method in methods]
+    seeds = spread_of(after.values())
+    rows = [[method, shown(before[method]), shown(after[method], seeds)] for method in methods]
     header = [
         "conversion to MQA",
         "validation loss before",
-        f"after {study.recipe.share:.0%} of the pretraining tokens",
+        f"after {in_percent(study.recipe.share)} of the pretraining tokens",
     ]
     said = [
         "The GQA paper's figure 4 (2305.13245; T5 large to MQA, 5 %): the mean of the heads is best, then the first "
         "head, then random ones."
     ]
     # Before uptraining only random heads differ by seed: any difference counts.
-    for when, found, spread in (("Before", before, 0.0), ("After", after, deviation)):
+    for when, found, spread in (("Before", before, EXACT), ("After", after, seeds)):
         ranked = sorted((x for x in found.values() if x), key=lambda sample: sample.mean)
         said.append(f"{when} uptraining: {', '.join(f'{x.name} {x.mean:.4f}' for x in ranked)}.")
         order = [sample for name in ("mean", "first", "random") if (sample := found.get(name))]
@@ -97,9 +101,9 @@ def uptraining(study: Study) -> Findings:
     """Share of the pretraining tokens against quality: the paper's figure 5."""
     curves = curves_of(study)
     shares = [0.0, *study.recipe.shares]
-    deviation = deviation_of([sample for curve in curves.values() for share, sample in curve.items() if share])
+    spread = spread_of(sample for curve in curves.values() for share, sample in curve.items() if share)
     rows = [
-        [f"{share:.0%}", *(shown(curve.get(share), deviation if share else math.nan) for curve in curves.values())]
+        [in_percent(share), *(shown(curve.get(share), spread if share else NO_SPREAD) for curve in curves.values())]
         for share in shares
     ]
     said = [
@@ -114,13 +118,13 @@ def uptraining(study: Study) -> Findings:
             f"{single[0.0].mean:.4f} nats per token; the order {better}."
         )
     curves_to_heal = [grouped, single] if study.heads > 1 else [single]
-    said += [sentence for curve in curves_to_heal if (sentence := returns(curve))]
+    said += [sentence for curve in curves_to_heal if (sentence := returns(curve, spread))]
     source = curves[named(study, study.most_heads)]
-    if source and max(source) > 0:
-        trained = source[max(source)]
+    if 0.0 in source and max(source) > 0:
+        most = max(source)
         said.append(
-            f"The source itself goes from {source[0.0].mean:.4f} to {trained.mean:.4f} by {max(source):.0%}, which the "
-            "paper does not show: what the others gain beyond that is healing."
+            f"The source itself goes from {source[0.0].mean:.4f} to {source[most].mean:.4f} by {in_percent(most)}, "
+            "which the paper does not show: what the others gain beyond that is healing."
         )
     numbers = {name: {f"{x:g}": sample.values for x, sample in curve.items()} for name, curve in curves.items()}
     return Findings("Share of the pretraining tokens against quality", Table(["", *curves], rows), said, numbers)
@@ -132,16 +136,19 @@ def curves_of(study: Study) -> dict[str, dict[float, Sample]]:
     return {name: study.curve(number, name) for number in heads if (name := named(study, number))}
 
 
-def returns(curve: Mapping[float, Sample]) -> str:
+def returns(curve: Mapping[float, Sample], spread: Spread) -> str:
     """Return whether the first half of the longest training gained more than the second."""
     if len(curve) < 3 or 0.0 not in curve:
         return ""
     half, most = sorted(curve)[-2:]
     first, second = curve[0.0].mean - curve[half].mean, curve[half].mean - curve[most].mean
     diminishing = first / half > second / (most - half)
+    verdict = f"returns {'diminish, as' if diminishing else 'do not diminish, unlike'} in the paper"
+    if first <= (spread.margin(len(curve[half].values) ** -0.5) if spread.freedom else 0.0):
+        verdict = "unlike in the paper, the first gain is none, or within the spread of the seeds"
     return (
-        f"{curve[half].name} gains {first:.4f} from the first {half:.0%} and {second:.4f} from the next "
-        f"{most - half:.0%}: returns {'diminish, as' if diminishing else 'do not diminish, unlike'} in the paper."
+        f"{curve[half].name} gains {first:.4f} from the first {in_percent(half)} and {second:.4f} from the next "
+        f"{in_percent(most - half)}: {verdict}."
     )
 
 
@@ -173,15 +180,15 @@ def groups(study: Study, times: Mapping[int, Times]) -> Findings:
     ends = [samples.get(heads) for heads in (most, middle, least)]
     if all(ends):
         said.append(kept(ends, times[most].sample / times[middle].sample, times[most].sample / times[least].sample))
-        if not differ(ends[0], ends[2], deviation_of(list(samples.values()))):
-            said.append("The losses of MHA and MQA cannot be told apart by these seeds.")
+        if not spread_of(samples.values()).differ(ends[0], ends[2]):
+            said.append(f"The losses of {ends[0].name} and {ends[2].name} cannot be told apart by these seeds.")
     return Findings(GROUPS, table, said, numbers)
 
 
 def groups_table(study: Study, times: Mapping[int, Times], samples: Mapping[int, Sample | None]) -> Table:
-    deviation = deviation_of(list(samples.values()))
+    spread = spread_of(samples.values())
     header = ["", "key/value heads", "cache, bytes per token", "ms a token", "s a sample"]
-    header += [f"validation loss after {study.recipe.share:.0%}"]
+    header += [f"validation loss after {in_percent(study.recipe.share)}"]
     rows = [
         [
             named(study, heads),
@@ -189,7 +196,7 @@ def groups_table(study: Study, times: Mapping[int, Times], samples: Mapping[int,
             f"{cache(study, heads):,}",
             f"{found.token:.2f}",
             f"{found.sample:.3f}",
-            shown(samples[heads], deviation),
+            shown(samples[heads], spread),
         ]
         for heads, found in times.items()
     ]
@@ -219,7 +226,8 @@ def kept(ends: Sequence[Any], faster: float, fastest: float) -> str:
     return (
         "The paper's figure 3: GQA-8 loses 0.1 of the 0.6 points that MQA loses, at nearly its speed (5.4 and 6.3 "
         f"times MHA's). Here {middle.name} has {lost:.0%} of MQA's rise in loss ({middle.mean - many.mean:+.4f} of "
-        f"{one.mean - many.mean:+.4f} nats per token), at {faster:.2f} times MHA's speed; MQA has {fastest:.2f}."
+        f"{one.mean - many.mean:+.4f} nats per token), at {faster:.2f} times {many.name}'s speed; MQA has "
+        f"{fastest:.2f}."
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from modeling_gqa.reporting.pictures import COLORS, name_lines, new_figure, save, tidy
 
-from .findings import Times, cache, curves_of, named
+from .findings import Times, cache, curves_of, in_percent, named
 from .points import Study
 from .recipe import Point, Student
 
@@ -25,7 +25,7 @@ def plot_conversion(study: Study, path: Path) -> None:
     methods = study.recipe.methods
     for offset, field, shade, name in (
         (-0.2, "initial_validation_loss", "0.75", "before uptraining"),
-        (0.2, "validation_loss", COLORS["mqa"], f"after {study.recipe.share:.0%}"),
+        (0.2, "validation_loss", COLORS["mqa"], f"after {in_percent(study.recipe.share)}"),
     ):
         samples = [study.losses(Point(Student(1, method), study.recipe.share), method, field) for method in methods]
         places = [place + offset for place, sample in enumerate(samples) if sample]

@@ -1,6 +1,6 @@
 """Which models a study trains, and for how long."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ from modeling_gqa.conversion import target_config
 from ..errors import RecipeError
 from ..folder.listing import read_object
 from ..results import RESULTS
-from ..shared.runs import Run
-from ..shared.spread import Sample, pooled_deviation
-from .recipe import Point, Student, StudyRecipe, is_finite, options_of_runs
+from ..shared.runs import Run, is_finite
+from ..shared.spread import Sample, Spread, pooled
+from .recipe import Point, Student, StudyRecipe, options_of_runs
 
 PAPERS = "mean"  # the GQA paper's method, by which the studies of uptraining and of groups convert
 
@@ -36,7 +36,7 @@ class Study:
 
     @property
     def folder(self) -> Path:
-        return Path(str(self.recipe.output_dir))
+        return Path(str(self.recipe.output_dir)).resolve()  # runs compare what they are told when they go on
 
     @property
     def most_heads(self) -> int:
@@ -126,14 +126,15 @@ class Study:
     def curve(self, heads: int, name: str) -> dict[float, Sample]:
         """Return losses by share, 0 included, of the model with these heads."""
         points = [point for point in self.points() if point.student == self.student(heads)]
-        before = self.losses(points[0], name, "initial_validation_loss") if points else None
-        curve = {0.0: before} | {point.share: self.losses(point, name) for point in points}
+        # All of them begin alike, and the first may have failed.
+        known = (self.losses(point, name, "initial_validation_loss") for point in points)
+        curve = {0.0: next(filter(None, known), None)} | {point.share: self.losses(point, name) for point in points}
         return {share: sample for share, sample in curve.items() if sample is not None}
 
 
-def deviation_of(samples: Sequence[Sample | None]) -> float:
-    """Return the standard deviation over seeds, pooled over these."""
-    return pooled_deviation([sample.values for sample in samples if sample])
+def spread_of(samples: Iterable[Sample | None]) -> Spread:
+    """Return the spread over seeds, pooled over these."""
+    return pooled([sample.values for sample in samples if sample])
 
 
 def check_source(config: GQAConfig, recipe: StudyRecipe) -> None:

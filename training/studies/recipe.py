@@ -1,6 +1,5 @@
 """The recipe of the studies: which model is converted, and how its conversions are trained."""
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
@@ -10,6 +9,9 @@ from ..recipe.objects import as_object
 
 StudyName = Literal["conversion", "uptraining", "groups"]
 STUDIES: tuple[str, ...] = get_args(StudyName)
+SET_IN_RUNS = {"student", "pretraining_fraction", "pretraining_tokens", "max_steps", "seed", "data_seed"}
+# Next-token loss on all parameters, as in the paper's section 2.1.
+NEXT_TOKEN = {"teacher": "none", "trainable": "all", "layerwise_fraction": 0, "kl_weight": 0}
 WRITES = """--data-files and --data_files are the same option. The studies write only into --output-dir (default:
 runs/RECIPE), and share what they train: students/NAME/, the conversions; runs/NAME/, an uptraining run each; logs/,
 claims/, failed/, recipe.json; and of each study STUDY.md, STUDY.json and its pictures. The same command goes on where
@@ -75,8 +77,7 @@ class StudyRecipe:
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {smallest}")
-        taken = {"student", "pretraining_fraction", "pretraining_tokens", "max_steps", "seed", "data_seed"}
-        if found := sorted((taken | {"output_dir", "resume", "overwrite"}) & set(self.options)):
+        if found := sorted((SET_IN_RUNS | {"output_dir", "resume", "overwrite"}) & set(self.options)):
             raise ValueError(f"options has {found[0]}, which the study sets in each run: leave it out")
 
 
@@ -110,16 +111,5 @@ class Point:
 
 
 def options_of_runs(recipe: StudyRecipe) -> dict[str, Any]:
-    """Return the options that all runs have: next-token loss on all parameters, as in the paper's section 2.1."""
-    return {
-        "teacher": "none",
-        "trainable": "all",
-        "layerwise_fraction": 0,
-        "kl_weight": 0,
-        "publish": False,
-        **(recipe.options if isinstance(recipe.options, dict) else {}),
-    }
-
-
-def is_finite(loss: Any) -> bool:
-    return isinstance(loss, int | float) and math.isfinite(loss)
+    """Return the options that all runs have."""
+    return {**NEXT_TOKEN, "publish": False, **as_object("options", recipe.options)}

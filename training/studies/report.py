@@ -1,27 +1,31 @@
 """A study's report: Markdown, JSON and pictures."""
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
 
+from modeling_gqa.common.errors import ConversionError
 from modeling_gqa.reporting.measuring import machine_name
 from modeling_gqa.reporting.results import write_json
 from modeling_gqa.reporting.speeds import measure_speeds
 
 from ..console import say
+from ..errors import RecipeError
 from ..folder.listing import write_text
+from ..recipe.objects import as_object
 from ..shared.runs import Runs
 from .findings import Findings, Times, conversion, groups, named, uptraining
 from .pictures import plot_conversion, plot_groups, plot_trade, plot_uptraining
 from .points import Study
+from .recipe import NEXT_TOKEN, StudyRecipe
 
 # What may differ when a study goes on: none of it changes what a finished run has found.
-FREE = {"methods", "shares", "share", "heads", "prompt_tokens", "new_tokens", "rows", "seeds"} | {
-    "jobs",
-    "launcher",
+FREE = {
+    "methods", "shares", "share", "heads", "prompt_tokens", "new_tokens", "rows", "seeds", "jobs", "launcher",
     "output_dir",
-}
+}  # fmt: skip
 
 
 def write_findings(study: Study, runs: Runs) -> None:
@@ -43,8 +47,8 @@ def write_findings(study: Study, runs: Runs) -> None:
     lines += [
         f"The source is {recipe.source}, pretrained on {study.pretraining_tokens:,} tokens. Losses are means over "
         f"{recipe.seeds} seeds, in nats per token of validation text; ± is the standard deviation of a run. Each run "
-        f"trains by the recipe {recipe.uptraining}, all parameters on the next token. Its learning rate was not "
-        "swept here, and a small model does not say what a large one would do.",
+        f"trains by the recipe {recipe.uptraining}, {trained(recipe)}. Its learning rate was not swept here, and a "
+        "small model does not say what a large one would do.",
         "",
     ]
     if study.name == "groups":
@@ -58,6 +62,13 @@ def write_findings(study: Study, runs: Runs) -> None:
     write_text(study.folder / f"{study.name}.md", "\n".join(lines).rstrip() + "\n")
     for sentence in findings.said:
         say(sentence)
+
+
+def trained(recipe: StudyRecipe) -> str:
+    """Return what the runs train, and on what."""
+    options = as_object("options", recipe.options)
+    told = f" (options: {json.dumps(options)})" if options else ""
+    return f"{'as its options say' if NEXT_TOKEN.keys() & options else 'all parameters on the next token'}{told}"
 
 
 def on_conversion(study: Study) -> tuple[Findings, list[str]]:
@@ -84,7 +95,10 @@ def measure(study: Study) -> dict[int, Times]:
     middle = recipe.prompt_tokens + recipe.new_tokens // 2
     say("Measuring speeds ...")
     configs = {name: study.config_with(heads) for heads, name in names.items()}
-    speeds = measure_speeds(configs, [middle], recipe.prompt_tokens, recipe.rows)
+    try:
+        speeds = measure_speeds(configs, [middle], recipe.prompt_tokens, recipe.rows)
+    except ConversionError as error:
+        raise RecipeError(f"{error}; runs are kept, and the same command measures again") from error
     found = {}
     for heads, name in names.items():
         token = speeds[name].decode_milliseconds[middle]

@@ -15,6 +15,7 @@ from modeling_gqa.conversion import convert_model, load_source
 from modeling_gqa.conversion.checkpoints.files import local_folder
 from modeling_gqa.conversion.text.packing import pack
 
+from ..beginning import fingerprint
 from ..console import say
 from ..errors import RecipeError
 from ..folder.listing import read_object
@@ -28,11 +29,24 @@ from ..text.source import open_source
 from ..text.split import split_source
 from ..text.tokenizer import load_tokenizer
 from .points import Study, check_source
-from .recipe import Student, StudyRecipe, options_of_runs
+from .recipe import SET_IN_RUNS, Student, StudyRecipe, options_of_runs
 
 BATCH = 8  # blocks
 APART = 8  # every so many blocks one calibrates, so that they come from more documents
 PAPERS_METHODS = ("mean", "first", "random")  # which see no text
+
+
+def uptraining_of(recipe: StudyRecipe) -> tuple[UptrainRecipe, dict[str, Any]]:
+    """Return the recipe of a study's runs, as if the source were trained, and its values; raises `RecipeError`."""
+    options = {**options_of_runs(recipe), "student": recipe.source, "max_steps": 1, "pretraining_fraction": 0}
+    return load_recipe([recipe.uptraining, *as_arguments(options)], UptrainRecipe)
+
+
+def values_of_runs(recipe: StudyRecipe) -> dict[str, Any]:
+    """Return what all runs of a study have alike: the source, and options of uptraining that the study does not set."""
+    _, values = uptraining_of(recipe)
+    alike = {name: value for name, value in values.items() if name not in SET_IN_RUNS}
+    return alike | {"source": fingerprint(recipe.source)}
 
 
 def open_study(name: str, recipe: StudyRecipe) -> tuple[Study, GQAForCausalLM, PreTrainedTokenizerBase]:
@@ -85,9 +99,7 @@ def write_student(folder: Path, model: GQAForCausalLM, tokenizer: PreTrainedToke
 
 def calibration(study: Study, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, torch.Tensor]]:
     """Return batches of the training text."""
-    student = study.student_folder(study.student(study.most_heads), study.recipe.seed)
-    options = {**options_of_runs(study.recipe), "student": str(student), "max_steps": 1, "pretraining_fraction": 0}
-    recipe, _ = load_recipe([study.recipe.uptraining, *as_arguments(options)], UptrainRecipe)
+    recipe, _ = uptraining_of(study.recipe)
     split = split_source(open_source(recipe), recipe)
     wanted = max(1, study.recipe.calibration_tokens // recipe.sequence_length)
     packed = pack(tokenize(split.pieces("train"), tokenizer), recipe.sequence_length)

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import EvalPrediction, PrinterCallback, ProgressCallback, Trainer, TrainerState, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..errors import RecipeError
+from ..errors import NON_FINITE, RecipeError
 from ..folder.checkpoint import what_is_kept
 from ..folder.run_folder import RunFolder
 from ..recipe.pretraining import Recipe
@@ -81,7 +81,7 @@ class PretrainTrainer(Trainer):
 
     def stop_non_finite(self, what: str) -> None:
         raise NonFiniteLoss(
-            f"non-finite {what} at step {self.state.global_step + 1}, before the weights were changed; "
+            f"{NON_FINITE} {what} at step {self.state.global_step + 1}, before the weights were changed; "
             f"{what_is_kept(self.args.output_dir)}. Try a lower learning_rate, more "
             "warmup_steps or a smaller max_grad_norm" + (", or bf16 in place of fp16" if self.args.fp16 else "")
         )
