@@ -46,7 +46,8 @@ def machine_name(device: str) -> str:
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
-    return f"{cpu}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{cpu}, {threads} thread{'s' * (threads > 1)}"
 
 
 def seconds(function: Callable[[], object], device: str) -> float:
