@@ -54,8 +54,8 @@ def latent(outcome: Outcome) -> str:
     alike = "equal" if grouped.cache_bytes_per_token == mla.cache_bytes_per_token else "similar"
     ratio = f"MLA's best rate is {mla.rate / grouped.rate:.2f} of the other's" if mla.rate and grouped.rate else ""
     return (
-        "Marin's sweep of rates (issue 7381, width 1,024): GQA 3.1492, MLA 3.1559 nats per token, and MLA prefers 0.92 "
-        f"of the rate. Here, with {alike} caches: {grouped.name} {grouped.loss:.4f}, {mla.name} {mla.loss:.4f}, and "
+        "Marin's sweep of rates (issue 7381, width 1,024, loss on Paloma): GQA 3.1492, MLA 3.1559, and MLA's best rate "
+        f"is 0.95 of GQA's. Here, with {alike} caches: {losses([grouped, mla])}, and "
         f"{ratio}; {ordered(outcome, [grouped, mla])}."
     )
 

@@ -52,8 +52,13 @@ def write_outcome(comparison: Comparison, runs: Runs) -> None:
     rows, tokens = pretraining.per_device_train_batch_size, pretraining.sequence_length
     say("Measuring speeds ...")
     configs = {candidate.name: candidate.config for candidate in candidates}
-    machine = machine_name("cuda" if torch.cuda.is_available() else "cpu")
-    measured = f"Speeds were measured on {machine}, with random weights and the models in turn."
+    machine, dtype = machine_name("cpu"), "float32"
+    if torch.cuda.is_available():
+        machine, dtype = machine_name("cuda"), "bfloat16"
+    measured = (
+        f"Speeds: {machine}, {dtype}, random weights, the models in turn; decoding of one row, a prompt of "
+        f"{max(recipe.contexts):,} tokens, training of {rows:,} x {tokens:,} tokens without the optimizer."
+    )
     try:
         speeds = measure_speeds(configs, recipe.contexts, max(recipe.contexts), training_block=(rows, tokens))
     except ConversionError as error:  # too little memory for all models at once, for one

@@ -115,7 +115,7 @@ def results_table(outcome: Outcome) -> Table:
         "best rate",
         "parameters",
         "FLOP per token",
-        "cache, bytes per token",
+        "cache, bytes per token (bfloat16)",
     ]
     header += [f"ms a token after {context:,}" for context in contexts]
     header += ["prompt, tokens/s", "training, tokens/s"]

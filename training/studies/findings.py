@@ -24,7 +24,7 @@ class Times:
 
     Args:
         token: milliseconds of a decoded token of all rows, in the middle of what a sample generates.
-        sample: seconds of a sample: its prompt, and its new tokens at that time each.
+        sample: seconds of the samples of all rows: their prompts, and their new tokens at that time each.
     """
 
     token: float
@@ -57,6 +57,11 @@ def shown(sample: Sample | None, spread: Spread = NO_SPREAD) -> str:
     if sample is None:
         return "failed"
     return f"{sample.mean:.4f}" + (f" ± {spread.deviation:.4f}" if spread.freedom and len(sample.values) > 1 else "")
+
+
+def of_samples(study: Study) -> str:
+    """Return how many samples there are at once."""
+    return f"{study.recipe.rows:,} samples" if study.recipe.rows > 1 else "a sample"
 
 
 def in_percent(share: float) -> str:
@@ -187,7 +192,7 @@ def groups(study: Study, times: Mapping[int, Times]) -> Findings:
 
 def groups_table(study: Study, times: Mapping[int, Times], samples: Mapping[int, Sample | None]) -> Table:
     spread = spread_of(samples.values())
-    header = ["", "key/value heads", "cache, bytes per token", "ms a token", "s a sample"]
+    header = ["", "key/value heads", "cache, bytes per token", "ms a token", f"s for {of_samples(study)}"]
     header += [f"validation loss after {in_percent(study.recipe.share)}"]
     rows = [
         [

@@ -6,7 +6,7 @@ from typing import Any
 
 from modeling_gqa.reporting.pictures import COLORS, name_lines, new_figure, save, tidy
 
-from .findings import Times, cache, curves_of, in_percent, named
+from .findings import Times, cache, curves_of, in_percent, named, of_samples
 from .points import Study
 from .recipe import Point, Student
 
@@ -63,7 +63,9 @@ def plot_groups(study: Study, times: Mapping[int, Times], path: Path) -> None:
     """Draw the time of a token and of a sample against the number of key/value heads."""
     figure = new_figure(figsize=(8.4, 3.2))
     for axis, (field, label) in zip(
-        figure.subplots(1, 2), (("token", "time of a token (ms)"), ("sample", "time of a sample (s)")), strict=True
+        figure.subplots(1, 2),
+        (("token", "time of a token (ms)"), ("sample", f"time of {of_samples(study)} (s)")),
+        strict=True,
     ):
         values = [getattr(found, field) for found in times.values()]
         axis.plot(list(times), values, color="0.7", zorder=0)
@@ -88,7 +90,7 @@ def plot_trade(study: Study, times: Mapping[int, Times], path: Path) -> None:
             area: dict[str, Any] = {"s": 400 * cache(study, heads) / largest, "color": color_of(name), "alpha": 0.7}
             axis.scatter([found.sample], [sample.mean], **area)
             axis.annotate(name, (found.sample, sample.mean), (9, 6), textcoords="offset points", fontsize=8)
-    axis.set(xlabel="time of a sample (s)", ylabel=LOSS)
+    axis.set(xlabel=f"time of {of_samples(study)} (s)", ylabel=LOSS)
     axis.set_title("area: bytes of cache per token", fontsize=8)
     axis.margins(0.15)
     tidy(axis)

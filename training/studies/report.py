@@ -16,7 +16,7 @@ from ..errors import RecipeError
 from ..folder.listing import write_text
 from ..recipe.objects import as_object
 from ..shared.runs import Runs
-from .findings import Findings, Times, conversion, groups, named, uptraining
+from .findings import Findings, Times, conversion, groups, named, of_samples, uptraining
 from .pictures import plot_conversion, plot_groups, plot_trade, plot_uptraining
 from .points import Study
 from .recipe import NEXT_TOKEN, StudyRecipe
@@ -53,9 +53,9 @@ def write_findings(study: Study, runs: Runs) -> None:
     ]
     if study.name == "groups":
         lines += [
-            f"Times: {recipe.rows:,} at once, {recipe.prompt_tokens:,} tokens and {recipe.new_tokens:,} new ones each, "
-            f"on {machine}, with random weights and the models in turn. A sample is the measured time of its prompts, "
-            "one after another, and of its new tokens, as measured in their middle.",
+            f"Times: {of_samples(study)} at once, {recipe.prompt_tokens:,} tokens and {recipe.new_tokens:,} new ones "
+            f"each, on {machine}, with random weights and the models in turn: the measured time of the prompts, one "
+            "after another, and of the new tokens, as measured in their middle.",
             "",
         ]
     lines += [f"- {name} failed: {said}" for name, said in failures.items()]
