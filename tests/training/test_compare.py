@@ -496,7 +496,7 @@ def check_another_recipe_is_refused(comparison: Launches) -> None:
     saved = comparison.folder / "recipe.json"
     before = saved.read_text()
     saved.write_text(json.dumps(json.loads(before) | {"runs.weight_decay": 0.5}))
-    with pytest.raises(RecipeError, match=r"another recipe: runs\.weight_decay \(0\.5 then, 0\.0 now\)"):
+    with pytest.raises(RecipeError, match=r"another recipe: runs\.weight_decay \(0\.5 then, 0\.1 now\)"):
         compare(argv)
     saved.write_text(before)
 
