@@ -62,7 +62,8 @@ def plot_losses(outcome: Outcome) -> Any:
     axis.set(xscale="log", xlabel="cache (bytes per token, bfloat16)", ylabel="validation loss (nats per token)")
     axis.set_xticks(ticks, labels=[f"{tick:,}" for tick in ticks])
     tidy(axis)
-    axis.set_title("bars: one standard deviation over seeds; grey: the pareto front", fontsize=8)
+    grey = "; grey: the pareto front" if len(front) > 1 else ""
+    axis.set_title(f"bars: one standard deviation over seeds{grey}", fontsize=8)
     return figure
 
 
