@@ -84,10 +84,14 @@ def measure_speeds(
     }
 
 
+def device_and_dtype() -> tuple[str, torch.dtype]:
+    """Return on what, and in which dtype, models are measured."""
+    return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+
 def measure_here(told: dict[str, Any]) -> dict[str, Speed]:
     """Measure in this process what `measure_speeds` was told."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    device, dtype = device_and_dtype()
     models = [Model(GQAConfig.from_dict(json.loads(text)), name) for name, text in told["configs"].items()]
     decoded = measure_decoding(models, told["contexts"], [told["rows"]], dtype, device, no_progress)
     prompts = measure_prompts(models, told["prompt_tokens"], dtype, device)

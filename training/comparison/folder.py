@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from transformers import AutoTokenizer
 
 from modeling_gqa.accounting import cache_bytes_per_token, count_parameters, training_flops
 from modeling_gqa.common.errors import ConversionError
 from modeling_gqa.reporting.measuring import machine_name
 from modeling_gqa.reporting.results import write_json
-from modeling_gqa.reporting.speeds import Speed, measure_speeds
+from modeling_gqa.reporting.speeds import Speed, device_and_dtype, measure_speeds
 
 from ..console import say
 from ..folder.listing import read_object, write_text
@@ -52,11 +51,10 @@ def write_outcome(comparison: Comparison, runs: Runs) -> None:
     rows, tokens = pretraining.per_device_train_batch_size, pretraining.sequence_length
     say("Measuring speeds ...")
     configs = {candidate.name: candidate.config for candidate in candidates}
-    machine, dtype = machine_name("cpu"), "float32"
-    if torch.cuda.is_available():
-        machine, dtype = machine_name("cuda"), "bfloat16"
+    device, dtype = device_and_dtype()
+    machine = machine_name(device)
     measured = (
-        f"Speeds: {machine}, {dtype}, random weights, the models in turn; decoding of one row, a prompt of "
+        f"Speeds: {machine}, {str(dtype).removeprefix('torch.')}, random weights, the models in turn; decoding of one row, a prompt of "
         f"{max(recipe.contexts):,} tokens, training of {rows:,} x {tokens:,} tokens without the optimizer."
     )
     try:
