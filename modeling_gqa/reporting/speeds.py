@@ -19,7 +19,7 @@ from ..accounting import Model
 from ..common.errors import ConversionError
 from ..common.progress import no_progress
 from ..configuration_gqa import GQAConfig
-from .measuring import measure_decoding, measure_prompts, measure_training
+from .measuring import machine_name, measure_decoding, measure_prompts, measure_training
 
 POLICY = "OMP_WAIT_POLICY"
 
@@ -87,6 +87,12 @@ def measure_speeds(
 def device_and_dtype() -> tuple[str, torch.dtype]:
     """Return on what, and in which dtype, models are measured."""
     return ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+
+
+def where_measured() -> str:
+    """Return the machine's name and the dtype, in words."""
+    device, dtype = device_and_dtype()
+    return f"{machine_name(device)}, {str(dtype).removeprefix('torch.')}"
 
 
 def measure_here(told: dict[str, Any]) -> dict[str, Speed]:

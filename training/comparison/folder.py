@@ -9,9 +9,8 @@ from transformers import AutoTokenizer
 
 from modeling_gqa.accounting import cache_bytes_per_token, count_parameters, training_flops
 from modeling_gqa.common.errors import ConversionError
-from modeling_gqa.reporting.measuring import machine_name
 from modeling_gqa.reporting.results import write_json
-from modeling_gqa.reporting.speeds import Speed, device_and_dtype, measure_speeds
+from modeling_gqa.reporting.speeds import Speed, measure_speeds, where_measured
 
 from ..console import say
 from ..folder.listing import read_object, write_text
@@ -51,10 +50,9 @@ def write_outcome(comparison: Comparison, runs: Runs) -> None:
     rows, tokens = pretraining.per_device_train_batch_size, pretraining.sequence_length
     say("Measuring speeds ...")
     configs = {candidate.name: candidate.config for candidate in candidates}
-    device, dtype = device_and_dtype()
-    machine = machine_name(device)
+    machine = where_measured()
     measured = (
-        f"Speeds: {machine}, {str(dtype).removeprefix('torch.')}, random weights, the models in turn; decoding of one row, a prompt of "
+        f"Speeds: {machine}, random weights, the models in turn; decoding of one row, a prompt of "
         f"{max(recipe.contexts):,} tokens, training of {rows:,} x {tokens:,} tokens without the optimizer."
     )
     try:

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from modeling_gqa.common.errors import ConversionError
-from modeling_gqa.reporting.measuring import machine_name
 from modeling_gqa.reporting.results import write_json
-from modeling_gqa.reporting.speeds import device_and_dtype, measure_speeds
+from modeling_gqa.reporting.speeds import measure_speeds, where_measured
 
 from ..console import say
 from ..errors import RecipeError
@@ -28,8 +27,7 @@ FREE = {
 
 def write_findings(study: Study, runs: Runs) -> None:
     """Write the report of a study, its numbers and its pictures."""
-    device, dtype = device_and_dtype()
-    machine = machine_name(device)
+    machine = where_measured()
     study_of: dict[str, Callable[[], tuple[Findings, list[str]]]] = {
         "conversion": lambda: on_conversion(study),
         "uptraining": lambda: on_uptraining(study),
@@ -53,7 +51,7 @@ def write_findings(study: Study, runs: Runs) -> None:
     if study.name == "groups":
         lines += [
             f"Times: {of_samples(study)} at once, {recipe.prompt_tokens:,} tokens and {recipe.new_tokens:,} new ones "
-            f"each, in {str(dtype).removeprefix('torch.')} on {machine}, with random weights and the models in turn: the "
+            f"each, on {machine}, with random weights and the models in turn: the "
             "measured time of the prompts, one after another, and of the new tokens, as measured in their middle.",
             "",
         ]

@@ -1,5 +1,6 @@
 """The report of a conversion: its type, its rows as they are printed, the file `conversion.json` and the model card."""
 
+import json
 import platform
 from collections.abc import Iterable
 from itertools import groupby
@@ -228,7 +229,8 @@ def versions() -> dict[str, str]:
 
 
 def write_report(folder: Path, report: Report) -> None:
-    """Save the report as `conversion.json`."""
+    """Save the report as `conversion.json`; raises ValueError for numbers that JSON cannot hold."""
+    json.dumps(report, allow_nan=False)  # a conversion that has come to nan is no result
     write_json(folder / REPORT_NAME, report)
 
 
