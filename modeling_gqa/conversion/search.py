@@ -10,7 +10,7 @@ from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
 from .kept import Kept
 from .layers.latent import ALPHAS
-from .sequential import Setting, assemble, convert_layers
+from .sequential import NewLayer, Setting, assemble, convert_layers
 from .targets import Fields, configuration
 from .text.calibration import Batch, evaluating, first_batches
 from .text.measuring import compare_predictions, predicted_states
@@ -45,7 +45,7 @@ class Search:
 
     def converted(
         self, setting: Setting, share: bool, trial: bool = False
-    ) -> tuple[GQAForCausalLM, list[Fields], dict[int, float | None]]:
+    ) -> tuple[GQAForCausalLM, list[Fields], dict[int, NewLayer]]:
         """Convert the model by `setting`.
 
         Args:
@@ -54,15 +54,14 @@ class Search:
             trial: whether `CANDIDATE_TOKENS` tokens of the text are enough.
 
         Returns:
-            The converted model, the fields of all its layers, and the loss of each layer that changed.
+            The converted model, the fields of all its layers, and the new layers by index.
         """
         progress, done = self.show_progress("converting layers"), self.layers.of(setting)
         text = first_batches(self.calibration, CANDIDATE_TOKENS) if trial and self.calibration else self.calibration
         fields = convert_layers(self.model, self.target, text, setting, done, progress)
         layers = dict(done)
         states = {index: layer.state for index, layer in layers.items()}
-        losses = {index: layer.loss for index, layer in layers.items()}
-        return assemble(self.model, configuration(self.target, fields), states, share), fields, losses
+        return assemble(self.model, configuration(self.target, fields), states, share), fields, layers
 
     def best_of(self, settings: Iterable[Setting], trial: bool) -> Setting:
         """Try the settings that were not tried yet and return the best of all tried; `trial` as for `converted`."""

@@ -44,11 +44,13 @@ class NewLayer(NamedTuple):
         state: its parameters.
         fields: its configuration fields.
         loss: the squared error that its conversion minimises, estimated; 0 where exact, `None` where unknown.
+        kept: what was fitted to text and helped on text held out from it: "refine", "refit".
     """
 
     state: State
     fields: Fields
     loss: float | None
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,16 +148,33 @@ def convert_on_text(
     else:
         new = known or convert_layer(model, index, fields, statistics, setting, True)
     attention = new_attention(model, index, new)
-    if setting.refine and known is None:
-        refine(attention, examples(text, index), setting.refine * steps(text))
-    if setting.refit and known is None:
-        fit(text, index, attention)
+    if known is None:
+        attention, kept = best_attention(text, index, attention, setting)
+        new = new._replace(state=dict(attention.state_dict()), kept=kept)
     else:
         text.send(index, attention)
-    if known is None:
-        new = new._replace(state=dict(attention.state_dict()))
     text.finish(index, attention)
     return new
+
+
+def best_attention(
+    text: Streams, index: int, attention: Attention, setting: Setting
+) -> tuple[Attention, tuple[str, ...]]:
+    """Return the new attention of layer `index` after the steps of `setting` that help, and which these are.
+
+    Gradient steps and the fit of the output projection are judged on documents that they have not seen, and each is
+    dropped where the stream's error there is not less with it. The states of `text` are sent through the result.
+    """
+    closed = attention
+    trained = copy.deepcopy(closed) if setting.refine and steps(text) and text.held[-1].any() else None
+    error, fitted = fit(text, index, closed, setting.refit)
+    if trained is not None:
+        refine(trained, examples(text, index), setting.refine * steps(text))
+        trained_error, trained_fitted = fit(text, index, trained, setting.refit)
+        if trained_error < error:
+            return trained, ("refine", "refit") if trained_fitted else ("refine",)
+        text.send(index, closed)
+    return closed, ("refit",) if fitted else ()
 
 
 def best_division(
@@ -175,7 +194,7 @@ def best_division(
     def tried(factor: float) -> tuple[float, NewLayer]:
         new = convert_layer(text.model, index, fields, statistics, setting, True, factor, source)
         copied = new._replace(state={name: x.clone() for name, x in new.state.items()})  # which the fit changes
-        return fit(text, index, new_attention(text.model, index, copied), trial=DIVISION_TOKENS), new
+        return fit(text, index, new_attention(text.model, index, copied), trial=DIVISION_TOKENS).error, new
 
     best = 1.0
     for step in (ROTARY_STEP, 1 / ROTARY_STEP):

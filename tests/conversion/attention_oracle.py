@@ -22,6 +22,8 @@ YARN = {
     "mscale_all_dim": 0.7,
 }
 CALIBRATION = [make_batch(6, 24, seed=seed) for seed in range(10, 14)]
+# Enough that what is fitted to three quarters of it helps on the last.
+LONG_CALIBRATION = [make_batch(16, 24, seed=seed) for seed in range(20, 32)]
 
 
 def random_model(name: str, seed: int = 0, **fields):

@@ -9,6 +9,7 @@ import torch
 from attention_oracle import (
     BIASES,
     CALIBRATION,
+    LONG_CALIBRATION,
     distance,
     grouped,
     in_dtype,
@@ -275,7 +276,7 @@ def seen_by(model, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     modules = (layer.input_layernorm, layer.post_attention_layernorm, layer.self_attn.o_proj)
     hooks = [module.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, 1))) for module in modules]
     with torch.no_grad():
-        for batch in CALIBRATION:
+        for batch in LONG_CALIBRATION:
             model(**batch)
     for hook in hooks:
         hook.remove()
@@ -289,13 +290,15 @@ def test_layers_are_fitted_on_what_the_converted_ones_before_give(kind, sizes, f
     """Layer 2 is calibrated on the stream that layer 0 as converted gives, and NumPy's ridge regression fits its output
     projection to the source's stream, each token relative to its power, the first of a row more; other layers stay."""
     model = random_model("gqa", **fields).double()
-    both, _ = convert_model(model, target(model, kind, layers=[0, 2], **sizes), CALIBRATION, regroup=False, refine=0)
-    first, _ = convert_model(model, target(model, kind, layers=[0], **sizes), CALIBRATION, regroup=False, refine=0)
+    both, _ = convert_model(
+        model, target(model, kind, layers=[0, 2], **sizes), LONG_CALIBRATION, regroup=False, refine=0
+    )
+    first, _ = convert_model(model, target(model, kind, layers=[0], **sizes), LONG_CALIBRATION, regroup=False, refine=0)
     state, source = both.state_dict(), model.state_dict()
     assert same_state({n: x for n, x in state.items() if ".1." in n}, {n: x for n, x in source.items() if ".1." in n})
     for name, x in first.state_dict().items():
         assert ".layers.0." not in name or torch.equal(x, state[name])
-    ((_, statistics),) = collect(first, CALIBRATION, [2])
+    ((_, statistics),) = collect(first, LONG_CALIBRATION, [2])
     fields = layer_fields(target(model, kind, **sizes))[2]
     unfitted = convert_layer(model, 2, fields, statistics, Setting(regroup=False), True)
     name = "model.layers.2.self_attn."
@@ -323,7 +326,8 @@ def test_layers_are_fitted_on_what_the_converted_ones_before_give(kind, sizes, f
 def test_refitting_and_refining_come_nearer_on_their_text(seed):
     """Each lowers the first layer's error on its text, whatever the padding, both the KL; the mode stays."""
     model = random_model("mha", seed, attention_dropout=0.3, **BIASES)
-    text = [make_batch(4, 15, padding="left", seed=seed), make_batch(3, 9, seed=seed + 1)]
+    text = [make_batch(12, 15, padding="left", seed=20 * seed + i) for i in range(12)]
+    text += [make_batch(24, 9, seed=20 * seed + i) for i in range(12, 18)]
     model.train(seed == 0)  # dropout must play no part
     ways: list[dict[str, Any]] = [{"refit": False}, {"refine": 0}, {"refine": 30}]
     found = [convert_model(model, target(model, "mqa"), text, method="procrustes", **way)[0] for way in ways]

@@ -4,12 +4,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.real import MODEL_NAME, cache_folder
+from benchmarks.real import SMOLLM2, cache_folder
 from modeling_gqa.conversion import compare_predictions, convert_model, load_source, target_config
 from modeling_gqa.conversion.command.inspection import inspect_checkpoint
 from modeling_gqa.conversion.text.packing import read_batches
 
-FOLDER, TEXT = cache_folder() / MODEL_NAME, cache_folder() / "text"
+FOLDER, TEXT = cache_folder() / SMOLLM2, cache_folder() / "text"
 pytestmark = [
     pytest.mark.real,
     pytest.mark.skipif(not (FOLDER / "config.json").is_file() or not TEXT.is_dir(), reason="needs make real"),

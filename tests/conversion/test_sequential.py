@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracle import CALIBRATION, distance, random_model
+from attention_oracle import CALIBRATION, LONG_CALIBRATION, distance, random_model
 from small_models import make_batch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from modeling_gqa.conversion import ConversionError, compare_predictions, convert_model, target_config
-from modeling_gqa.conversion.fitting import refit_outputs
+from modeling_gqa.conversion.fitting import fit, refit_outputs
+from modeling_gqa.conversion.layers import refine
 from modeling_gqa.conversion.layers.moments import product
 from modeling_gqa.conversion.layers.refit import Regression
 from modeling_gqa.conversion.text import calibration
+from modeling_gqa.conversion.text.streams import FIRST_SHARE, first_tokens, held_out, streams
 
 MLA: dict[str, Any] = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
 
@@ -97,15 +99,86 @@ def test_documents_are_converted_on_as_if_they_came_alone(batch, kind, sizes, fi
 @pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mla", MLA)], ids=["mqa", "mla"])
 def test_a_finished_conversion_can_be_fitted(kind, sizes):
     """`refit_outputs` does to one changed layer what `convert_model` does, and leaves the others as they are."""
-    model = random_model("mha").double()
+    model = random_model("mha", attention_bias=True).double()
     target = target_config(model.config, kind, layers=[1], **sizes)
-    expected, _ = convert_model(model, target, CALIBRATION, refine=0)
-    found, _ = convert_model(model, target, CALIBRATION, refit=False)
+    expected, _ = convert_model(model, target, LONG_CALIBRATION, refine=0)
+    found, _ = convert_model(model, target, LONG_CALIBRATION, refit=False)
     before = found.model.layers[1].self_attn.o_proj.weight.clone()
-    refit_outputs(model, found, CALIBRATION)
+    refit_outputs(model, found, LONG_CALIBRATION)
     assert distance(before, found.model.layers[1].self_attn.o_proj.weight) > 1e-3
     for name, x in expected.state_dict().items():
         assert distance(x, found.state_dict()[name]) < 1e-9, name
+
+
+def test_a_quarter_of_the_documents_is_held_out():
+    """The last quarter, counted over all batches; one of two or three, and none of one. Padding begins none."""
+    rows, three = make_batch(4, 6), {"input_ids": torch.zeros(3, 5, dtype=torch.long)}
+    many = [first_tokens(batch) for batch in (rows, packed(), rows, three)]  # 4 + 3 + 4 + 3 documents
+    assert [int((held & first).sum()) for held, first in zip(held_out(many), many, strict=True)] == [0, 0, 0, 3]
+    (held,) = held_out([first_tokens(packed())])
+    assert held.tolist() == [[False] * 10 + [True] * 14]
+    (held,) = held_out([first_tokens(padded("left"))])
+    assert not held.any()
+    left = make_batch(3, 24, "left", seed=6)
+    (held,) = held_out([first_tokens(left)])
+    assert (held & left["attention_mask"].bool()).any(1).tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mla", MLA)], ids=["mqa", "mla"])
+def test_the_error_on_held_out_documents_is_what_the_attention_leaves(kind, sizes):
+    """In float64, by the layer's output in the whole model; nothing that raises it there is kept."""
+    model = random_model("mha", attention_bias=True).double().eval()
+    target, layer = target_config(model.config, kind, layers=[0], **sizes), model.model.layers[0]
+    closed, _ = convert_model(model, target, CALIBRATION, refit=False)
+    attention, seen = closed.model.layers[0].self_attn, []
+    hooks = [
+        m.self_attn.register_forward_hook(lambda *a: seen.append(a[2][0])) for m in (layer, closed.model.layers[0])
+    ]
+    total = weights = 0.0
+    with torch.no_grad():
+        for batch in CALIBRATION[3:]:  # one of four batches of equal rows
+            seen.clear()
+            x = model.model.embed_tokens(batch["input_ids"])
+            for each in (model, closed):
+                each(**batch)
+            power = (x + seen[0]).square().mean(-1)
+            weight = torch.where(batch["position_ids"] == 0, max(FIRST_SHARE * 24, 1), 1.0) / power
+            total += (weight * (seen[0] - seen[1]).square().sum(-1)).sum().item()
+            weights += weight.sum().item()
+    for hook in hooks:
+        hook.remove()
+    with streams(model, CALIBRATION) as text:
+        text.see(0)
+        before = attention.o_proj.weight.clone()
+        found = fit(text, 0, attention, refit=False)
+        assert found == (pytest.approx(total / weights, rel=1e-5), False)
+        assert torch.equal(attention.o_proj.weight, before)
+        fitted = fit(text, 0, attention)  # on 432 tokens of noise: it helps, or is not kept
+        assert fitted.error <= found.error and fitted.fitted == (not torch.equal(attention.o_proj.weight, before))
+
+
+@pytest.mark.parametrize(("kind", "sizes"), [("gqa", {"num_key_value_heads": 2}), ("mla", MLA)], ids=["gqa", "mla"])
+def test_steps_that_do_harm_on_held_out_text_are_dropped(kind, sizes, monkeypatch):
+    """Gradient steps that are far too large, and a fit to text of one document, leave the conversion without them."""
+    model = random_model("mha")
+    target = target_config(model.config, kind, **sizes)
+    plain, _ = convert_model(model, target, LONG_CALIBRATION, refine=0)
+    helped, done = convert_model(model, target, LONG_CALIBRATION, refine=4)
+    assert any("refine" in layer["kept"] for layer in done["layers"])
+    assert not torch.equal(
+        plain.model.layers[0].self_attn.q_proj.weight, helped.model.layers[0].self_attn.q_proj.weight
+    )
+    monkeypatch.setattr(refine, "LEARNING_RATE", 1.0)
+    guarded, done = convert_model(model, target, LONG_CALIBRATION, refine=1)
+    assert not any("refine" in layer["kept"] for layer in done["layers"])
+    for name, x in plain.state_dict().items():
+        assert torch.equal(x, guarded.state_dict()[name]), name
+    alone = [make_batch(1, 24, seed=5)]
+    closed, _ = convert_model(model, target, alone, refit=False)
+    guarded, done = convert_model(model, target, alone)
+    assert not any(layer["kept"] for layer in done["layers"])
+    for name, x in closed.state_dict().items():
+        assert torch.equal(x, guarded.state_dict()[name]), name
 
 
 def test_refining_needs_text_and_steps():
@@ -119,19 +192,27 @@ def test_refining_needs_text_and_steps():
 
 
 def test_a_fit_says_what_error_is_left():
-    """It is the weighted mean of the squared norms of the residuals under the corrected projection."""
+    """It is the weighted mean of the squared norms of the residuals, before and after its correction."""
     generator = torch.Generator().manual_seed(0)
     for bias in (True, False):
         linear = torch.nn.Linear(5, 3, bias=bias).requires_grad_(False)
         x, target = torch.randn(40, 5, generator=generator), torch.randn(40, 3, generator=generator)
         weight = torch.rand(40, generator=generator)
-        regression = Regression(linear)
-        for part in (slice(0, 25), slice(25, 40)):
-            regression.add(x[part], (target - linear(x))[part], weight[part])
-        left = regression.solve()
-        assert left == pytest.approx(
-            (weight * (target - linear(x)).square().sum(-1)).sum().item() / weight.sum().item()
-        )
+        regression, other = Regression(linear), Regression(linear)
+        for sums, part in ((regression, slice(0, 25)), (other, slice(25, 40))):
+            sums.add(x[part], (target - linear(x))[part], weight[part])
+        change = regression.solution()
+        alone = (weight[25:] * (target - linear(x))[25:].square().sum(-1)).sum().item() / weight[25:].sum().item()
+        assert other.error() == pytest.approx(alone)
+        judged = other.error(change)
+        regression.include(other)
+        whole = regression.solution()
+        regression.apply(whole)
+        left = (weight * (target - linear(x)).square().sum(-1)).sum().item() / weight.sum().item()
+        assert regression.error(whole) == pytest.approx(left)
+        regression.apply(change - whole)
+        alone = (weight[25:] * (target - linear(x))[25:].square().sum(-1)).sum().item() / weight[25:].sum().item()
+        assert judged == pytest.approx(alone)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2**-9), (torch.float32, 1e-6)], ids=str)

@@ -136,7 +136,8 @@ class Options:
         _method(
             "--refit/--no-refit",
             help="Fit each layer's output projection on the text, to bring the states back to the source's before the "
-            "next layer is converted. Default: --refit with lowrank, auto and procrustes where there is --text.",
+            "next layer is converted, where that lowers the error on a quarter of the text that is held out. "
+            "Default: --refit with lowrank, auto and procrustes where there is --text.",
         ),
     ] = None
     refine: Annotated[
@@ -144,8 +145,8 @@ class Options:
         _method(
             min=0,
             help="Passes over the calibration text in which each layer's new attention is trained by gradient steps, "
-            "before that fit. More come nearer to the source and take longer. Default: 1 where outputs are fitted, "
-            "else 0.",
+            "before that fit. They are kept where they lower the error on a quarter of the text that is held out. "
+            "More can come nearer to the source and take longer. Default: 1 where outputs are fitted, else 0.",
         ),
     ] = None
     seed: Annotated[

@@ -26,10 +26,13 @@ MANY_PASSES = 4
 FORMAT_VERSION = 1
 
 # One layer: its index; its attention before and after, such as "gqa, 2 of 8 heads" or "mla, 32 + 16" (R + P); the
-# squared error that its conversion minimises, estimated (0 exact, None unknown or unchanged); and, where there is text,
-# the relative error of its attention output, measured.
+# squared error that its conversion minimises, estimated (0 exact, None unknown or unchanged); which of "refine"
+# (gradient steps) and "refit" (the fit of the output projection) lowered the error on text that they had not seen, and
+# were kept; and, where there is text, the relative error of its attention output, measured.
 LayerReport = TypedDict(
-    "LayerReport", {"layer": int, "from": str, "to": str, "loss": float | None, "error": float}, total=False
+    "LayerReport",
+    {"layer": int, "from": str, "to": str, "loss": float | None, "kept": list[str], "error": float},
+    total=False,
 )
 
 
@@ -190,9 +193,20 @@ def describe_cost(report: Report) -> str:
     if report["exact"]:
         return f"Converted {method}. {measured}."
     return (
-        f"Converted {method}, calibrated on {text['calibration_tokens']:,} tokens. {measured} that neither calibration "
-        "nor the choice of settings saw."
+        f"Converted {method}, calibrated on {text['calibration_tokens']:,} tokens. {describe_kept(report)}{measured} "
+        "that neither calibration nor the choice of settings saw."
     )
+
+
+def describe_kept(report: Report) -> str:
+    """Return in how many layers gradient steps and the fit were kept, if either was tried."""
+    tried = [name for name in ("refine", "refit") if (report["setting"] or {}).get(name)]
+    lossy = [row for row in report["layers"] if row["from"] != row["to"] and row.get("loss") != 0]
+    names = {"refine": "gradient steps", "refit": "the fit of the output projection"}
+    counts = [f"{names[name]} in {sum(name in row['kept'] for row in lossy)}" for name in tried]
+    if not counts:
+        return ""
+    return f"Kept, of {len(lossy)} layers, where it lowered the error on held-out text: {', '.join(counts)}. "
 
 
 def warning(report: Report) -> str | None:
@@ -207,7 +221,8 @@ def warning(report: Report) -> str | None:
     command, ways = report["command"], ["a larger cache", "fewer layers (--layers)"]
     if command["budget"] is None and command["attention_kind"] in ("gqa", "mla"):
         ways.append("sizes by layer (--budget)")
-    if (report["setting"] or {}).get("refine", 0) < MANY_PASSES:
+    passes = (report["setting"] or {}).get("refine", 0)
+    if passes == 0 or (passes < MANY_PASSES and any("refine" in row["kept"] for row in report["layers"])):
         ways.append(f"more passes over the text (--refine {MANY_PASSES})")
     if command["refit"] is False:
         ways.append("fitted output projections (without --no-refit)")

@@ -14,7 +14,7 @@ RIDGE = 0.03
 
 
 class Regression:
-    """Running sums over M inputs and E residuals, from which `solve` corrects a linear layer.
+    """Running sums over M inputs and E residuals, from which a linear layer is corrected.
 
     Args:
         linear: the layer, of M inputs and E outputs.
@@ -36,18 +36,27 @@ class Regression:
         self.power += (weight.float() @ residual.float().square().sum(-1)).item()
         self.weight += weight.sum().item()
 
-    def solve(self) -> float:
-        """Add the least squares solution to the layer's weight and bias, in place.
+    def include(self, other: "Regression") -> None:
+        """Add the sums of `other`, of the same layer."""
+        self.second += other.second
+        self.cross += other.cross
+        self.power += other.power
+        self.weight += other.weight
 
-        Returns:
-            The weighted mean of the squared norms of the residuals that are left.
-        """
+    def solution(self) -> torch.Tensor:
+        """Return the change (M + 1, E) of the layer's weight and, in the last row, bias that leaves least."""
         ridge = RIDGE * self.second.diagonal()[:-1].mean() * torch.ones_like(self.second.diagonal())
-        solution = torch.linalg.solve(self.second + torch.diag(ridge), self.cross)  # (M + 1, E)
-        change = solution.mT
-        self.linear.weight.copy_(self.linear.weight + change[:, :-1])
+        return torch.linalg.solve(self.second + torch.diag(ridge), self.cross)
+
+    def error(self, change: torch.Tensor | None = None) -> float:
+        """Return the weighted mean of the squared norms of the residuals, under a `change` (M + 1, E) of the layer."""
+        left = self.power
+        if change is not None:  # |r - W x|^2 = |r|^2 - 2 tr(W x r^T) + tr(W x x^T W^T)
+            left += (change * (self.second @ change - 2 * self.cross)).sum().item()
+        return max(left, 0.0) / self.weight
+
+    def apply(self, change: torch.Tensor) -> None:
+        """Add `change` (M + 1, E) to the layer's weight and bias, in place."""
+        self.linear.weight.copy_(self.linear.weight + change[:-1].mT)
         if self.linear.bias is not None:
-            self.linear.bias.copy_(self.linear.bias + change[:, -1])
-        # |r - W x|^2 = |r|^2 - 2 tr(W x r^T) + tr(W x x^T W^T), and x x^T W^T = x r^T - ridge W^T
-        saved = (solution * (self.cross + ridge[:, None] * solution)).sum().item()
-        return max(self.power - saved, 0.0) / self.weight
+            self.linear.bias.copy_(self.linear.bias + change[-1])

@@ -35,6 +35,7 @@ class Passage:
     Args:
         number: of the batch.
         kept: (B, T), which tokens are not padding.
+        held: (B, T), which tokens are of documents that nothing is fitted to; see `Streams`.
         weight: (B, T), what each token counts: 1, 0 for padding, and more for the first token of a document.
         states: the hidden states (B, T, E) of the conversion, and those of the source where they are others; then what
             `Streams` has added.
@@ -43,6 +44,7 @@ class Passage:
 
     number: int
     kept: torch.Tensor
+    held: torch.Tensor
     weight: torch.Tensor
     states: tuple[torch.Tensor, ...]
     prepare: Callable[[], list[dict[str, Any]]]
@@ -63,11 +65,32 @@ def token_weights(first: torch.Tensor, kept: torch.Tensor, share: float) -> torc
     return torch.where(first, (share * length).clamp(min=1), 1.0) * kept
 
 
+def first_tokens(batch: Batch) -> torch.Tensor:
+    """Return which tokens (B, T) of model inputs begin documents."""
+    kept = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones_like(batch["input_ids"]).bool()
+    return kept & (kept.cumsum(-1) == 1 if "position_ids" not in batch else batch["position_ids"] == 0)
+
+
+def held_out(first: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return which tokens (B, T) of each batch are of the last quarter of the documents, which nothing is fitted to.
+
+    Of two or three documents one is held out, and one alone is not. `first` (B, T) says which tokens begin documents.
+    """
+    documents, begun, held = sum(int(x.sum()) for x in first), 0, []
+    fitted = documents - (max(documents // 4, 1) if documents > 1 else 0)
+    for x in first:
+        held.append((begun + x.flatten().cumsum(0) > fitted).view_as(x))
+        begun += int(x.sum())
+    return held
+
+
 class Streams:
     """Batches of text on their way through the layers of a model in evaluation mode and of its conversion.
 
     For each layer in order, `pass_on` sends both streams through the model's own layer, or `see`,
     `attend` and `finish` send the conversion's stream through another attention.
+
+    Documents that `held_out` names judge what is fitted to the others. A document is a row, or a part of a packed row.
 
     Args:
         model: the source.
@@ -81,6 +104,7 @@ class Streams:
     ) -> None:
         self.model, self.batches, self.states = model, batches, states
         self.first_share = FIRST_SHARE if first_share is None else first_share
+        self.held = held_out([first_tokens(batch) for batch in batches])
 
     @torch.no_grad()
     def passages(self) -> Iterator[Passage]:
@@ -91,9 +115,11 @@ class Streams:
             states = self.states[number] if number in self.states else (self.model.model.embed_tokens(ids),)
             mask = inputs.get("attention_mask")
             kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-            first = kept & (kept.cumsum(-1) == 1 if "position_ids" not in inputs else inputs["position_ids"] == 0)
+            first = first_tokens(batch).to(kept.device)
+            held = self.held[number].to(kept.device)
             weight = token_weights(first, kept, self.first_share)
-            yield Passage(number, kept, weight, states, partial(self.model.model.layer_arguments, states[0], **inputs))
+            prepare = partial(self.model.model.layer_arguments, states[0], **inputs)
+            yield Passage(number, kept, held, weight, states, prepare)
 
     @torch.no_grad()
     def pass_on(self, index: int) -> None:
@@ -139,7 +165,7 @@ class Streams:
                 attention(layer.input_layernorm(passage.states[0]), **passage.arguments[index])
                 (heads,) = given
                 if trial is None:
-                    self.states[passage.number] = (*passage.states, heads)
+                    self.states[passage.number] = (*passage.states[:2], heads)
                 yield passage, heads
                 seen += passage.kept.numel()
                 if trial is not None and seen >= trial:
