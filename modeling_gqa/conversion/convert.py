@@ -77,7 +77,7 @@ def convert_model(
         refine: passes over `calibration` in which each converted layer's attention is trained by gradient steps before
             that fit, towards the same states; `None`: one where it is fitted, else none. Both are judged on the last
             quarter of the documents, which they do not see, and each is dropped in each layer where it does not lower
-            the error there.
+            the error there. The learning rate and the ridge are chosen by that error.
         share_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: where it is
             fitted by the error that is left on text, else by a rule.
         share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
@@ -240,10 +240,9 @@ def describe_changes(
     before: Sequence[Fields], after: Sequence[Fields], layers: Mapping[int, NewLayer]
 ) -> list[dict[str, Any]]:
     """Return one `LayerReport` for each layer, from its fields before and after and the new layers by index."""
-    unchanged = {"loss": None, "kept": []}
     return [
         {"layer": index, "from": describe(old), "to": describe(new)}
-        | ({"loss": layers[index].loss, "kept": list(layers[index].kept)} if index in layers else unchanged)
+        | {name: getattr(layers.get(index), name, None) for name in ("loss", "learning_rate", "ridge")}
         for index, (old, new) in enumerate(zip(before, after, strict=True))
     ]
 

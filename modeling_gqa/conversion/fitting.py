@@ -12,7 +12,7 @@ from ..attention import Attention
 from ..common.progress import Progress
 from ..modeling_gqa import GQAForCausalLM
 from .layers.refine import Example
-from .layers.refit import Regression
+from .layers.refit import RIDGES, Regression
 from .targets import changed_layers
 from .text.calibration import Batch, evaluating
 from .text.streams import Passage, Streams, streams
@@ -27,19 +27,20 @@ class Fit(NamedTuple):
     Args:
         error: what is left of the stream's error, the weighted mean of its squared norm over tokens that are held out;
             over all tokens where none are.
-        fitted: whether the output projection was changed.
+        ridge: of the fit; `None` where the output projection was not changed.
     """
 
     error: float
-    fitted: bool
+    ridge: float | None
 
 
 def fit(text: Streams, index: int, attention: Attention, refit: bool = True, trial: float | None = None) -> Fit:
     """Fit the output projection of `attention`, the new one of layer `index`, to bring the stream back.
 
     Residual r and inputs are those of the converted stream: r = (source after attention) - (converted before it) - out.
-    The fit is made without the documents that are held out. Where their error is less with it, it is made again with
-    all documents, and is dropped otherwise. Text with nothing held out is not fitted to.
+    The fit is made without the documents that are held out, with each of `RIDGES`. The ridge of which their error is
+    least is taken, and the fit made again with all documents; where none lowers their error, there is no fit. Text with
+    nothing held out is not fitted to.
 
     Args:
         text: the streams before layer `index`.
@@ -57,16 +58,15 @@ def fit(text: Streams, index: int, attention: Attention, refit: bool = True, tri
                 sums.add(heads[chosen], residual[chosen], weights[chosen])
     judge = held if held.weight else fitted
     before = judge.error()
-    if not refit or not (held.weight or trial):
-        return Fit(before, False)
-    change = fitted.solution()
-    if not (after_fit := judge.error(change)) < before:
-        return Fit(before, False)
-    if held.weight:
-        fitted.include(held)
-        change = fitted.solution()
-    fitted.apply(change)
-    return Fit(after_fit, True)
+    if not refit or not (text.holds_out or trial):
+        return Fit(before, None)
+    errors = {ridge: judge.error(fitted.solution(ridge)) for ridge in (RIDGES if held.weight else RIDGES[:1])}
+    best = min(errors, key=errors.__getitem__)
+    if not errors[best] < before:
+        return Fit(before, None)
+    fitted.include(held)
+    fitted.apply(fitted.solution(best))
+    return Fit(errors[best], best)
 
 
 def examples(text: Streams, index: int) -> Iterator[Example]:

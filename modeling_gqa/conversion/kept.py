@@ -44,12 +44,12 @@ class LayerFiles(MutableMapping[int, NewLayer]):
         except (OSError, SafetensorError) as error:
             raise KeyError(index) from error
         about = json.loads(json.loads(header)["__metadata__"]["layer"])
-        return NewLayer(state, about["fields"], about["loss"], tuple(about["kept"]))
+        return NewLayer(state, **about)
 
     def __setitem__(self, index: int, layer: NewLayer) -> None:
         if index in self:
             return
-        about = json.dumps({"fields": layer.fields, "loss": layer.loss, "kept": layer.kept})
+        about = json.dumps({name: value for name, value in layer._asdict().items() if name != "state"})
         unfinished = self.path(index).with_suffix(".part")
         with disk_errors(self.folder):
             save_file(layer.state, unfinished, metadata={"layer": about})

@@ -26,7 +26,7 @@ from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
 from .layers.latent import ALPHAS, divided, to_latent
 from .layers.moments import Moments, Statistics, blank_statistics, compute_moments
 from .layers.normed import latent_source
-from .layers.refine import refine
+from .layers.refine import LEARNING_RATES, refine
 from .targets import Fields, changed_layers, configuration, is_exact, latent_fields, layer_fields
 from .text.calibration import Batch
 from .text.streams import Streams, streams
@@ -44,13 +44,15 @@ class NewLayer(NamedTuple):
         state: its parameters.
         fields: its configuration fields.
         loss: the squared error that its conversion minimises, estimated; 0 where exact, `None` where unknown.
-        kept: what was fitted to text and helped on text held out from it: "refine", "refit".
+        learning_rate: of the gradient steps on text that it was given; `None` for none.
+        ridge: of the fit of its output projection to text; `None` for none.
     """
 
     state: State
     fields: Fields
     loss: float | None
-    kept: tuple[str, ...] = ()
+    learning_rate: float | None = None
+    ridge: float | None = None
 
 
 @dataclass(frozen=True)
@@ -116,17 +118,19 @@ def convert_layers(
     changed = changed_layers(model.config, target)
     lossy = [index for index in changed if not is_exact(model.config, target, index)]
     blank = blank_statistics(model.config, changed, model.device)
+    rate = LEARNING_RATES[0]
     last = max((index for index in lossy if text and index not in done), default=-1)  # that needs the text
     with streams(model, text) if text and last >= 0 else nullcontext() as streaming:
         for index in progress(range(len(fields)) if text and lossy else changed):
             if index in changed:
                 new = known = done.get(index)
                 if streaming and index in lossy and index <= last:
-                    new = convert_on_text(model, index, fields[index], streaming, setting, known)
+                    new = convert_on_text(model, index, fields[index], streaming, setting, rate, known)
                 elif known is None:
                     new = convert_layer(model, index, fields[index], blank[index], setting, index in lossy)
                 if known is None:
                     done[index] = new
+                rate = new.learning_rate or rate  # what helps one layer is likely to help the next
                 fields[index] = {**fields[index], **new.fields}
             else:
                 fields[index] = {**before[index], **rotation(fields[index])}
@@ -136,11 +140,17 @@ def convert_layers(
 
 
 def convert_on_text(
-    model: GQAForCausalLM, index: int, fields: Fields, text: Streams, setting: Setting, known: NewLayer | None
+    model: GQAForCausalLM,
+    index: int,
+    fields: Fields,
+    text: Streams,
+    setting: Setting,
+    first_rate: float,
+    known: NewLayer | None,
 ) -> NewLayer:
     """Convert layer `index` for the states that `text` is in, and send these through the result.
 
-    `known` is the result where it was found before.
+    `first_rate` is as for `best_attention`. `known` is the result where it was found before.
     """
     statistics = text.see(index, root=setting.metric == "root")
     if known is None and setting.share_cache and setting.refit and fields["attention_kind"] == "mla":
@@ -149,8 +159,8 @@ def convert_on_text(
         new = known or convert_layer(model, index, fields, statistics, setting, True)
     attention = new_attention(model, index, new)
     if known is None:
-        attention, kept = best_attention(text, index, attention, setting)
-        new = new._replace(state=dict(attention.state_dict()), kept=kept)
+        attention, rate, ridge = best_attention(text, index, attention, setting, first_rate)
+        new = new._replace(state=dict(attention.state_dict()), learning_rate=rate, ridge=ridge)
     else:
         text.send(index, attention)
     text.finish(index, attention)
@@ -158,23 +168,29 @@ def convert_on_text(
 
 
 def best_attention(
-    text: Streams, index: int, attention: Attention, setting: Setting
-) -> tuple[Attention, tuple[str, ...]]:
-    """Return the new attention of layer `index` after the steps of `setting` that help, and which these are.
+    text: Streams, index: int, attention: Attention, setting: Setting, first_rate: float
+) -> tuple[Attention, float | None, float | None]:
+    """Return the new attention of layer `index` after the steps of `setting` that help.
 
-    Gradient steps and the fit of the output projection are judged on documents that they have not seen, and each is
-    dropped where the stream's error there is not less with it. The states of `text` are sent through the result.
+    Gradient steps and the fit of the output projection are judged on documents that they have not seen. Each is dropped
+    where the stream's error there is not less with it. Other learning rates are tried where `first_rate`, one of
+    `LEARNING_RATES`, is dropped. The states of `text` are sent through the result.
+
+    Returns:
+        The attention, the learning rate of the gradient steps and the ridge of the fit; `None` for what was dropped.
     """
-    closed = attention
-    trained = copy.deepcopy(closed) if setting.refine and steps(text) and text.held[-1].any() else None
-    error, fitted = fit(text, index, closed, setting.refit)
-    if trained is not None:
-        refine(trained, examples(text, index), setting.refine * steps(text))
-        trained_error, trained_fitted = fit(text, index, trained, setting.refit)
+    untrained = copy.deepcopy(attention)
+    error, ridge = fit(text, index, attention, setting.refit)
+    rates = sorted(LEARNING_RATES, key=lambda rate: rate != first_rate) if setting.refine and text.holds_out else ()
+    for rate in rates:
+        trained = copy.deepcopy(untrained)
+        refine(trained, examples(text, index), setting.refine * steps(text), rate)
+        trained_error, trained_ridge = fit(text, index, trained, setting.refit)
         if trained_error < error:
-            return trained, ("refine", "refit") if trained_fitted else ("refine",)
-        text.send(index, closed)
-    return closed, ("refit",) if fitted else ()
+            return trained, rate, trained_ridge
+    if rates:
+        text.send(index, attention)
+    return attention, None, ridge
 
 
 def best_division(

@@ -30,7 +30,6 @@ from modeling_gqa.conversion import (
 )
 from modeling_gqa.conversion.convert import hold_out
 from modeling_gqa.conversion.kept import Kept
-from modeling_gqa.conversion.layers.refit import RIDGE
 from modeling_gqa.conversion.search import Search
 from modeling_gqa.conversion.sequential import Setting, convert_layer
 from modeling_gqa.conversion.targets import layer_fields
@@ -290,7 +289,7 @@ def test_layers_are_fitted_on_what_the_converted_ones_before_give(kind, sizes, f
     """Layer 2 is calibrated on the stream that layer 0 as converted gives, and NumPy's ridge regression fits its output
     projection to the source's stream, each token relative to its power, the first of a row more; other layers stay."""
     model = random_model("gqa", **fields).double()
-    both, _ = convert_model(
+    both, done = convert_model(
         model, target(model, kind, layers=[0, 2], **sizes), LONG_CALIBRATION, regroup=False, refine=0
     )
     first, _ = convert_model(model, target(model, kind, layers=[0], **sizes), LONG_CALIBRATION, regroup=False, refine=0)
@@ -309,7 +308,7 @@ def test_layers_are_fitted_on_what_the_converted_ones_before_give(kind, sizes, f
     missed = after - hidden - x @ unfitted.state["o_proj.weight"].T
     found = state[name + "o_proj.weight"] - unfitted.state["o_proj.weight"]
     weight = torch.where(torch.arange(len(x)) % 24 == 0, max(FIRST_SHARE * 24, 1), 1.0) / after.square().mean(-1)
-    ridge = RIDGE * (weight[:, None] * x.square()).sum(0).mean().item()
+    ridge = done["layers"][2]["ridge"] * (weight[:, None] * x.square()).sum(0).mean().item()
     if (bias := unfitted.state.get("o_proj.bias")) is not None:
         missed = missed - bias
         x = torch.nn.functional.pad(x, (0, 1), value=1.0)

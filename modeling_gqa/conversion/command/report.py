@@ -26,12 +26,20 @@ MANY_PASSES = 4
 FORMAT_VERSION = 1
 
 # One layer: its index; its attention before and after, such as "gqa, 2 of 8 heads" or "mla, 32 + 16" (R + P); the
-# squared error that its conversion minimises, estimated (0 exact, None unknown or unchanged); which of "refine"
-# (gradient steps) and "refit" (the fit of the output projection) lowered the error on text that they had not seen, and
-# were kept; and, where there is text, the relative error of its attention output, measured.
+# squared error that its conversion minimises, estimated (0 exact, None unknown or unchanged); the learning rate of its
+# gradient steps and the ridge of the fit of its output projection (None where they did not lower the error on text that
+# they had not seen, or were not tried); and, where there is text, the relative error of its attention output, measured.
 LayerReport = TypedDict(
     "LayerReport",
-    {"layer": int, "from": str, "to": str, "loss": float | None, "kept": list[str], "error": float},
+    {
+        "layer": int,
+        "from": str,
+        "to": str,
+        "loss": float | None,
+        "learning_rate": float | None,
+        "ridge": float | None,
+        "error": float,
+    },
     total=False,
 )
 
@@ -200,10 +208,15 @@ def describe_cost(report: Report) -> str:
 
 def describe_kept(report: Report) -> str:
     """Return in how many layers gradient steps and the fit were kept, if either was tried."""
-    tried = [name for name in ("refine", "refit") if (report["setting"] or {}).get(name)]
     lossy = [row for row in report["layers"] if row["from"] != row["to"] and row.get("loss") != 0]
-    names = {"refine": "gradient steps", "refit": "the fit of the output projection"}
-    counts = [f"{names[name]} in {sum(name in row['kept'] for row in lossy)}" for name in tried]
+    counts = [
+        f"{what} in {sum(row[number] is not None for row in lossy)}"  # type: ignore[literal-required]
+        for name, what, number in (
+            ("refine", "gradient steps", "learning_rate"),
+            ("refit", "the fit of the output projection", "ridge"),
+        )
+        if (report["setting"] or {}).get(name)
+    ]
     if not counts:
         return ""
     return f"Kept, of {len(lossy)} layers, where it lowered the error on held-out text: {', '.join(counts)}. "
@@ -222,7 +235,7 @@ def warning(report: Report) -> str | None:
     if command["budget"] is None and command["attention_kind"] in ("gqa", "mla"):
         ways.append("sizes by layer (--budget)")
     passes = (report["setting"] or {}).get("refine", 0)
-    if passes == 0 or (passes < MANY_PASSES and any("refine" in row["kept"] for row in report["layers"])):
+    if passes == 0 or (passes < MANY_PASSES and any(row["learning_rate"] for row in report["layers"])):
         ways.append(f"more passes over the text (--refine {MANY_PASSES})")
     if command["refit"] is False:
         ways.append("fitted output projections (without --no-refit)")

@@ -11,15 +11,16 @@ import torch
 
 from ...attention import Attention
 
-# Learning rate of Adam at the first step; it falls to 0 on a line.
-LEARNING_RATE = 1e-3
+# Learning rates of Adam that are tried: at the first step, from which it falls to 0 on a line. Some models' weights are
+# ruined by the first.
+LEARNING_RATES = (1e-3, 1e-4)
 
 # One example: the layer's input (B, T, E), the keyword arguments of its forward, the wanted output (B, T, E), and what
 # each token's squared error counts (B, T).
 Example = tuple[torch.Tensor, dict, torch.Tensor, torch.Tensor]
 
 
-def refine(attention: Attention, examples: Iterable[Example], steps: int) -> None:
+def refine(attention: Attention, examples: Iterable[Example], steps: int, learning_rate: float) -> None:
     """Train the parameters of `attention` but its output projection, in place, with one example a step.
 
     The projection is left out because least squares find its best values afterwards.
@@ -29,13 +30,14 @@ def refine(attention: Attention, examples: Iterable[Example], steps: int) -> Non
             at least float32 meanwhile.
         examples: at least `steps` of them.
         steps: number of steps of Adam (1412.6980).
+        learning_rate: one of `LEARNING_RATES`.
     """
     dtype = attention.o_proj.weight.dtype
     computed = torch.promote_types(dtype, torch.float32)
     attention.to(computed)
     trained = [x for name, x in attention.named_parameters() if not name.startswith("o_proj")]
     # On a CPU the step that PyTorch chooses by itself takes six times as long.
-    optimizer = torch.optim.Adam(trained, lr=LEARNING_RATE, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.Adam(trained, lr=learning_rate, betas=(0.9, 0.95), fused=True)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1 / max(steps, 1), total_iters=steps)
     for parameter in trained:
         parameter.requires_grad_(True)

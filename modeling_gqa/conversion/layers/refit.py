@@ -9,8 +9,9 @@ import torch
 
 from .moments import product
 
-# Ridge: this share of the mean of the diagonal of x x^T is added to the diagonal.
-RIDGE = 0.03
+# Ridges that are tried: shares of the mean of the diagonal of x x^T that are added to the diagonal. The less text there
+# is for M inputs, the larger is the one that helps on other text.
+RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)
 
 
 class Regression:
@@ -43,10 +44,13 @@ class Regression:
         self.power += other.power
         self.weight += other.weight
 
-    def solution(self) -> torch.Tensor:
-        """Return the change (M + 1, E) of the layer's weight and, in the last row, bias that leaves least."""
-        ridge = RIDGE * self.second.diagonal()[:-1].mean() * torch.ones_like(self.second.diagonal())
-        return torch.linalg.solve(self.second + torch.diag(ridge), self.cross)
+    def solution(self, ridge: float = RIDGES[0]) -> torch.Tensor:
+        """Return the change (M + 1, E) of the layer's weight and, in the last row, bias that leaves least.
+
+        `ridge`: one of `RIDGES`.
+        """
+        added = ridge * self.second.diagonal()[:-1].mean() * torch.ones_like(self.second.diagonal())
+        return torch.linalg.solve(self.second + torch.diag(added), self.cross)
 
     def error(self, change: torch.Tensor | None = None) -> float:
         """Return the weighted mean of the squared norms of the residuals, under a `change` (M + 1, E) of the layer."""

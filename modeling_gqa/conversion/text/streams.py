@@ -105,6 +105,7 @@ class Streams:
         self.model, self.batches, self.states = model, batches, states
         self.first_share = FIRST_SHARE if first_share is None else first_share
         self.held = held_out([first_tokens(batch) for batch in batches])
+        self.holds_out = any(held.any() for held in self.held)
 
     @torch.no_grad()
     def passages(self) -> Iterator[Passage]:
