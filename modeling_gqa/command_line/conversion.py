@@ -135,6 +135,15 @@ def export(
             help="llama, mistral, qwen2, qwen3 or deepseek_v3. Default: the first that fits.", show_default=False
         ),
     ] = None,
+    engine: Annotated[
+        Literal["transformers"] | None,
+        typer.Option(
+            "--for",
+            help="Export also a model that vLLM or SGLang would compute wrongly by classes of their own, such as one "
+            "with biases that they drop; the card says which. Default: refused, with the reason.",
+            show_default=False,
+        ),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Rewrite a checkpoint of this package as one of transformers' own classes, such as Llama's.
@@ -144,7 +153,7 @@ def export(
     """
     with user_errors(target), progress_bars() as show_progress:
         progress = show_progress("exporting tensors")
-        config = export_checkpoint(source, target, family=family, force=force, progress=progress)
+        config = export_checkpoint(source, target, family=family, engine=engine, force=force, progress=progress)
     saved(target, f"a {config.model_type} model{', for llama.cpp' if is_gguf(target) else ''}")
 
 
