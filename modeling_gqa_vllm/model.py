@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from modeling_gqa import GQAConfig
-from modeling_gqa.accounting.kernels import PROMPT_SIZES, pads_values
+from modeling_gqa.accounting.kernels import PROMPT_SIZES, reads_prompts
 from modeling_gqa.attention import refuse_uneven
 from modeling_gqa.attention_latent import LatentAttention
 from modeling_gqa.layers import GQAHeadLinear
@@ -162,11 +162,11 @@ def latent_attention(attention: Any, sizes: GQAConfig, window: int | None, index
         )
     up_projection.return_bias = True  # as MLAAttention calls it
     heads = (sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim)
-    reads_prompts = None  # vLLM chooses
-    if current_platform.is_cuda() and heads not in PROMPT_SIZES and pads_values(*heads):
+    prompts = None  # vLLM chooses
+    if current_platform.is_cuda() and heads not in PROMPT_SIZES and reads_prompts(*heads):
         from .prompts import PaddedFlashAttention  # which takes a GPU's build
 
-        reads_prompts = PaddedFlashAttention
+        prompts = PaddedFlashAttention
     with set_current_vllm_config(of_layer(config, sizes)):
         return MLAAttention(
             qk_nope_head_dim=sizes.qk_nope_head_dim,
@@ -177,7 +177,7 @@ def latent_attention(attention: Any, sizes: GQAConfig, window: int | None, index
             kv_b_proj=up_projection,
             sliding_window=window,
             attn_backend=LatentCPUBackend if on_cpu else None,
-            prefill_backend_cls=reads_prompts,
+            prefill_backend_cls=prompts,
             **options,
         )
 

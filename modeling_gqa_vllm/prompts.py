@@ -3,7 +3,7 @@
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
 from vllm.v1.attention.backends.mla.prefill.flash_attn import FlashAttnPrefillBackend
 
-from modeling_gqa.accounting.kernels import pads_values
+from modeling_gqa.accounting.kernels import reads_prompts
 
 
 class PaddedFlashAttention(FlashAttnPrefillBackend):
@@ -12,7 +12,7 @@ class PaddedFlashAttention(FlashAttnPrefillBackend):
     @classmethod
     def supports_mla_dimensions(cls, mla_dimensions: MLADimensions) -> bool:
         sizes = mla_dimensions
-        return pads_values(sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim)
+        return reads_prompts(sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim)
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

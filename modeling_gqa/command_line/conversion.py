@@ -72,7 +72,7 @@ def convert(
             plan = job.plan(force)
             show(plan)
             how = f"by {plan['method']}" + (", calibrated on the text" if job.text else "")
-            for line in (job.describe_memory(), *(plan["serving"] or ())):
+            for line in (job.describe_memory(), *plan["serving"]):
                 out.print(line, soft_wrap=True)
             out.print(f"Dry run: would convert {'exactly' if plan['exact'] else how}. Nothing was written.")
             return
@@ -85,8 +85,8 @@ def convert(
         with progress_bars() as show_progress:
             report = job.run(force, show_progress, say)
         show(report)
-        for line in report["serving"] or ():
-            if line not in printed:  # of sizes that were chosen while converting
+        for line in report["serving"]:
+            if line not in printed:  # of sizes and frequencies that were chosen while converting
                 say(line)
         out.print(describe_cost(report))
         if said := warning(report):
@@ -204,4 +204,4 @@ def show_inspection(found: dict[str, Any]) -> None:
     text = ": ".join(filter(None, (how, export["reason"])))
     out.print(f"Export: {text.rstrip('.')}.", soft_wrap=True)
     for line in found["vllm"]:
-        out.print(f"vLLM: {line[0].lower()}{line[1:]}", soft_wrap=True)
+        out.print(line, soft_wrap=True)

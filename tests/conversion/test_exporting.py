@@ -291,6 +291,13 @@ ALONE = {
         )
         for name, rope in ROPES.items()
     },
+    **{
+        f"mla-yarn-{name}": (
+            {"attention_kind": "mla", "rope_parameters": YARN | {name: value}},
+            f"take rope_parameters without {name}",
+        )
+        for name, value in {"attention_factor": 1.0, "truncate": False, "mscale": 0.8, "mscale_all_dim": 0.6}.items()
+    },
     "mla-epsilon": (
         {"attention_kind": "mla", "rms_norm_eps": 1e-2, "dtype": "bfloat16"},
         "use rms_norm_eps=0.01 in the norm of a latent, where transformers uses 1e-06 .*float32",

@@ -57,7 +57,12 @@ def replace_builds() -> None:
     flash = MagicMock(flash_attn_varlen_func=flash_attention, __path__=[])
     flash.is_fa_version_supported = lambda version: True
     names = ["vllm._C_stable_libtorch", "vllm._flashmla_C", "vllm._flashmla_extension_C", "flashinfer"]
-    names += ["vllm.third_party.flashmla.flash_mla_interface", "flashinfer.decode", "flashinfer.prefill", "flashinfer.utils"]
+    names += [
+        "vllm.third_party.flashmla.flash_mla_interface",
+        "flashinfer.decode",
+        "flashinfer.prefill",
+        "flashinfer.utils",
+    ]
     for name in names:
         sys.modules[name] = MagicMock(__path__=[], __spec__=ModuleSpec(name, None))
     sys.modules["vllm.vllm_flash_attn"] = sys.modules["vllm.vllm_flash_attn.flash_attn_interface"] = flash

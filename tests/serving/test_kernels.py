@@ -101,7 +101,7 @@ def test_prompts_are_read_by_vllm_or_by_padding(on_gpu):
         if not found["refusals"]:
             assert found["error"] < 2e-6 and not found["quantizes"] and not found["out"]
     assert {size for size, (by_itself, _) in HEADS.items() if by_itself} == set(kernels.PROMPT_SIZES)
-    assert [kernels.pads_values(*size) for size in HEADS] == [padded for _, padded in HEADS.values()]
+    assert [kernels.reads_prompts(*size) for size in HEADS] == [padded for _, padded in HEADS.values()]
 
 
 @pytest.mark.parametrize("sizes", HEADS)

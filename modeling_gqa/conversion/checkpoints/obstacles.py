@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -75,6 +76,8 @@ def misreadings(config: GQAConfig, family: str, epsilon: float) -> Iterator[str]
         rope_type = config.rope_parameters["rope_type"]
         if rope_type not in LATENT_ROPE_TYPES:
             yield f"{BOTH} take frequencies of rope_type={rope_type!r} for those of 'yarn'"
+        elif ignored := _ignored_by_yarn(config.rope_parameters):
+            yield f"{BOTH} take rope_parameters without {listed(ignored, 'and')}"
         if epsilon != LATENT_NORM_EPS:
             yield (
                 f"{BOTH} use rms_norm_eps={epsilon} in the norm of a latent, where transformers uses {LATENT_NORM_EPS} "
@@ -84,6 +87,15 @@ def misreadings(config: GQAConfig, family: str, epsilon: float) -> Iterator[str]
         yield f"{VLLM} drops the bias of o_proj"
     elif family == "llama" and config.mlp_bias:
         yield f"{SGLANG} drops the biases of gate_proj, up_proj and down_proj"
+
+
+def _ignored_by_yarn(rope: dict[str, Any]) -> list[str]:
+    """Return the rotary parameters that engines do not take as transformers does."""
+    scales = [name for name in ("mscale", "mscale_all_dim") if rope.get(name)]
+    ignored = ["truncate"] if rope.get("truncate") is False else []
+    ignored += ["attention_factor"] if rope.get("attention_factor") is not None else []
+    # transformers scales by the two together, engines by each.
+    return ignored + (scales if len(scales) == 1 else [])
 
 
 def _grouped_obstacles(config: GQAConfig, family: str) -> Iterator[str]:
