@@ -83,6 +83,8 @@ def misreadings(config: GQAConfig, family: str, epsilon: float) -> Iterator[str]
                 f"{BOTH} use rms_norm_eps={epsilon} in the norm of a latent, where transformers uses {LATENT_NORM_EPS} "
                 "(an export in float32 evens that out)"
             )
+    elif config.rope_parameters["rope_type"] == "longrope":
+        yield f"{VLLM} takes the factors of long texts (rope_type='longrope') for short ones too"
     elif family == "qwen3" and output_bias:
         yield f"{VLLM} drops the bias of o_proj"
     elif family == "llama" and config.mlp_bias:
