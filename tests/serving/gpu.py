@@ -90,7 +90,7 @@ def refusals(name: str) -> list[str]:
     )
 
 
-def choice(sizes: tuple[int, int, int]) -> str | None:
+def choice(sizes: tuple[int, ...]) -> str | None:
     """The class that vLLM chooses for prompts of N, P and V; none where it refuses."""
     from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
     from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig
@@ -103,7 +103,7 @@ def choice(sizes: tuple[int, int, int]) -> str | None:
         return None
 
 
-def padded(sizes: tuple[int, int, int]) -> dict:
+def padded(sizes: tuple[int, ...]) -> dict:
     """Whether the plugin's class is valid for N, P and V here, and how far it is from the formula."""
     from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
     from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig

@@ -9,7 +9,7 @@ Letters: R size of a latent, P of a rotary part, N of the part before it, H head
 
 import math
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -92,7 +92,7 @@ def paired_neighbours(
         for part in ("weight", "bias"):
             name = f"{layer}.self_attn.{module}.{part}"
             if name in tensors:
-                found[name] = computed(tensors[name], lambda tensor, parts=parts: pair(tensor, parts))
+                found[name] = computed(tensors[name], partial(pair, parts=parts))
     return found
 
 
