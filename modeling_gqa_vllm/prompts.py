@@ -1,5 +1,8 @@
 """Prompts of MLA on NVIDIA GPUs, where vLLM's own choice of kernels leaves most sizes of heads out."""
 
+from copy import copy
+
+from vllm.config import VllmConfig
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
 from vllm.v1.attention.backends.mla.prefill.flash_attn import FlashAttnPrefillBackend
 
@@ -14,8 +17,12 @@ class PaddedFlashAttention(FlashAttnPrefillBackend):
         sizes = mla_dimensions
         return reads_prompts(sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim)
 
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args, vllm_config: VllmConfig, **kwargs):
+        # What vLLM compiles ahead on Blackwell is for values that are not padded, of sizes that all layers share.
+        vllm_config = copy(vllm_config)
+        vllm_config.kernel_config = copy(vllm_config.kernel_config)
+        vllm_config.kernel_config.enable_jit_warmup = False
+        super().__init__(*args, vllm_config=vllm_config, **kwargs)
         self.requires_v_padding = True
 
     def supports_quant_output(self, quant_key) -> bool:

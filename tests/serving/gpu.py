@@ -105,6 +105,7 @@ def choice(sizes: tuple[int, ...]) -> str | None:
 
 def padded(sizes: tuple[int, ...]) -> dict:
     """Whether the plugin's class is valid for N, P and V here, and how far it is from the formula."""
+    from vllm.v1.attention.backends.mla.prefill import flash_attn
     from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
     from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig
 
@@ -116,7 +117,8 @@ def padded(sizes: tuple[int, ...]) -> dict:
     found = {"refusals": PaddedFlashAttention.validate_configuration(CAPABILITY, config)}
     if found["refusals"]:
         return found
-    options = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=False))
+    flash_attn._FA4_MLA_PREFILL_KERNEL.register_warmup = warmed = MagicMock()
+    options = SimpleNamespace(kernel_config=SimpleNamespace(enable_jit_warmup=True))
     backend = PaddedFlashAttention(3, 0.2, 512, vllm_config=options, **dimensions).clone()
     torch.manual_seed(0)
     lengths, earlier = [5, 1, 9], [4, 7, 2]
@@ -138,7 +140,8 @@ def padded(sizes: tuple[int, ...]) -> dict:
         width = torch.nn.functional.pad(vs, (0, size - value))
         expected = flash_attention(query[rows], keys, width, *ones, 0.2, True)[..., :value]
         error = max(error, (output[rows] - expected).abs().max().item())
-    return found | {"error": error, "quantizes": backend.supports_quant_output(None), "out": backend.supports_out()}
+    writes = {"quantizes": backend.supports_quant_output(None), "out": backend.supports_out()}
+    return found | writes | {"error": error, "warmed": warmed.called}
 
 
 def main() -> None:

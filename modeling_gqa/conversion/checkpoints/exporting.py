@@ -45,9 +45,8 @@ CARD = """# {title}
 """
 MISREAD = """**Do not serve this with an engine's own class of {name}**: {reasons}. Nothing says so there, and other
 text comes out. transformers computes it as it is, and so does vLLM with `--model-impl transformers`."""
-NOT_HALF = (
-    """Run it in bfloat16 or float32: float16 cannot hold the weights that make the latent, and takes them for zero."""
-)
+SMALL = """The weights that make the latent are very small, and its norm makes up for that. Run it in bfloat16 or
+float32: float16 takes them for zero, as quantization does that has one scale for a whole weight."""
 
 
 def export_config(config: GQAConfig, family: str | None = None, engine: str | None = None) -> PreTrainedConfig:
@@ -189,7 +188,7 @@ def _write_card(folder: Path, title: str, config: GQAConfig, stock: PreTrainedCo
     if reasons := "; ".join(misreadings(config, stock.model_type, stock.rms_norm_eps)):
         notes.append(MISREAD.format(name=name, reasons=reasons))
     if config.attention_kind == "mla" and not config.latent_norm:
-        notes.append(NOT_HALF)
+        notes.append(SMALL)
     if notes:
         metadata = {"library_name": "transformers", "pipeline_tag": "text-generation"}
         metadata |= cards.kept_metadata(source / "README.md")
