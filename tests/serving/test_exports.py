@@ -26,7 +26,7 @@ OWN = {
     "qwen2": {**GQA, **BIASES, "hidden_size": 256, "tie_word_embeddings": True},
     "qwen3": {**GQA, "qk_norm": True},
     "mla": LARGE,
-    "mla-q-lora": {**LARGE, "q_lora_rank": 96, "rms_norm_eps": 1e-5},
+    "mla-q-lora": {**LARGE, "q_lora_rank": 80, "rms_norm_eps": 1e-5},
     "mla-yarn": {**LARGE, "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.6}},
     "mla-constant": CONSTANT,
     "mla-constant-tied": {**CONSTANT, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},

@@ -81,7 +81,7 @@ def misreadings(config: GQAConfig, family: str, epsilon: float) -> Iterator[str]
         if epsilon != LATENT_NORM_EPS:
             yield (
                 f"{BOTH} use rms_norm_eps={epsilon} in the norm of a latent, where transformers uses {LATENT_NORM_EPS} "
-                "(an export in float32 evens that out)"
+                "(an export of float32 weights for every engine evens that out)"
             )
     elif config.rope_parameters["rope_type"] == "longrope":
         yield f"{VLLM} takes the factors of long texts (rope_type='longrope') for short ones too"
