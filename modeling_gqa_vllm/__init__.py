@@ -6,6 +6,7 @@ imports vLLM before that.
 - `sizes.py`: what vLLM reads of the configuration.
 - `model.py`: the model on vLLM's transformers backend, its attention layers, its division over ranks.
 - `cpu.py`: attention over the latent on a CPU.
+- `prompts.py`: prompts of MLA on NVIDIA GPUs.
 """
 
 import logging

@@ -21,8 +21,10 @@ from vllm.model_executor.models.transformers.utils import replace_linear_class
 from vllm.model_executor.models.utils import PPMissingLayer, maybe_prefix
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from modeling_gqa import GQAConfig
+from modeling_gqa.accounting.kernels import PROMPT_SIZES, reads_prompts
 from modeling_gqa.attention import refuse_uneven
 from modeling_gqa.attention_latent import LatentAttention
 from modeling_gqa.layers import GQAHeadLinear
@@ -136,14 +138,22 @@ def latent_attention(attention: Any, sizes: GQAConfig, window: int | None, index
     """Return vLLM's attention over the latent for a layer.
 
     Raises:
-        ValueError: the layer has a sliding window, which only the CPU's backend has, or a quantized `kv_b_proj` there.
+        ValueError: the layer has a sliding window, which only the CPU's backend has; or there a quantized `kv_b_proj`,
+            or a cache of another dtype than the model's.
     """
-    on_cpu, up_projection = current_platform.is_cpu(), attention.kv_b_proj
+    on_cpu, up_projection, config = current_platform.is_cpu(), attention.kv_b_proj, get_current_vllm_config()
     if window is not None and not on_cpu:
         raise ValueError(
             f"layer {index} is MLA with a sliding window, for which vLLM has no kernel on this device: serve the model "
             "by transformers (modeling-gqa serve)"
         )
+    if on_cpu:
+        cached, dtype = config.cache_config.cache_dtype, config.model_config.dtype
+        if kv_cache_dtype_str_to_dtype(cached, config.model_config) != dtype:
+            raise ValueError(
+                f"kv_cache_dtype={cached!r}: attention over the latent on a CPU reads a cache of the model's dtype, "
+                f"{dtype}, and no other: leave it out"
+            )
     if on_cpu and not isinstance(up_projection.quant_method, UnquantizedLinearMethod):
         raise ValueError(
             "attention over the latent reads the weight of kv_b_proj, which vLLM does not give back once it is "
@@ -151,7 +161,13 @@ def latent_attention(attention: Any, sizes: GQAConfig, window: int | None, index
             "(llm-compressor: ignore=['lm_head', 're:.*kv_b_proj'])"
         )
     up_projection.return_bias = True  # as MLAAttention calls it
-    with set_current_vllm_config(of_layer(get_current_vllm_config(), sizes)):
+    heads = (sizes.qk_nope_head_dim, sizes.qk_rope_head_dim, sizes.v_head_dim)
+    prompts = None  # vLLM chooses
+    if current_platform.is_cuda() and heads not in PROMPT_SIZES and reads_prompts(*heads):
+        from .prompts import PaddedFlashAttention  # which takes a GPU's build
+
+        prompts = PaddedFlashAttention
+    with set_current_vllm_config(of_layer(config, sizes)):
         return MLAAttention(
             qk_nope_head_dim=sizes.qk_nope_head_dim,
             qk_rope_head_dim=sizes.qk_rope_head_dim,
@@ -161,6 +177,7 @@ def latent_attention(attention: Any, sizes: GQAConfig, window: int | None, index
             kv_b_proj=up_projection,
             sliding_window=window,
             attn_backend=LatentCPUBackend if on_cpu else None,
+            prefill_backend_cls=prompts,
             **options,
         )
 

@@ -27,26 +27,37 @@ class LatentKernel(NamedTuple):
 LATENT_KERNELS = (
     LatentKernel("Triton"),
     LatentKernel("FlashAttention", ("Hopper",), ((512, 64), (256, 64))),
-    LatentKernel("FlashMLA", ("Hopper", "Blackwell"), ((512, 64),)),
+    LatentKernel("FlashMLA", ("Hopper",), ((512, 64),)),
     LatentKernel("FlashInfer", ("Blackwell",), ((512, 64), (256, 64)), (64, 128, 192)),
     LatentKernel("cutlass", ("Blackwell",), ((512, 64),)),
 )
 # Pairs of R and P that more than one kernel takes, largest first.
 FAST_SIZES = sorted({size for kernel in LATENT_KERNELS for size in kernel.sizes}, reverse=True)
-# Sums R + P by which vLLM takes the fast kernels to fit; some of them look at R and P when they run, and fail.
+# Sums R + P by which vLLM takes the fast kernels to fit; some of them look at R and P when they run, and fail. With
+# other sums its kernel that gathers the latents of a prompt's earlier tokens refuses when it is called.
 FAST_SUMS = (320, 512, 576)
-# N, P and V with which vLLM reads prompts on an NVIDIA GPU, where keys and values are rebuilt from the latent. With
-# others it refuses to start, whatever R is.
+# N, P and V with which vLLM by itself reads prompts on NVIDIA GPUs, where keys and values are rebuilt from the latent.
 PROMPT_SIZES = ((128, 64, 128), (64, 64, 128), (192, 64, 256))
+# R + P that vLLM's own attention over the latent takes on a CPU; the plugin's takes all.
+STOCK_CPU_SUM = 576
 # D of grouped attention on a CPU.
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # D of grouped attention on a GPU: FlashAttention takes multiples of this up to that, Triton all from a size on.
 FLASH_MULTIPLE, FLASH_MOST, TRITON_LEAST = 8, 256, 32
 
 
+def reads_prompts(nope: int, rope: int, value: int) -> bool:
+    """Return whether vLLM with this package's plugin reads prompts of N, P and V on NVIDIA GPUs.
+
+    The plugin reads those that are not in `PROMPT_SIZES` by FlashAttention, with values padded to the size of the keys.
+    """
+    size = nope + rope
+    return nope > 0 and size % FLASH_MULTIPLE == 0 and value <= size <= FLASH_MOST
+
+
 def latent_kernels(layer: GQAConfig) -> list[LatentKernel]:
     """Return the kernels that attend over an MLA layer's latent on NVIDIA GPUs, none where no prompt can be read."""
-    if (layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim) not in PROMPT_SIZES:
+    if not reads_prompts(layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim):
         return []
     sizes = (layer.kv_lora_rank, layer.qk_rope_head_dim)
     return [

@@ -72,7 +72,7 @@ def convert(
             plan = job.plan(force)
             show(plan)
             how = f"by {plan['method']}" + (", calibrated on the text" if job.text else "")
-            for line in (job.describe_memory(), *(plan["serving"] or ())):
+            for line in (job.describe_memory(), *plan["serving"]):
                 out.print(line, soft_wrap=True)
             out.print(f"Dry run: would convert {'exactly' if plan['exact'] else how}. Nothing was written.")
             return
@@ -85,8 +85,8 @@ def convert(
         with progress_bars() as show_progress:
             report = job.run(force, show_progress, say)
         show(report)
-        for line in report["serving"] or ():
-            if line not in printed:  # of sizes that were chosen while converting
+        for line in report["serving"]:
+            if line not in printed:  # of sizes and frequencies that were chosen while converting
                 say(line)
         out.print(describe_cost(report))
         if said := warning(report):
@@ -135,6 +135,15 @@ def export(
             help="llama, mistral, qwen2, qwen3 or deepseek_v3. Default: the first that fits.", show_default=False
         ),
     ] = None,
+    engine: Annotated[
+        Literal["transformers"] | None,
+        typer.Option(
+            "--for",
+            help="Export also a model that vLLM or SGLang would compute wrongly by classes of their own, such as one "
+            "with biases that they drop; the card says which. Default: refused, with the reason.",
+            show_default=False,
+        ),
+    ] = None,
     force: Force = False,
 ) -> None:
     """Rewrite a checkpoint of this package as one of transformers' own classes, such as Llama's.
@@ -144,7 +153,7 @@ def export(
     """
     with user_errors(target), progress_bars() as show_progress:
         progress = show_progress("exporting tensors")
-        config = export_checkpoint(source, target, family=family, force=force, progress=progress)
+        config = export_checkpoint(source, target, family=family, engine=engine, force=force, progress=progress)
     saved(target, f"a {config.model_type} model{', for llama.cpp' if is_gguf(target) else ''}")
 
 
@@ -195,4 +204,4 @@ def show_inspection(found: dict[str, Any]) -> None:
     text = ": ".join(filter(None, (how, export["reason"])))
     out.print(f"Export: {text.rstrip('.')}.", soft_wrap=True)
     for line in found["vllm"]:
-        out.print(f"vLLM: {line[0].lower()}{line[1:]}", soft_wrap=True)
+        out.print(line, soft_wrap=True)

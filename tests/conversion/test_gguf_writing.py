@@ -136,7 +136,7 @@ def test_every_tensor_holds_the_same_bits(name, dtype, tmp_path):
         fields = {"softmax_scale": 14**-0.5 / 4}  # a power of two, which rounds nothing
     write_own(tmp_path / "ours", dtype=dtype, **fields)
     stock = export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
-    export_checkpoint(tmp_path / "ours", tmp_path / "stock")
+    export_checkpoint(tmp_path / "ours", tmp_path / "stock", engine="transformers")
     entries, tensors = read(tmp_path / "model.gguf")
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", dtype=dtype)
     state = {name: tensor for name, tensor in stored.state_dict().items() if name not in stored.all_tied_weights_keys}

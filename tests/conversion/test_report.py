@@ -167,6 +167,7 @@ REPORT = {
     "tokens": 4321,
     "layers": [{"layer": i, "from": "mha", "to": "mla", "loss": 0.5, "error": 0.0625} for i in range(3)],
     "text": {"calibration_tokens": 999, "sequence_length": 64},
+    "serving": ["vLLM runs it on: a CPU."],
 }
 
 
@@ -184,6 +185,7 @@ def test_card_has_every_number_and_the_licence(tmp_path):
     assert 'tokenizer = AutoTokenizer.from_pretrained("small"' in card
     for text in ("1,008", "168", "123,456", "3.5000", "4.2500", "0.188", "75.00%", "4,321", "999", "0.0625", "lowrank"):
         assert text in card, text
+    assert "\n- vLLM runs it on: a CPU.\n" in card
     assert "vLLM 0.32 caches the latent" in card and "transformers 5.17" in card
     assert "a latent of 22 and a rotary key of 6, no latent norm" in card
 

@@ -15,7 +15,12 @@ from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.command_line import main as command
 from modeling_gqa.conversion import ConversionError
 from modeling_gqa.conversion.command.options import Options
-from modeling_gqa.conversion.command.serving import describe_layer_runs, describe_runs, describe_serving
+from modeling_gqa.conversion.command.serving import (
+    describe_elsewhere,
+    describe_layer_runs,
+    describe_runs,
+    describe_serving,
+)
 from modeling_gqa.conversion.command.sizing import Goal, expected_target, find_goal
 
 SMALL: dict[str, Any] = {"vocab_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -44,7 +49,7 @@ def goal(name: str, kind: str = "mla", config: GQAConfig | None = None, **option
 def lines(name: str, kind: str = "mla", config: GQAConfig | None = None, **options) -> list[str]:
     config, wanted, found = goal(name, kind, config, **options)
     after = expected_target(found.options, config, found.target, torch.bfloat16)
-    return describe_serving(config, after, torch.bfloat16, wanted, found.chosen, found.later)
+    return describe_serving(config, after, torch.bfloat16, wanted, found.chosen, found.later, False)
 
 
 @pytest.mark.parametrize(
@@ -120,31 +125,30 @@ def test_a_budget_is_the_most(tmp_path):
         "Sizes: --budget chooses R and P by layer.",
         "Cache: at most 4,096 bytes per token of the whole model, 0.50 of the source's 8,192.",
     ]
-    assert "NVIDIA GPUs (Triton) where P becomes 64" in said[2]
-    assert "these have 64 + P and 64" in lines("1B", budget=2048, text=[tmp_path])[2]
+    assert "NVIDIA GPUs (Triton) where N + P = 128 + P becomes a multiple of 8" in said[2]
+    assert "N + P = 64 + P" in lines("1B", budget=2048, text=[tmp_path])[2]
     heads = lines("8B", "gqa", budget=4096, text=[tmp_path])
-    assert heads[1] == "Runs on: GPUs (FlashAttention); a CPU." and "at most 4,096 bytes" in heads[0]
+    assert heads[1] == "vLLM runs it on: GPUs (FlashAttention); a CPU." and "at most 4,096 bytes" in heads[0]
 
 
-FAST = (
-    "NVIDIA GPUs (Triton; FlashAttention on Hopper; FlashMLA on Hopper and Blackwell; FlashInfer on Blackwell; cutlass"
-)
+FAST = "NVIDIA GPUs (Triton; FlashAttention on Hopper; FlashMLA on Hopper; FlashInfer on Blackwell; cutlass"
 KERNELS = {
     "512 + 64": ("8B", {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, FAST),
     "256 + 64": ("8B", {"kv_lora_rank": 256, "qk_rope_head_dim": 64}, "Hopper; FlashInfer on Blackwell)"),
-    "100 + 64": ("8B", {"kv_lora_rank": 100, "qk_rope_head_dim": 64}, "NVIDIA GPUs (Triton)"),
+    "100 + 64": ("8B", {"kv_lora_rank": 100, "qk_rope_head_dim": 64}, "NVIDIA GPUs (Triton; no cached prefixes"),
     "448 + 64": ("8B", {"kv_lora_rank": 448, "qk_rope_head_dim": 64}, "(Triton, with --attention-backend TRITON_MLA)"),
-    "512 + 32": ("8B", {"kv_lora_rank": 512, "qk_rope_head_dim": 32}, "and these have 128 + 32 and 128"),
-    "heads of 64": ("1B", {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "and these have 64 + 64 and 64"),
-    "whole rotation": ("mqa", {}, "and these have 0 + 64 and 64"),
+    "512 + 32": ("8B", {"kv_lora_rank": 512, "qk_rope_head_dim": 32}, "NVIDIA GPUs (Triton; no cached prefixes"),
+    "512 + 36": ("8B", {"kv_lora_rank": 512, "qk_rope_head_dim": 36}, "these have 128 + 36 and 128"),
+    "heads of 64": ("1B", {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, FAST),
+    "whole rotation": ("mqa", {}, "these have 0 + 64 and 64"),
 }
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_over_the_latent(name):
     source, options, said = KERNELS[name]
-    (where,) = [line for line in lines(source, **options) if line.startswith("Runs on: ")]
-    assert where.startswith("Runs on: a CPU (this package's attention); ") and said in where
+    (where,) = [line for line in lines(source, **options) if line.startswith("vLLM runs it on: ")]
+    assert where.startswith("vLLM runs it on: a CPU (this package's attention); ") and said in where
     assert ("no NVIDIA GPU" in where) == ("these have" in said)
 
 
@@ -160,18 +164,36 @@ def test_kernels_over_the_latent(name):
 )
 def test_heads_of_grouped_attention(size, said):
     config = GQAConfig(**{**SOURCES["tiny"], "head_dim": size})
-    *_, runs, needs = lines("", "gqa", config, num_key_value_heads=2)
-    assert runs.startswith(f"Runs on: {said}") and needs.startswith("Needs: nothing")
+    *_, runs, needs, elsewhere = lines("", "gqa", config, num_key_value_heads=2)
+    assert runs.startswith(f"vLLM runs it on: {said}") and needs.startswith("vLLM needs: nothing")
+    assert "as llama, vLLM's own class, SGLang's (untried) and llama.cpp" in elsewhere
     assert ("224, 256 or 512, and these have" in runs) == ("no CPU" in said)
 
 
 def test_layers_that_differ_are_told_apart():
     """Also a window over the latent, which no GPU has."""
     said = describe_runs(make_config("mixed-window"))
-    assert [line.split(" run on: ")[0] for line in said[:-1]] == ["Layers 0-1", "Layers 2"]
-    assert "no GPU, where vLLM has no window over the latent" in said[1] and said[-1].startswith("Needs: this package")
+    assert [line.split(" on: ")[0] for line in said[:-1]] == ["vLLM runs layers 0-1", "vLLM runs layers 2"]
+    assert "no GPU, where vLLM has no window over the latent" in said[1] and said[-1].startswith(
+        "vLLM needs: this pack"
+    )
     layer = GQAConfig(**SOURCES["8B"]).per_layer_config[0]
     assert describe_layer_runs(layer, window=5) == describe_layer_runs(layer)
+
+
+def test_other_engines():
+    """As far as what is converted can be exported; frequencies of MLA are known when it is converted."""
+    latent = {**SOURCES["8B"], "attention_kind": "mla", "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    heads = {"qk_nope_head_dim": 128, "v_head_dim": 128, "head_dim": 128, "num_key_value_heads": None}
+    fast = GQAConfig(**{**latent, **heads})
+    assert "as deepseek_v3, vLLM's own class on a CPU and NVIDIA GPUs and SGLang's (un" in describe_elsewhere(fast)
+    small = GQAConfig(**{**latent, **heads, "kv_lora_rank": 448, "v_head_dim": 64})
+    assert describe_elsewhere(small) == (
+        "Elsewhere: transformers; after modeling-gqa export, as deepseek_v3, SGLang's (untried)."
+    )
+    assert "transformers alone; modeling-gqa export says why" in describe_elsewhere(make_config("mixed"))
+    for size in (600, 2048):
+        assert lines("8B", cache_size=size)[-1].startswith("Elsewhere: transformers alone, as most MLA")
 
 
 # -- the command
@@ -203,18 +225,27 @@ def test_the_command_chooses_says_and_saves(source, tmp_path):
     printed = call(*arguments)
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert report["command"]["engine"] == "vllm" and report["command"]["cache_size"] == 300
-    assert [line.split(":")[0] for line in report["serving"]] == ["Sizes", "Cache", "Runs on", "Needs"]
-    for line in report["serving"]:  # before the table of what was done, and once
-        assert planned.count(f"{line}\n") == printed.count(f"{line}\n") == 1
-        assert printed.index(line) < printed.index("before")
+    assert [line.split(":")[0] for line in report["serving"]] == [
+        "Sizes",
+        "Cache",
+        "vLLM runs it on",
+        "vLLM needs",
+        "Elsewhere",
+    ]
+    card = (tmp_path / "out" / "README.md").read_text()
+    for line in report["serving"]:  # before the table of what was done, and once; frequencies are known after
+        assert printed.count(f"{line}\n") == card.count(f"- {line}\n") == 1
+        if not line.startswith("Elsewhere"):
+            assert planned.count(f"{line}\n") == 1 and printed.index(line) < printed.index("before")
+    assert planned.count("Elsewhere: ") == 1 and printed.index("Elsewhere: ") < printed.index("before")
     assert "320 numbers (1,280 bytes in float32) per token and layer" in report["serving"][1]
     layer = GQAConfig.from_pretrained(tmp_path / "out").per_layer_config[0]
     assert (layer.kv_lora_rank, layer.qk_rope_head_dim) == (256, 64)
     model = GQAForCausalLM.from_pretrained(tmp_path / "out")
     assert model.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=2, pad_token_id=0).shape == (1, 4)
     inspected = json.loads(call("inspect", tmp_path / "out", "--json"))
-    assert inspected["vllm"] == report["serving"][2:]
-    assert "vLLM: runs on: a CPU (this package's attention); NVIDIA GPUs (Triton; Flash" in call(
+    assert inspected["vllm"] == report["serving"][2:4]
+    assert "vLLM runs it on: a CPU (this package's attention); NVIDIA GPUs (Triton; Flash" in call(
         "inspect", tmp_path / "out"
     )
 
@@ -230,10 +261,15 @@ def test_with_text_the_sizes_that_were_chosen_stay(source, tmp_path):
     assert (layer.kv_lora_rank, layer.qk_rope_head_dim) == (256, 64)
 
 
-def test_without_the_option_nothing_is_chosen_or_said(source, tmp_path):
+def test_without_the_option_nothing_is_chosen_and_the_same_is_said(source, tmp_path):
+    """Before the conversion, and in the card."""
     printed = call("convert", source, tmp_path / "out", "--attention-kind", "mla", "--cache-size", 300)
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert report["serving"] is None and "Runs on" not in printed
+    said = [line.split(":")[0] for line in report["serving"]]
+    assert said == ["Cache", "vLLM runs it on", "vLLM needs", "Elsewhere"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert all(f"- {line}\n" in card for line in report["serving"])
+    assert printed.index(report["serving"][1]) < printed.index("before")
     layer = GQAConfig.from_pretrained(tmp_path / "out").per_layer_config[0]
     assert (layer.kv_lora_rank, layer.qk_rope_head_dim) == (150, 150)
 

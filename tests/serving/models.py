@@ -90,9 +90,9 @@ def draw_prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(3, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in lengths]
 
 
-def generate(directory: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """Tokens that transformers generates greedily in float32, prompt by prompt."""
-    model: Any = GQAForCausalLM.from_pretrained(directory, dtype=torch.float32)
+def generate(directory: Path, prompts: list[list[int]], new_tokens: int, loader=GQAForCausalLM) -> list[list[int]]:
+    """Tokens that transformers generates greedily in float32, prompt by prompt; `loader` is the model's class."""
+    model: Any = loader.from_pretrained(directory, dtype=torch.float32)
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
     return [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
 

@@ -1,12 +1,20 @@
-"""The table of vLLM's kernels against vLLM's source, which is read and not imported: most of it needs a GPU's build."""
+"""The table of vLLM's kernels against vLLM: its source, and what its classes choose where a GPU is put in their way."""
 
 import ast
 import importlib.util
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from models import VARIABLES
 
 from modeling_gqa.accounting import kernels
+from modeling_gqa_vllm import model
 
 ROOT = Path(next(iter(importlib.util.find_spec("vllm").submodule_search_locations)))
 BACKENDS = ROOT / "v1" / "attention" / "backends"
@@ -51,21 +59,65 @@ def test_sizes_of_prompts():
     assert {sizes for sizes in found if sizes[1]} == set(kernels.PROMPT_SIZES)
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "owner", "devices"),
-    [
-        ("FlashAttention", "flashattn_mla", "FlashAttnMLABackend", {"Hopper"}),
-        ("FlashMLA", "flashmla", "FlashMLABackend", {"Hopper", "Blackwell"}),
-        ("FlashInfer", "flashinfer_mla", "FlashInferMLABackend", {"Blackwell"}),
-        ("cutlass", "cutlass_mla", "CutlassMLABackend", {"Blackwell"}),
-    ],
-)
-def test_devices(name, file, owner, devices):
-    (kernel,) = [kernel for kernel in kernels.LATENT_KERNELS if kernel.name == name]
-    generations = {9: "Hopper", 10: "Blackwell"}
-    check = method(BACKENDS / "mla" / f"{file}.py", owner, "supports_compute_capability")
-    numbers = {x.value for x in ast.walk(check) if isinstance(x, ast.Constant) and isinstance(x.value, int)}
-    assert {generations[number] for number in numbers} == devices == set(kernel.devices)
+GENERATIONS = {"8.0": "Ampere", "9.0": "Hopper", "10.0": "Blackwell"}
+# N, P and V, and whether vLLM reads prompts of them by itself, and the plugin by padding.
+HEADS = {
+    (128, 64, 128): (True, True),
+    (64, 64, 128): (True, True),
+    (192, 64, 256): (True, True),
+    (64, 64, 64): (False, True),
+    (64, 32, 64): (False, True),
+    (96, 64, 96): (False, True),
+    (0, 64, 64): (False, False),
+    (128, 192, 64): (False, False),
+    (64, 64, 192): (False, False),
+    (12, 8, 12): (False, False),
+}
+
+
+@pytest.fixture(scope="module", params=GENERATIONS)
+def on_gpu(request) -> dict:
+    """What vLLM and the plugin choose with this capability; see `gpu.py`."""
+    sizes = [",".join(map(str, size)) for size in HEADS]
+    command = [sys.executable, Path(__file__).parent / "gpu.py", request.param, *sizes]
+    ran = subprocess.run(command, env={**os.environ, **VARIABLES}, capture_output=True, text=True, timeout=200)
+    answer = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert answer, ran.stderr[-3000:]
+    return json.loads(answer[0].removeprefix("ANSWER ")) | {"generation": GENERATIONS[request.param]}
+
+
+def test_kernels_of_a_generation_are_those_that_vllm_takes_for_valid(on_gpu):
+    """By all that vLLM checks, and not the capability alone."""
+    valid = {name for name, refusals in on_gpu["latent"].items() if not refusals}
+    table = {x.name for x in kernels.LATENT_KERNELS if not x.devices or on_gpu["generation"] in x.devices}
+    assert valid == table
+
+
+def test_prompts_are_read_by_vllm_or_by_padding(on_gpu):
+    """Heads that vLLM's choice leaves out; the padded values come out as the formula's."""
+    assert [bool(name) for name in on_gpu["prompts"]] == [by_itself for by_itself, _ in HEADS.values()]
+    assert [not found["refusals"] for found in on_gpu["padded"]] == [padded for _, padded in HEADS.values()]
+    for found in on_gpu["padded"]:
+        if not found["refusals"]:
+            assert found["error"] < 2e-6
+            assert not found["quantizes"] and not found["out"] and not found["warmed"]
+    assert {size for size, (by_itself, _) in HEADS.items() if by_itself} == set(kernels.PROMPT_SIZES)
+    assert [kernels.reads_prompts(*size) for size in HEADS] == [padded for _, padded in HEADS.values()]
+
+
+@pytest.mark.parametrize("sizes", HEADS)
+def test_the_plugin_pads_where_vllm_would_refuse(sizes, monkeypatch):
+    padded = SimpleNamespace(PaddedFlashAttention="padded")
+    config = SimpleNamespace(model_config=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "modeling_gqa_vllm.prompts", padded)
+    monkeypatch.setattr(model, "current_platform", SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True))
+    monkeypatch.setattr(model, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(model, "set_current_vllm_config", nullcontext)
+    monkeypatch.setattr(model, "MLAAttention", lambda prefill_backend_cls, **options: prefill_backend_cls)
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    layer = SimpleNamespace(q_lora_rank=None, kv_lora_rank=512, **dict(zip(names, sizes, strict=True)))
+    chosen = model.latent_attention(SimpleNamespace(kv_b_proj=SimpleNamespace()), layer, None, 0)
+    assert (chosen == "padded") == (HEADS[sizes] == (False, True)) and chosen in (None, "padded")
 
 
 def test_sizes_that_kernels_check_themselves():

@@ -26,6 +26,7 @@ from vllm.transformers_utils.model_arch_config_convertor import (
     MODEL_ARCH_CONFIG_CONVERTORS,
     ModelArchConfigConvertorBase,
 )
+from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
 import modeling_gqa_vllm
@@ -45,7 +46,7 @@ CALLED = {
     Attention.__init__: {"num_heads", "head_size", "scale", "num_kv_heads", "per_layer_sliding_window", "prefix"},
     MLAAttention.__init__: {
         "num_heads", "scale", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank",
-        "kv_b_proj", "sliding_window", "attn_backend", "prefix",
+        "kv_b_proj", "sliding_window", "attn_backend", "prefill_backend_cls", "prefix",
     },
     MLACommonMetadataBuilder.build: {"common_prefix_len", "common_attn_metadata", "fast_build"},
     MLACommonBackend.get_supported_head_sizes: set(),
@@ -57,6 +58,7 @@ CALLED = {
     vllm_attention_forward: {"module", "query", "key", "value", "attention_mask"},
     vllm_mla_attention_forward: {"module", "query", "kv_c_normed", "k_pe", "attention_mask"},
     get_tensor_model_parallel_rank: set(),
+    kv_cache_dtype_str_to_dtype: {"kv_cache_dtype", "model_config"},
     ModelRegistry.register_model: {"model_arch", "model_cls"},
 }  # fmt: skip
 

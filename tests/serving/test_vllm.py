@@ -69,6 +69,14 @@ def test_heads_that_do_not_divide_are_refused(tmp_path):
         serve(model, PROMPTS, 4, tensor_parallel_size=2)
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "bfloat16"])
+def test_a_cache_of_another_dtype_is_refused_on_a_cpu(dtype, tmp_path):
+    """At the start and in one line; vLLM would take it, and die at the first prompt."""
+    model = save_model("mla-576", tmp_path)
+    with pytest.raises(RuntimeError, match=f"ValueError: kv_cache_dtype='{dtype}': attention over the latent on a CPU"):
+        serve(model, PROMPTS, 4, kv_cache_dtype=dtype)
+
+
 def test_compiled_model_gives_the_same_tokens(tmp_path):
     """vLLM compiles the decoder unless `--enforce-eager` is given."""
     model = save_model("all-mixed", tmp_path)

@@ -2,31 +2,33 @@
 
 All but the last can be written as a GGUF file too, for llama.cpp.
 
-An exported model computes the same function, and its tensors hold the same bits. Two exports round, and `inexactness`
-names them: a softmax scale folded into the query weights, and a latent without a norm (see `padding.py`).
+An exported model computes the same function, also in engines with classes of their own (see `engines.py`); a model that
+they would read otherwise is refused unless it is exported for transformers alone. `inexactness` names what is rounded.
 """
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
+from ...attention_latent import LATENT_NORM_EPS
+from ...common import cards
 from ...common.errors import ConversionError, did_you_mean, one_line
 from ...common.progress import Progress
 from ...configuration_gqa import GQAConfig
 from .aside import file_written_aside, refuse_overlap, written_aside
 from .checkpoint import meta_model, open_checkpoint, own_tensors
+from .engines import computed, constant_norm, evened_epsilon, paired_neighbours, scaled, zero_where_missing
 from .families import SHARED
 from .files import LazyTensor
 from .gguf import is_gguf
 from .gguf_tokenizer import read_vocabulary
 from .gguf_writing import refuse_for_llama_cpp, write_gguf
-from .obstacles import GROUPED_FAMILIES, LATENT_FAMILIES, obstacles, scale_ratio
-from .padding import padded_latent, zero_where_missing
+from .obstacles import FOR_TRANSFORMERS, GROUPED_FAMILIES, LATENT_FAMILIES, misreadings, obstacles, scale_ratio
 from .writing import MAX_SHARD_SIZE, write_checkpoint
 
 # The way out where MLA was converted: also exact MLA repeats each frequency for each key/value head of its source.
@@ -35,14 +37,26 @@ CHOSEN_FREQUENCIES = (
     "can say: export the source, or convert the source to fewer key/value heads (gqa or mqa) and export that. This "
     "model itself runs in transformers, by its own code"
 )
+CARD = """# {title}
+
+`{source}` as transformers' {name}.
+
+{notes}
+"""
+MISREAD = """**Do not serve this with an engine's own class of {name}**: {reasons}. Nothing says so there, and other
+text comes out. transformers computes it as it is, and so does vLLM with `--model-impl transformers`."""
+SMALL = """The weights that make the latent are very small, and its norm makes up for that. Run it in bfloat16 or
+float32: float16 takes them for zero, as quantization does that has one scale for a whole weight."""
 
 
-def export_config(config: GQAConfig, family: str | None = None) -> PreTrainedConfig:
+def export_config(config: GQAConfig, family: str | None = None, engine: str | None = None) -> PreTrainedConfig:
     """Return the configuration of transformers' own model that computes what the model of `config` computes.
 
     Args:
         config: of a model whose layers are all alike.
         family: "llama", "mistral", "qwen2", "qwen3" or "deepseek_v3"; `None` for the first that fits.
+        engine: "transformers" for a model that other engines may compute wrongly by classes of their own; `None` for
+            one that vLLM and SGLang compute rightly, too.
 
     Raises:
         ConversionError: no class of transformers, or not the one of `family`, can express the model, and why.
@@ -56,6 +70,8 @@ def export_config(config: GQAConfig, family: str | None = None) -> PreTrainedCon
         assert stock.model_type == "llama" and stock.num_key_value_heads == 2
         ```
     """
+    if engine not in (None, "transformers"):
+        raise ConversionError(f"engine={engine!r} is unknown: give 'transformers', or none for every engine")
     kinds = {layer.attention_kind for layer in config.per_layer_config}
     choice: tuple[str, ...] = LATENT_FAMILIES if kinds == {"mla"} else GROUPED_FAMILIES
     if family is not None:
@@ -67,15 +83,16 @@ def export_config(config: GQAConfig, family: str | None = None) -> PreTrainedCon
         choice = (family,)
     reasons: dict[str, list[str]] = {}
     for name in choice:
-        reason = next(obstacles(config, name), None)
+        reason = next(obstacles(config, name, engine), None)
         if reason is None:
-            return _stock_config(config, name)
+            return _stock_config(config, name, engine)
         reasons.setdefault(reason, []).append(name)
     listed = "; ".join(f"{' and '.join(names)}: {reason}" for reason, names in reasons.items())
     layers = config.per_layer_config
     chosen = any(layer.attention_kind == "mla" and layer.rope_frequency_indices is not None for layer in layers)
+    how = "is not exported for every engine" if FOR_TRANSFORMERS in listed else "cannot be exported"
     raise ConversionError(
-        f"this model cannot be exported to transformers' own classes. {listed}{CHOSEN_FREQUENCIES if chosen else ''}"
+        f"this model {how} to transformers' own classes. {listed}{CHOSEN_FREQUENCIES if chosen else ''}"
     )
 
 
@@ -87,9 +104,11 @@ def inexactness(config: GQAConfig) -> str | None:
     """
     if config.attention_kind == "mla" and not config.latent_norm:
         return (
-            "The latents get a padding channel that makes DeepSeek's norm harmless: in float32 the logits agree to "
-            "1e-4 of the largest."
+            "The latents get a norm that divides by a constant: in float32 they change by 3e-7 of themselves, in "
+            "bfloat16 by 6e-4."
         )
+    if config.attention_kind == "mla" and config.rms_norm_eps != LATENT_NORM_EPS:
+        return f"The states are scaled so that rms_norm_eps={LATENT_NORM_EPS}, which rounds weights once more."
     if not math.log2(scale_ratio(config)).is_integer():
         return "The softmax scale is folded into the query weights, which rounds them once more."
     return None
@@ -100,6 +119,7 @@ def export_checkpoint(
     target: str | Path,
     *,
     family: str | None = None,
+    engine: str | None = None,
     force: bool = False,
     progress: Progress = iter,
     max_shard_size: int = MAX_SHARD_SIZE,
@@ -110,6 +130,7 @@ def export_checkpoint(
         source: folder of a checkpoint of this package in safetensors, or the name of one on the Hub.
         target: folder to write, or a file whose name ends in ".gguf"; it appears complete at the end, or not at all.
         family: see `export_config`.
+        engine: see `export_config`; a GGUF file is for llama.cpp, whatever it says.
         force: whether a checkpoint at `target` is replaced.
         progress: wraps the iteration over the tensors' names.
         max_shard_size: bytes of a weights file, and of the tensors held in memory at a time; a GGUF file is one, and
@@ -146,25 +167,40 @@ def export_checkpoint(
     if checkpoint.family != GQAConfig.model_type:
         raise ConversionError(f"{source} is a {checkpoint.family} model: only modeling_gqa models are exported")
     config = checkpoint.config
-    stock = export_config(config, family)
+    stock = export_config(config, family, "transformers" if is_gguf(target) else engine)
     if is_gguf(target):
         refuse_for_llama_cpp(config, stock)
         vocabulary = read_vocabulary(checkpoint.folder, stock.vocab_size)
     model = meta_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(stock)], stock)  # type: ignore[arg-type]
-    tensors = own_tensors(model, _stock_tensors(config, checkpoint.tensors))
+    tensors = own_tensors(model, _stock_tensors(config, stock, checkpoint.tensors))
     if is_gguf(target):
         with file_written_aside(target, force) as path:
             write_gguf(path, stock, tensors, vocabulary, progress)
         return stock
     with written_aside(target, force) as aside:
         write_checkpoint(aside, model, tensors, checkpoint.folder, progress, max_shard_size)
+        _write_card(aside, Path(target).resolve().name, config, stock, checkpoint.folder)
     return stock
 
 
-def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
+def _write_card(folder: Path, title: str, config: GQAConfig, stock: PreTrainedConfig, source: Path) -> None:
+    """Save a model card where the model is not to be run everywhere; `source` is the folder that it was made from."""
+    name, notes = type(stock).__name__.removesuffix("Config"), []
+    if reasons := "; ".join(misreadings(config, stock.model_type, stock.rms_norm_eps)):
+        notes.append(MISREAD.format(name=name, reasons=reasons))
+    if config.attention_kind == "mla" and not config.latent_norm:
+        notes.append(SMALL)
+    if notes:
+        metadata = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+        metadata |= cards.kept_metadata(source / "README.md")
+        text = CARD.format(title=title, source=source.resolve().name, name=name, notes="\n\n".join(notes))
+        cards.write_card(folder, metadata, text)
+
+
+def _stock_config(config: GQAConfig, family: str, engine: str | None) -> PreTrainedConfig:
     fields = {name: copy.deepcopy(getattr(config, name)) for name in SHARED}
     if family in LATENT_FAMILIES:
-        fields |= _latent_fields(config)
+        fields |= _latent_fields(config, engine)
     else:
         fields |= {"num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim}
     query_bias, _, _ = config.projection_biases
@@ -185,18 +221,18 @@ def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
         raise ConversionError(f"transformers' {family} class refuses this model: {one_line(error)}") from error
 
 
-def _latent_fields(config: GQAConfig) -> dict[str, Any]:
-    _, key_value_bias, _ = config.projection_biases
-    padding = 0 if config.latent_norm else 1
+def _latent_fields(config: GQAConfig, engine: str | None) -> dict[str, Any]:
     return {
         "num_key_value_heads": config.num_attention_heads,
-        "kv_lora_rank": config.kv_lora_rank + padding,
-        "q_lora_rank": None if config.q_lora_rank is None else config.q_lora_rank + padding,
+        "kv_lora_rank": config.kv_lora_rank,
+        "q_lora_rank": config.q_lora_rank,
         "qk_nope_head_dim": config.qk_nope_head_dim,
         "qk_rope_head_dim": config.qk_rope_head_dim,
         "v_head_dim": config.v_head_dim,
-        "rope_interleave": config.rope_interleave,
-        "attention_bias": key_value_bias or padding > 0,
+        "rope_interleave": True,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": LATENT_NORM_EPS if engine is None else config.rms_norm_eps,
+        "attention_bias": any(config.projection_biases),
         "first_k_dense_replace": config.num_hidden_layers,
         "num_nextn_predict_layers": 0,
     }
@@ -214,25 +250,42 @@ def _window_fields(config: GQAConfig) -> dict[str, Any]:
     }
 
 
-def _stock_tensors(config: GQAConfig, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+def _stock_tensors(
+    config: GQAConfig, stock: PreTrainedConfig, tensors: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor]:
     """Return the tensors that transformers' own model stores; those that differ are computed when they are loaded."""
     tensors = dict(tensors)
     ratio = scale_ratio(config)
     query = "q_norm" if config.qk_norm else "q_proj" if config.q_lora_rank is None else "q_b_proj"
     for index in range(config.num_hidden_layers):
         layer = f"model.layers.{index}"
-        if config.attention_kind == "mla" and not config.latent_norm:
-            tensors |= padded_latent(tensors, layer, "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
-            if config.q_lora_rank is not None:
-                tensors |= padded_latent(tensors, layer, "q_a_proj", "q_a_layernorm", "q_b_proj")
-            tensors |= zero_where_missing(tensors, f"{layer}.self_attn.o_proj.bias", config.hidden_size)
+        if config.attention_kind == "mla":
+            tensors |= _latent_tensors(config, stock, tensors, layer, query)
         if ratio != 1.0:
             for part in ("weight", "bias"):
                 name = f"{layer}.self_attn.{query}.{part}"
                 if name in tensors:
-                    tensors[name] = _computed(tensors[name], lambda tensor: (tensor.double() * ratio).to(tensor.dtype))
+                    tensors[name] = scaled(tensors[name], ratio)
+    if stock.tie_word_embeddings != config.tie_word_embeddings:
+        tensors["lm_head.weight"] = computed(tensors["model.embed_tokens.weight"], torch.clone)
+    if stock.rms_norm_eps != config.rms_norm_eps:
+        tensors |= evened_epsilon(tensors, config.rms_norm_eps)
     return tensors
 
 
-def _computed(tensor: LazyTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
-    return tensor._replace(load=lambda: function(tensor.load()))
+def _latent_tensors(
+    config: GQAConfig, stock: PreTrainedConfig, tensors: dict[str, LazyTensor], layer: str, query: str
+) -> dict[str, LazyTensor]:
+    """Return those of a layer's tensors that DeepSeek-V3 stores otherwise."""
+    down = {"kv_a": config.kv_lora_rank} | ({"q_a": config.q_lora_rank} if config.q_lora_rank is not None else {})
+    modules = {"kv_a": "kv_a_proj_with_mqa", "q_a": "q_a_proj"}
+    if stock.attention_bias:
+        for module in [*(modules[name] for name in down), "o_proj"]:
+            tensors = tensors | zero_where_missing(tensors, f"{layer}.self_attn.{module}")
+    if not config.rope_interleave:
+        heads, rope = config.num_attention_heads, config.qk_rope_head_dim
+        tensors = tensors | paired_neighbours(tensors, layer, query, heads, rope)
+    if not config.latent_norm:
+        for name, rank in down.items():
+            tensors = tensors | constant_norm(tensors, layer, modules[name], f"{name}_layernorm", rank)
+    return tensors

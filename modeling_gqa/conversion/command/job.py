@@ -104,7 +104,7 @@ class Job(Options):
             with self.timed("loading"):
                 model = checkpoint.load(checkpoint.dtype, self.device).eval()
             self.memory = self.count_memory(checkpoint, goal)
-            for line in (self.describe_memory(), *(self.describe_serving(checkpoint, goal) or ())):
+            for line in (self.describe_memory(), *self.describe_serving(checkpoint, goal)):
                 say(line)
             with self.timed("converting"):
                 converted, done = self.convert(model, goal, checkpoint, batches, held, show_progress)
@@ -139,13 +139,12 @@ class Job(Options):
     def describe_memory(self) -> str:
         return f"Memory on {self.device}: {self.memory}."
 
-    def describe_serving(self, source: Checkpoint, goal: Goal, result: GQAConfig | None = None) -> list[str] | None:
-        """Return what the result costs and runs on in the engine of `--for`; `result` is known once it is converted."""
-        if self.engine is None:
-            return None
+    def describe_serving(self, source: Checkpoint, goal: Goal, result: GQAConfig | None = None) -> list[str]:
+        """Return what the result costs and which engines run it on what; `result` is known once it is converted."""
         after = result or expected_target(goal.options, source.config, goal.target, source.dtype)
-        later = goal.later and result is None
-        return describe_serving(source.config, after, source.dtype, self, goal.chosen, later)
+        final = result is not None
+        later = goal.later and not final
+        return describe_serving(source.config, after, source.dtype, self, goal.chosen, later, final)
 
     def block_length(self, config: GQAConfig) -> int:
         """Return how many tokens of text a block has."""
@@ -271,7 +270,7 @@ class Job(Options):
             **{f"cache_bytes_per_token_{when}": cache_bytes_per_token(c, dtype) for when, c in both.items()},
             **{f"parameters_{when}": count_parameters(c) for when, c in both.items()},
             **unmeasured,
-            "serving": None,
+            "serving": [],
             "tokens": 0,
             "text": text if self.text else None,
             "command": command,

@@ -109,8 +109,7 @@ class Options:
         _attention(
             "--for",
             help="Engine that is to serve the result. A --cache-size becomes R and P that the engine's fast kernels "
-            "take, where the model is large enough, and lines before the conversion say what the cache costs and what "
-            "it runs on. Sizes given as R and P are kept.",
+            "take, where the model is large enough. Sizes given as R and P are kept.",
         ),
     ] = None
     method: Annotated[

@@ -79,7 +79,7 @@ class Report(TypedDict, total=False):
     kl: float | None  # KL(source || result) on the evaluation text, nats per token
     top1_agreement: float | None  # share of tokens with the same most likely next token, 0 to 1
     tokens: int  # predicted for these measurements; 0 without text
-    serving: list[str] | None  # lines on cost and kernels in the engine of `--for`; None without it
+    serving: list[str]  # lines on what it costs and which engines run it on what
     text: TextReport | None
     command: dict[str, Any]  # the options, as `Options.as_json`
     versions: dict[str, str]  # of modeling_gqa, transformers, torch and python
@@ -287,6 +287,6 @@ def write_card(folder: Path, title: str, report: Report, config: GQAConfig, sour
         table=summary(report).to_markdown(),
         layers=layers_table(report).to_markdown(),
         report=REPORT_NAME,
-        runs=RUNS + cards.serving_note(config),
+        runs=RUNS + cards.serving_note(config) + "\n\n" + "\n".join(f"- {line}" for line in report["serving"]),
     )
     cards.write_card(folder, metadata, text)

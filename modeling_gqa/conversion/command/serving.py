@@ -1,4 +1,4 @@
-"""A conversion meant for vLLM: sizes that its fast kernels take, and what a configuration costs and runs on there."""
+"""Sizes for vLLM's fast kernels, what a configuration costs, and which engines run it on which devices."""
 
 import warnings
 from copy import copy
@@ -10,15 +10,22 @@ from ...accounting import cache_bytes_per_token
 from ...accounting.kernels import (
     CPU_HEADS,
     FAST_SIZES,
+    FAST_SUMS,
+    FLASH_MOST,
+    FLASH_MULTIPLE,
     PROMPT_SIZES,
+    STOCK_CPU_SUM,
     grouped_kernel,
     is_mistaken,
     latent_kernels,
+    reads_prompts,
 )
 from ...accounting.layers import as_model
 from ...common.errors import ConversionError, listed
 from ...configuration_gqa import GQAConfig
 from ..allocation import numbers_per_token
+from ..checkpoints.exporting import export_config
+from ..checkpoints.gguf_writing import refuse_for_llama_cpp
 from ..targets import chosen_layers, is_exact, latent_input, lossy_layers, target_config
 from .options import Options, spelled
 from .report import runs
@@ -28,10 +35,14 @@ MORE = 1 / 8
 GIVEN = ("cache_size", "cache_bytes", "kv_lora_rank", "qk_rope_head_dim")
 FAST = " or ".join(f"{rank} + {rope}" for rank, rope in FAST_SIZES)
 NEEDED = (
-    "Needs: this package where vLLM is. Without it vLLM caches expanded keys and values, and refuses MLA whose layers "
+    "vLLM needs: this package beside it. Without it vLLM caches expanded keys and values, and refuses MLA whose layers "
     "differ."
 )
-NOT_NEEDED = "Needs: nothing; without this package, --trust-remote-code."
+NOT_NEEDED = "vLLM needs: nothing; without this package, --trust-remote-code."
+# Of MLA, whose rotary frequencies are chosen while converting.
+UNKNOWN = "Elsewhere: transformers alone, as most MLA that is converted; modeling-gqa inspect says it of the result."
+NOT_EXPORTED = "Elsewhere: transformers alone; modeling-gqa export says why."
+CHUNKS = "; no cached prefixes and no prompts in chunks, for which R + P is {}"
 
 
 def served_sizes(options: Options, config: GQAConfig, dtype: torch.dtype) -> tuple[Options, str]:
@@ -100,9 +111,9 @@ def tried_target(options: Options, config: GQAConfig, **sizes: int | None) -> GQ
 
 
 def describe_serving(
-    source: GQAConfig, result: GQAConfig, dtype: torch.dtype, options: Options, chosen: str, later: bool
+    source: GQAConfig, result: GQAConfig, dtype: torch.dtype, options: Options, chosen: str, later: bool, final: bool
 ) -> list[str]:
-    """Return lines on the sizes, the cache, where vLLM runs it, and what it needs.
+    """Return lines on the sizes, the cache, where vLLM runs it, what it needs, and what else runs it.
 
     Args:
         source: configuration before.
@@ -111,6 +122,7 @@ def describe_serving(
         options: of the conversion.
         chosen: what became of the sizes that were given, as `served_sizes` says it.
         later: sizes are chosen while converting.
+        final: `result` is what was converted, with the frequencies that were chosen.
     """
     indices = chosen_layers(source, options.layers)
     known = not (later and options.budget)
@@ -124,7 +136,30 @@ def describe_serving(
         cache = f"{each} numbers ({size} bytes in {str(dtype).removeprefix('torch.')}) per token and layer; {cache}"
     unknown = {index for index in indices if later and not is_exact(source, result, index)}
     sizes = [f"Sizes: {chosen}"] if chosen else []
-    return [*sizes, f"Cache: {'' if known else 'at most '}{cache}.", *describe_runs(result, unknown)]
+    new = [index for index in indices if source.per_layer_config[index].attention_kind != "mla"]
+    open_ends = not final and any(result.per_layer_config[index].attention_kind == "mla" for index in new)
+    elsewhere = UNKNOWN if open_ends else describe_elsewhere(result)
+    return [*sizes, f"Cache: {'' if known else 'at most '}{cache}.", *describe_runs(result, unknown), elsewhere]
+
+
+def describe_elsewhere(config: GQAConfig) -> str:
+    """Return a line on the engines beside vLLM with this package."""
+    try:
+        stock = export_config(config)
+    except ConversionError:
+        return NOT_EXPORTED
+    engines = ["vLLM's own class", "SGLang's (untried)"]
+    if config.attention_kind == "mla":  # what the plugin adds is not there
+        heads = (config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim)
+        devices = ["a CPU"] if config.kv_lora_rank + config.qk_rope_head_dim == STOCK_CPU_SUM else []
+        devices += ["NVIDIA GPUs"] if heads in PROMPT_SIZES else []
+        engines[:1] = [f"vLLM's own class on {listed(devices, 'and')}"] if devices else []
+    try:
+        refuse_for_llama_cpp(config, stock)
+        engines.append("llama.cpp")
+    except ConversionError:
+        pass
+    return f"Elsewhere: transformers; after modeling-gqa export, as {stock.model_type}, {listed(engines, 'and')}."
 
 
 def describe_runs(config: GQAConfig, unknown: frozenset[int] | set[int] = frozenset()) -> list[str]:
@@ -138,7 +173,7 @@ def describe_runs(config: GQAConfig, unknown: frozenset[int] | set[int] = frozen
     where = runs(
         describe_layer_runs(layer.config, layer.window, index in unknown) for index, layer in enumerate(layers)
     )
-    lines = [f"Layers {range_} run on: {what}." if len(where) > 1 else f"Runs on: {what}." for range_, what in where]
+    lines = [f"vLLM runs {f'layers {range_}' if len(where) > 1 else 'it'} on: {what}." for range_, what in where]
     return [*lines, NEEDED if any(layer.config.attention_kind == "mla" for layer in layers) else NOT_NEEDED]
 
 
@@ -162,18 +197,20 @@ def latent_on_gpus(layer: GQAConfig, window: int | None, unknown: bool) -> str:
     """Return which kernels attend over an MLA layer's latent on GPUs, or why none; arguments as above."""
     if window is not None:
         return "no GPU, where vLLM has no window over the latent"
-    heads = (layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim)
-    if unknown and (layer.v_head_dim, 64, layer.v_head_dim) in PROMPT_SIZES:
-        return "NVIDIA GPUs (Triton) where P becomes 64, as with --kv-lora-rank and --qk-rope-head-dim 64"
-    if heads not in PROMPT_SIZES:
-        nope, rope, value = heads
-        permitted = listed([f"{n} + {p} and {v}" for n, p, v in PROMPT_SIZES])
+    nope, rope, value = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim
+    sizes = f"a multiple of {FLASH_MULTIPLE} from V to {FLASH_MOST}"
+    if unknown and nope > 0 and value <= FLASH_MOST:
+        return f"NVIDIA GPUs (Triton) where N + P = {nope} + P becomes {sizes}, and V is {value}"
+    if not reads_prompts(nope, rope, value):
         return (
-            f"no NVIDIA GPU, where vLLM reads prompts with heads (N + P and V) of {permitted}, and these have "
-            f"{nope} + {'P' if unknown else rope} and {value}"
+            f"no NVIDIA GPU, where prompts are read with heads (N + P and V) that have an N, and N + P {sizes}; these "
+            f"have {nope} + {'P' if unknown else rope} and {value}"
         )
     names = "; ".join(
         f"{kernel.name} on {' and '.join(kernel.devices)}" if kernel.devices else kernel.name
         for kernel in latent_kernels(layer)
     )
-    return f"NVIDIA GPUs ({names}{', with --attention-backend TRITON_MLA' if is_mistaken(layer) else ''})"
+    if is_mistaken(layer):
+        names += ", with --attention-backend TRITON_MLA"
+    chunks = "" if unknown or layer.kv_lora_rank + rope in FAST_SUMS else CHUNKS.format(listed(FAST_SUMS))
+    return f"NVIDIA GPUs ({names}{chunks})"
