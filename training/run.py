@@ -69,13 +69,14 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
     """On every process: prepare or reopen the run in `output_dir`, and hold its lock while it is used.
 
     Args:
-        values: what `load_recipe` returns beside the recipe.
+        values: what `load_recipe` returns beside the recipe, before `check_training`.
         config: the model's configuration.
 
     Raises:
         RecipeError: an error that the user can correct, a full disk and Ctrl-C included.
     """
     check_upload(recipe)
+    values["warmup_steps"] = recipe.warmup_steps  # `check_training` may have shortened it
     # Trainer would upload at every save, and save the token; `finish` uploads the finished repository.
     upload = (recipe.hub_token or "") if recipe.push_to_hub else None
     recipe.push_to_hub, recipe.hub_token = False, None

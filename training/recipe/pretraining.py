@@ -28,7 +28,10 @@ class Recipe(TrainingArguments):
     budgets: ClassVar[tuple[str, ...]] = ()  # fields that each set the length of training
 
     preset: str = field(
-        default="", metadata={"help": "Model: the name of a packaged preset, or a folder with a config.json."}
+        default="",
+        metadata={
+            "help": "Model: the name of a packaged preset, or a folder with a config.json. Its weights start at random."
+        },
     )
     model_overrides: dict | str | None = field(
         default=None, metadata={"help": "JSON object: fields that replace the preset's."}

@@ -15,6 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..errors import NON_FINITE, RecipeError
 from ..folder.checkpoint import what_is_kept
 from ..folder.run_folder import RunFolder
+from ..recipe.model import shorten_warmup
 from ..recipe.pretraining import Recipe
 from ..results import Results
 from ..text.stream import CheckedStream
@@ -61,6 +62,10 @@ class PretrainTrainer(Trainer):
         self.add_callback(self.throughput)
         if heed_sigterm:
             self.add_callback(self.sigterm)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        shorten_warmup(self.args, num_training_steps)  # where the number of epochs decides, it is known only now
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         input_ids = inputs["input_ids"]
