@@ -231,6 +231,17 @@ def test_streaming_and_tensorboard(train, tmp_path):
     assert list(tmp_path.rglob("events.out.tfevents*"))
 
 
+def test_trackers_write_below_the_output_folder(train, tmp_path, monkeypatch):
+    """Also where nothing is left to train, and the last step is evaluated by a Trainer that did not begin."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    train("tracked", report_to=["tensorboard"], eval_strategy="no")
+    shutil.rmtree(tmp_path / "tracked" / "final")
+    pretrain([str(tmp_path / "tracked.yaml"), "--resume"])
+    assert not list((tmp_path / "here").iterdir())
+    assert len(list((tmp_path / "tracked" / "runs").rglob("events.out.tfevents*"))) == 2
+
+
 def test_upload(train, tmp_path, monkeypatch):
     calls = []
 

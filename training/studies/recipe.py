@@ -112,4 +112,4 @@ class Point:
 
 def options_of_runs(recipe: StudyRecipe) -> dict[str, Any]:
     """Return the options that all runs have."""
-    return {**NEXT_TOKEN, "publish": False, **as_object("options", recipe.options)}
+    return {**NEXT_TOKEN, "publish": False, "keep_best": False, **as_object("options", recipe.options)}

@@ -122,11 +122,19 @@ class PretrainTrainer(Trainer):
                 blocks = self.state.num_input_tokens_seen // self.args.sequence_length
                 mark["stream"] = self.train_dataset.mark(blocks)
         if self.folder:
-            self.folder.rotate(self.checkpoint_limit, newest=name)
+            self.folder.rotate(self.checkpoint_limit, newest=name, best=self.best_checkpoint())
+
+    def best_checkpoint(self) -> str | None:
+        """Return the name of a checkpoint that stays although newer ones exceed the limit."""
+        return None
 
     def further_results(self, metrics: dict[str, float]) -> Results:
         """Return results beyond the loss, from the final evaluation `metrics` and the log."""
         return {}
+
+    def outcome(self, results: Results) -> tuple[Results, dict[str, torch.Tensor]]:
+        """Return the weights that the run ends with, by their names, after `results`, which are those of the last."""
+        return results, self.accelerator.get_state_dict(self.model)  # under FSDP every process takes part
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         # A checkpoint holds a tied weight once.
