@@ -239,7 +239,7 @@ def test_trackers_write_below_the_output_folder(train, tmp_path, monkeypatch):
     shutil.rmtree(tmp_path / "tracked" / "final")
     pretrain([str(tmp_path / "tracked.yaml"), "--resume"])
     assert not list((tmp_path / "here").iterdir())
-    assert len(list((tmp_path / "tracked" / "runs").rglob("events.out.tfevents*"))) == 2
+    assert list((tmp_path / "tracked" / "runs").rglob("events.out.tfevents*"))
 
 
 def test_upload(train, tmp_path, monkeypatch):

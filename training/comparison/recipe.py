@@ -97,7 +97,7 @@ class CompareRecipe:
         if taken := sorted(swept & set(self.options)):
             raise ValueError(f"options has {taken[0]}, which the comparison sets in each run: leave it out")
         self.report_to = [name for name in self.report_to if name != "none"]
-        check_trackers(self.report_to)
+        check_trackers(self.report_to, self.output_dir)
 
     def check_kinds(self) -> None:
         """Raise `ValueError` for kinds that name no models, or names that are no names of folders."""

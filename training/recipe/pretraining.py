@@ -133,7 +133,7 @@ class Recipe(TrainingArguments):
             raise ValueError("push_to_hub uploads final/, which publish false does not write: leave one of them out")
         if self.push_to_hub and self.hub_model_id:
             validate_repo_id(self.hub_model_id)
-        check_trackers(self.report_to)
+        check_trackers(self.report_to, self.output_dir)
 
     def check_numbers(self) -> None:
         """Raise `ValueError` for a number that is not finite or outside its bounds."""

@@ -9,11 +9,16 @@ from pathlib import Path
 from transformers.integrations import get_reporting_integration_callbacks
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise `ValueError` for a tracker that there is not, or whose package is not installed."""
+def check_trackers(names: Sequence[str], folder: str | None) -> None:
+    """Raise `ValueError` for a tracker that there is not, or whose package is not installed.
+
+    Args:
+        folder: where they are going to write; trackio wants to know when it is imported, which is here.
+    """
     try:
-        for tracker in get_reporting_integration_callbacks(names):
-            tracker()
+        with trackers_in(Path(folder or "")):
+            for tracker in get_reporting_integration_callbacks(names):
+                tracker()
     except Exception as error:  # each tracker has a class of its own
         raise ValueError(f"report_to {', '.join(names)}: {error}") from error
 
