@@ -463,9 +463,11 @@ def test_the_students_dtype_is_kept(here, pair, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final").dtype == torch.bfloat16
 
 
-def test_two_processes_equal_one_and_a_stranger_loads_the_result(write, here, tmp_path):
+@pytest.mark.parametrize("rate", [1e-3, RUINOUS], ids=["heals", "ruins"])
+def test_two_processes_equal_one_and_a_stranger_loads_the_result(rate, write, here, tmp_path):
     """Stage 1 uses some of the parameters that stage 2 trains; DDP must not wait for the others."""
     options = {"trainable": "all", "max_steps": 4, "per_device_train_batch_size": 2, "sample_prompt": "the "}
+    options |= {"learning_rate": rate, "warmup_steps": 0}
     student = build(["gqa", "mla"], 3, attention_dropout=0.0)
     student.save_pretrained(tmp_path / "student")
     options["student"] = str(tmp_path / "student")
@@ -486,6 +488,7 @@ def test_two_processes_equal_one_and_a_stranger_loads_the_result(write, here, tm
     two = json.loads((tmp_path / "two" / "results.json").read_text())
     for key in ("tokens_seen", "initial_kl", "kl", "validation_loss"):
         assert two[key] == pytest.approx(one[key], rel=1e-4), key
+    assert two.get("result_step") == one.get("result_step") == (0 if rate == RUINOUS else None)
 
 
 REFUSALS = [
