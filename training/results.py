@@ -86,7 +86,7 @@ LABELS = {
     "gap_closed": ("Share of the perplexity between teacher and conversion that uptraining closed", "{:.1%}"),
     "kl": ("KL divergence from the teacher, nats per token", "{:.4f}"),
     "initial_kl": ("KL divergence from the teacher before uptraining", "{:.4f}"),
-    "result_step": ("Step whose weights these are; later ones were worse than none", "{:,}"),
+    "result_step": ("Step whose weights these are, since the last ones were worse than those before training", "{:,}"),
     "last_kl": ("KL divergence after the last step", "{:.4f}"),
     "last_validation_loss": ("Validation loss after the last step", "{:.4f}"),
     "bigram_loss": ("Interpolated bigram model on the same tokens, nats per token", "{:.4f}"),
