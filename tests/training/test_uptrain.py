@@ -17,7 +17,7 @@ from training_texts import MODEL, make_texts
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig
-from modeling_gqa.conversion import convert_model, target_config
+from modeling_gqa.conversion import ConversionError, convert_model, target_config
 from training.errors import RecipeError
 from training.publish import repository
 from training.recipe.catalogue import CONFIGURATION, recipe_names
@@ -25,7 +25,7 @@ from training.recipe.command_line import load_recipe
 from training.recipe.uptraining import UptrainRecipe
 from training.text.blocks import load_blocks
 from training.text.tokenizer import train_tokenizer
-from training.trainer import distillation
+from training.trainer import distillation, uptraining
 from training.trainer.distillation import choose_parameters, layerwise_loss, prediction_losses, run_teacher
 from training.trainer.uptraining import UptrainTrainer
 from training.uptrain import uptrain
@@ -427,6 +427,20 @@ def test_a_training_that_ends_badly_goes_back_to_its_best_checkpoint(here, pair,
     (tmp_path / "run" / "checkpoint-4" / "model.safetensors").write_bytes(b"damage")
     again = here(tmp_path / "run", "--resume", **options, **rates)
     assert again["result_step"] == 0 and again["kl"] == again["initial_kl"]
+
+
+def test_a_student_that_is_gone_in_the_end_is_one_line(here, tmp_path, monkeypatch):
+    """The run keeps its checkpoint, and goes on when the student is back."""
+
+    def gone(name):
+        raise ConversionError(f"{name} does not exist")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(uptraining, "load_source", gone)
+        with pytest.raises(RecipeError, match=r"the student cannot be loaded again: .* does not exist; bring it back"):
+            here(tmp_path / "run", learning_rate=RUINOUS, max_steps=2, warmup_steps=0)
+    options = {"learning_rate": RUINOUS, "max_steps": 2, "warmup_steps": 0}
+    assert here(tmp_path / "run", "--resume", **options)["result_step"] == 0
 
 
 def test_the_last_weights_can_be_kept(here, pair, tmp_path, capsys):

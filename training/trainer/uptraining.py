@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
 
+from modeling_gqa.common.errors import ConversionError
 from modeling_gqa.conversion.checkpoints.checkpoint import load_source
 
 from ..console import warn
+from ..errors import RecipeError
 from ..folder.checkpoint import is_whole
 from ..recipe.uptraining import UptrainRecipe
 from ..results import Results
@@ -141,7 +143,12 @@ class UptrainTrainer(PretrainTrainer):
             f"last_{name}": last,
         }
         if step == 0:
-            return results, load_source(self.args.student).state_dict()
+            try:
+                return results, load_source(self.args.student).state_dict() if self.folder else {}
+            except (ConversionError, OSError) as error:
+                raise RecipeError(
+                    f"the student cannot be loaded again: {error}; bring it back, and --resume"
+                ) from error
         self._load_from_checkpoint(str(Path(self.args.output_dir) / f"checkpoint-{step}"))
         return super().outcome(results)
 
