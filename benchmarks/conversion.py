@@ -219,7 +219,7 @@ def uptrain(bench: Bench, student: Path, folder: Path, alpha: float, alone: bool
     if alone:
         tokens = json.loads((bench.run / "final" / "results.json").read_text(encoding="utf-8"))["tokens_seen"]
         options |= {"teacher": "none", "pretraining_tokens": tokens, "trainable": "all", "learning_rate": 1e-3}
-    options["max_eval_blocks"] = 1  # what is healed is measured here
+    options |= {"max_eval_blocks": 1, "keep_best": False}  # what is healed is measured here
     arguments = [f"--{name}={value}" for name, value in options.items()]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         healing(["configuration/recipes/uptrain-tiny.yaml", *arguments])

@@ -109,6 +109,7 @@ class Healing:
             "sequence_length": options.train_length,
             "per_device_train_batch_size": options.train_batch,
             "max_eval_blocks": 1,  # what is healed is measured here
+            "keep_best": False,
         }
         if alone:
             values |= {"layerwise_fraction": 0, "kl_weight": 0}

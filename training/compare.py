@@ -34,7 +34,7 @@ def compare(argv: list[str], prog: str | None = None) -> None:
     from .comparison.folder import FREE, REPORT, write_outcome, write_tokenizer
     from .comparison.plan import Comparison
     from .comparison.recipe import CompareRecipe
-    from .comparison.words import MATCHED
+    from .comparison.words import MATCHED, planned
     from .console import say
     from .recipe.command_line import load_recipe
     from .shared.folder import begin, finish, with_runs
@@ -44,7 +44,8 @@ def compare(argv: list[str], prog: str | None = None) -> None:
     candidates, pretraining = candidates_of(recipe)
     say(f"{MATCHED[recipe.match]}:\n\n{sizes_table(candidates, pretraining.sequence_length).to_markdown()}\n")
     comparison = Comparison(recipe, pretraining, candidates)
-    runs = Runs(comparison.folder, comparison.needed, recipe.jobs, recipe.launcher)
+    runs = Runs(comparison.folder, comparison.needed, recipe.jobs, recipe.launcher, comparison.later)
+    say(f"{planned(recipe, pretraining, len(candidates))}\n")
     with runs.writing():
         told = with_runs(values, pretraining_of(recipe)[1])
         begin(runs, "comparison", told, FREE, lambda: write_tokenizer(comparison))

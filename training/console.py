@@ -20,6 +20,12 @@ def say(message: str = "") -> None:
         print(message, flush=True)
 
 
+def warn(message: str) -> None:
+    """Print `warning: MESSAGE` on stderr, on the main process alone."""
+    if is_main():
+        print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
 def main(script: Callable[[list[str]], None], argv: list[str] | None = None) -> None:
     """Run a script, and turn errors that the user can correct into one line on stderr and an exit code.
 

@@ -34,12 +34,14 @@ def pretrain(argv: list[str], prog: str | None = None) -> None:
     from transformers import AutoModelForCausalLM, set_seed
 
     from .recipe.command_line import load_recipe
-    from .recipe.model import check_training, load_config
+    from .recipe.model import check_training, load_config, warn_of_weights
     from .run import open_run, train
     from .trainer.pretraining import PretrainTrainer
 
     recipe, values = load_recipe(argv, prog=prog)
     config = load_config(recipe)
+    if not recipe.resume:
+        warn_of_weights(recipe)
     check_training(recipe, config)
     with open_run(recipe, values, config) as run:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

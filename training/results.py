@@ -36,6 +36,10 @@ class Results(TypedDict, total=False):
         teacher_validation_perplexity: its exponential.
         kl: uptraining: KL(teacher || student) after training, in nats per token.
         initial_kl: the same before training.
+        result_step: uptraining: the step whose weights are the result, where the last weights were worse than those
+            before training; 0 for the student as it was. The losses and `kl` are those of this step.
+        last_kl: uptraining: KL after the last step, where its weights are not the result.
+        last_validation_loss: the same for the loss, where no KL is trained on.
         gap_closed: uptraining: fraction of the perplexity between teacher and student that training removed.
         parameters: number of parameters.
         cache_bytes_per_token: bytes that the whole model caches for a token, in float32.
@@ -60,6 +64,9 @@ class Results(TypedDict, total=False):
     teacher_validation_perplexity: float
     kl: float
     initial_kl: float
+    result_step: int
+    last_kl: float
+    last_validation_loss: float
     gap_closed: float
     parameters: int
     cache_bytes_per_token: int
@@ -79,6 +86,9 @@ LABELS = {
     "gap_closed": ("Share of the perplexity between teacher and conversion that uptraining closed", "{:.1%}"),
     "kl": ("KL divergence from the teacher, nats per token", "{:.4f}"),
     "initial_kl": ("KL divergence from the teacher before uptraining", "{:.4f}"),
+    "result_step": ("Step whose weights these are, since the last ones were worse than those before training", "{:,}"),
+    "last_kl": ("KL divergence after the last step", "{:.4f}"),
+    "last_validation_loss": ("Validation loss after the last step", "{:.4f}"),
     "bigram_loss": ("Interpolated bigram model on the same tokens, nats per token", "{:.4f}"),
     "tokens_seen": ("Tokens seen", "{:,}"),
     "tokens_per_second": ("Training speed, tokens per second", "{:,.0f}"),

@@ -23,6 +23,7 @@ from .folder.listing import read_object
 from .folder.run_folder import RunFolder
 from .publish import card, repository
 from .recipe.pretraining import Recipe
+from .recipe.trackers import trackers_in
 from .results import FORMAT_VERSION, RESULTS, TIMING, Results, printed_lines
 from .text.bigram import bigram_loss
 from .text.blocks import PackedBlocks, load_blocks
@@ -69,13 +70,14 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
     """On every process: prepare or reopen the run in `output_dir`, and hold its lock while it is used.
 
     Args:
-        values: what `load_recipe` returns beside the recipe.
+        values: what `load_recipe` returns beside the recipe, before `check_training`.
         config: the model's configuration.
 
     Raises:
         RecipeError: an error that the user can correct, a full disk and Ctrl-C included.
     """
     check_upload(recipe)
+    values["warmup_steps"] = recipe.warmup_steps  # `check_training` may have shortened it
     # Trainer would upload at every save, and save the token; `finish` uploads the finished repository.
     upload = (recipe.hub_token or "") if recipe.push_to_hub else None
     recipe.push_to_hub, recipe.hub_token = False, None
@@ -95,9 +97,10 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
                 beginning.begin()
         if recipe.world_size > 1:
             checkpoint = from_main_process(checkpoint)
-        yield Run(
-            source, *load_text(recipe, source, mark), folder, checkpoint, mark.get("training_seconds", 0.0), upload
-        )
+        with trackers_in(Path(recipe.output_dir)):
+            yield Run(
+                source, *load_text(recipe, source, mark), folder, checkpoint, mark.get("training_seconds", 0.0), upload
+            )
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; {what_is_kept(recipe.output_dir)}") from None
     except Exception as error:
@@ -157,7 +160,7 @@ def train(trainer: PretrainTrainer, run: Run) -> None:
     results = gather_results(trainer, seconds)
     if run.checkpoint is not None and run.checkpoint.name == f"checkpoint-{results['steps']}":
         results |= earlier_timing(Path(recipe.output_dir), results["steps"])
-    weights = trainer.accelerator.get_state_dict(trainer.model)  # under FSDP every process takes part
+    results, weights = trainer.outcome(results)
     if run.folder is not None:
         finish(trainer, run, run.folder, results, weights)
     if recipe.world_size > 1:
@@ -172,7 +175,7 @@ def earlier_timing(folder: Path, steps: int) -> Results:
 
 
 def gather_results(trainer: PretrainTrainer, seconds: float) -> Results:
-    """Return the numbers of the run. The final weights are evaluated unless the last step has been.
+    """Return the numbers of the run with its last weights, which are evaluated unless the last step has been.
 
     Args:
         seconds: duration of the training, of all sessions.

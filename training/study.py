@@ -44,7 +44,7 @@ def study(argv: list[str], prog: str | None = None) -> None:
         shown = f", not {argv[0]}" if argv and not argv[0].startswith("-") else ""
         if "--help" not in argv and "-h" not in argv:
             raise RecipeError(f"name a study first: {command} {{{','.join(STUDIES)}}} RECIPE{shown}")
-        argv = [STUDIES[0], *argv]
+        argv = ["STUDY", *argv]
     name, *rest = argv
     recipe, values = load_recipe(rest, StudyRecipe, f"{command} {name}")
     asked, source, tokenizer = open_study(name, recipe)

@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_models import make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -19,6 +21,7 @@ from modeling_gqa.conversion.sequential import NewLayer, Setting
 
 GQA: dict[str, Any] = {"attention_kind": "gqa", "num_key_value_heads": 3}
 MLA: dict[str, Any] = {"attention_kind": "mla", "cache_size": 30}
+BUDGET: dict[str, Any] = {"attention_kind": "mla", "budget": 400}
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +102,6 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bits(options, stop, left,
 @pytest.mark.parametrize("stop", [1, 2])
 def test_chosen_sizes_are_not_chosen_again(stop, source, tmp_path, monkeypatch):
     """An interruption while the first or the second layer is converted leaves the sizes that a budget chose."""
-    options: dict[str, Any] = {"attention_kind": "mla", "budget": 400}
     allocated, sizes = job.allocate, []
 
     def allocate(*arguments, **options):
@@ -110,12 +112,12 @@ def test_chosen_sizes_are_not_chosen_again(stop, source, tmp_path, monkeypatch):
 
     original = sequential.convert_layer
     monkeypatch.setattr(job, "allocate", allocate)
-    left = interrupt(source, tmp_path / "one" / "out", monkeypatch, stop, **options)
+    left = interrupt(source, tmp_path / "one" / "out", monkeypatch, stop, **BUDGET)
     assert (left / "target.json").is_file() and len(sizes) == 1
     reached = counted(monkeypatch)
-    convert(source, tmp_path / "one" / "out", **options)
+    convert(source, tmp_path / "one" / "out", **BUDGET)
     assert len(sizes) == 1 and reached == list(range(stop - 1, 3))
-    convert(source, tmp_path / "two" / "out", **options)
+    convert(source, tmp_path / "two" / "out", **BUDGET)
     assert len(sizes) == 2 and len({layer.kv_lora_rank for layer in sizes[0].per_layer_config}) > 1
     assert results(tmp_path / "one" / "out") == results(tmp_path / "two" / "out")
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["out"]
@@ -145,24 +147,48 @@ def test_after_the_last_layer_no_layer_is_converted_again(step, options, source,
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("change", ["options", "text", "weights"])
-def test_another_plan_does_not_take_the_layers(change, source, tmp_path, monkeypatch):
-    """With other options, another text or weights that were written anew, all layers are converted."""
-    interrupt(source, tmp_path / "out", monkeypatch, 3, **GQA)
-    options, other = dict(GQA), tmp_path / "source"
-    other.mkdir()
-    (other / "model").symlink_to(source / "model")
-    (other / "text.txt").write_text((source / "text.txt").read_text())
-    weights = source / "model" / "model.safetensors"
-    if change == "options":
-        options["seed"] = 1
-    elif change == "text":
-        (other / "text.txt").write_text((source / "text.txt").read_text()[::-1])
-    else:
-        os.utime(weights, ns=(weights.stat().st_atime_ns, weights.stat().st_mtime_ns + 1000))
+def spoil(change: str, folder: Path) -> dict[str, Any]:
+    """Change what a conversion of `folder` reads, and return options that differ; files keep their sizes and times."""
+    if change == "text":
+        (folder / "text.txt").write_text((folder / "text.txt").read_text()[::-1])
+    if change == "configuration":
+        config = json.loads((folder / "model" / "config.json").read_text())
+        config["rope_parameters"]["rope_theta"] *= 50
+        (folder / "model" / "config.json").write_text(json.dumps(config))
+    if change == "weights":
+        path = folder / "model" / "model.safetensors"
+        before, state = path.stat(), load_file(path)
+        state["model.layers.1.mlp.up_proj.weight"][2, 3] += 1
+        save_file(state, path, metadata={"format": "pt"})
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert path.stat().st_size == before.st_size and path.stat().st_mtime_ns == before.st_mtime_ns
+    return {"seed": 1} if change == "options" else {}
+
+
+@pytest.mark.parametrize(("kind", "stop"), [(GQA, 3), (MLA, 3), (BUDGET, 6)], ids=["gqa", "mla", "budget"])
+@pytest.mark.parametrize("change", ["options", "text", "configuration", "weights"])
+def test_another_plan_does_not_take_the_layers(change, kind, stop, source, tmp_path, monkeypatch):
+    """With anything changed that decides them, all layers are converted again, to what a fresh conversion gives."""
+    shutil.copytree(source, tmp_path / "source")
+    interrupt(tmp_path / "source", tmp_path / "one" / "out", monkeypatch, stop, **kind)
+    assert len(list((tmp_path / "one" / ".out.layers").glob("*.safetensors"))) == 2
+    options = kind | spoil(change, tmp_path / "source")
+    with monkeypatch.context() as patch:
+        reached = counted(patch)
+        convert(tmp_path / "source", tmp_path / "one" / "out", **options)
+    assert reached[-3:] == [0, 1, 2] and not (tmp_path / "one" / ".out.layers").exists()
+    convert(tmp_path / "source", tmp_path / "two" / "out", **options)
+    assert results(tmp_path / "one" / "out") == results(tmp_path / "two" / "out")
+
+
+def test_a_copy_of_the_source_takes_the_layers(source, tmp_path, monkeypatch):
+    """What the files hold counts, and not when they were written."""
+    shutil.copytree(source, tmp_path / "source")
+    interrupt(tmp_path / "source", tmp_path / "one" / "out", monkeypatch, 3, **GQA)
+    os.utime(tmp_path / "source" / "model" / "model.safetensors")
     reached = counted(monkeypatch)
-    convert(other, tmp_path / "out", **options)
-    assert reached == [0, 1, 2] and not (tmp_path / ".out.layers").exists()
+    convert(tmp_path / "source", tmp_path / "one" / "out", **GQA)
+    assert reached == [2]
 
 
 def test_what_was_damaged_is_converted_again(source, tmp_path, monkeypatch):

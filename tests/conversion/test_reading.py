@@ -8,6 +8,7 @@ import os
 import tracemalloc
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -144,6 +145,37 @@ def test_refused_in_one_line_with_its_place(name, content, message, tmp_path):
         read(tmp_path / name)
     assert message in str(caught.value) and str(tmp_path / name) in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+ENDS = {
+    "string": (b'{"text": "a', "is not JSON: Unterminated string"),
+    "no bracket": (b'{"text": "a"\n\n', "is not JSON: "),
+    "zeros": (b"\0" * 5000, "is not JSON: "),
+    "half a character": ('{"text": "漢'.encode()[:-1], "is not UTF-8 text: "),
+    "longer than a piece": (b'{"text": "' + b"x" * 5000, "is not JSON: Unterminated string"),
+}
+
+
+@pytest.mark.parametrize(("end", "message"), ENDS.values(), ids=ENDS)
+def test_a_cut_file_is_refused_before_its_first_row(end, message, tmp_path, monkeypatch):
+    """Whoever stops reading when there is enough text would not see it."""
+    monkeypatch.setattr(formats, "CHUNK", 100)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' * 1000 + end)
+    with pytest.raises(ConversionError, match="a.jsonl, line 1001 " + message):
+        next(read_documents(path, "text"))
+
+
+@pytest.mark.parametrize("end", [b"", b"\n\n", b"\r\n \n", b'\n"' + b"x" * 5000 + b'"'])
+def test_a_whole_file_is_not_read_to_learn_so(end, tmp_path, monkeypatch):
+    """Its last line is whole, and that alone is looked at."""
+    monkeypatch.setattr(formats, "CHUNK", 100)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n".join([b'{"text": "a"}'] * 3000) + end)
+    reached: list[Any] = []
+    monkeypatch.setattr(formats, "deque", lambda lines, maxlen: reached.append(lines))
+    assert len(list(read_documents(path, "text"))) == 3000 + (end[-1:] == b'"') and not reached
+    assert len(formats.last_line(path)) == (5002 if end[-1:] == b'"' else 13)
 
 
 def test_parquet_refusals(tmp_path):

@@ -99,8 +99,13 @@ def test_measure_refuses_what_says_nothing():
         compare_predictions(model, model, [lonely])
     broken = make_model("gqa")
     broken.lm_head.weight.data[7] = torch.inf
-    with pytest.raises(ConversionError, match="not finite"):
+    with pytest.raises(ConversionError, match=r"logits of the result are not finite in float32 .* damaged"):
         compare_predictions(model, broken, [packed_batch()])
+    with pytest.raises(ConversionError, match=r"logits of the source are not finite in bfloat16 .* damaged"):
+        compare_predictions(broken.bfloat16(), model.bfloat16(), [packed_batch()])
+    with pytest.raises(ConversionError, match=r"of the source are not finite in float16 .*--dtype float32 or bfloat16"):
+        compare_predictions(broken.half(), model.half(), [packed_batch()])
+    model.float()
     certain = make_model("gqa")
     certain.lm_head.weight.data *= 1e6
     with pytest.raises(ConversionError, match="whose perplexity no number holds"):

@@ -21,6 +21,7 @@ from training.recipe.command_line import RecipeParser, load_recipe
 from training.recipe.pretraining import Recipe
 from training.recipe.uptraining import UptrainRecipe
 from training.results import FORMAT_VERSION, Results
+from training.studies.recipe import STUDIES, StudyRecipe
 
 ON_CPU = ("--bf16=false", "--torch-compile=false")
 
@@ -35,15 +36,17 @@ def test_both_spellings_are_one_option(tmp_path, name):
     assert load_recipe([str(path), "--no_bigram-baseline"])[0].bigram_baseline is False
 
 
-@pytest.mark.parametrize("recipe_class", [Recipe, UptrainRecipe, CompareRecipe])
+@pytest.mark.parametrize("recipe_class", [Recipe, UptrainRecipe, CompareRecipe, StudyRecipe])
 def test_help_shows_one_spelling_and_no_option_that_is_refused(recipe_class):
     shown = RecipeParser(recipe_class, "the command").format_help()
     options = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown, re.MULTILINE))
-    some = (
-        {"--learning-rates"} if recipe_class is CompareRecipe else {"--max-steps", "--no-average-tokens-across-devices"}
+    some = {CompareRecipe: {"--learning-rates"}, StudyRecipe: {"--shares"}}.get(
+        recipe_class, {"--max-steps", "--no-average-tokens-across-devices"}
     )
     assert some <= options and not [name for name in options if "_" in name]
     assert not options & {f"--{name.replace('_', '-')}" for name in recipe_class.unused}
+    named = set(re.findall(r"--[a-z]+(?:-[a-z]+)*(?![\w-])", recipe_class.writes))
+    assert {"--output-dir"} < named <= options
     assert shown.startswith("usage: the command RECIPE [--option value ...]\n")
 
 
@@ -123,6 +126,9 @@ def test_the_command_shows_the_scripts_help_and_errors(script, tmp_path):
     def run(*arguments: str) -> subprocess.CompletedProcess:
         return subprocess.run([command, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True)
 
+    shown = " ".join(run("study", "--help").stdout.split())
+    assert shown.startswith("usage: modeling-gqa study STUDY RECIPE [--option value ...]")
+    assert all(name in shown.partition("positional arguments")[0] for name in STUDIES)
     assert run("uptrain", "--help").stdout.startswith("usage: modeling-gqa uptrain RECIPE [--option value ...]\n")
     refused = run("pretrain", "tiny", "--max_step", "3")
     assert refused.returncode == 1

@@ -3,10 +3,12 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import yaml
 
 from modeling_gqa.accounting import cache_bytes_per_token, count_parameters, training_flops
 from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.common.progress import duration
 from modeling_gqa.reporting.speeds import Speed
 from training.compare import compare
 from training.comparison.anchors import anchors
@@ -26,11 +29,11 @@ from training.comparison.pictures import plot_comparison, styles
 from training.comparison.plan import Comparison, Trial, plan
 from training.comparison.recipe import CompareRecipe
 from training.comparison.sweep import EXTENSIONS, best_rate, further_rate
-from training.comparison.words import conclusion, confounds, steps, write_report
+from training.comparison.words import conclusion, confounds, planned, steps, write_report
 from training.errors import RecipeError
 from training.shared.folder import begin
 from training.shared.processes import gpu_of
-from training.shared.runs import Runs
+from training.shared.runs import Run, Runs
 
 ROOT = Path(__file__).resolve().parents[2]
 NAN = math.nan
@@ -314,6 +317,39 @@ def test_a_run_that_diverges_is_a_result(tmp_path):
     assert (runs.failures(), runs.ended()) == ({}, {"diverged": math.inf, "ended": math.inf})
 
 
+def test_the_number_of_runs_is_told_before_they_start(corpus, tmp_path):
+    """The sweep's and, while the best rate is not known, as many as there are seeds; what has ended is left out."""
+    recipe = recipe_of(corpus, output_dir=str(tmp_path), learning_rates=[1e-3, 2e-3, 4e-3], seeds=2)
+    candidates, pretraining = candidates_of(recipe)
+    comparison = Comparison(recipe, pretraining, candidates)
+    runs = Runs(tmp_path, comparison.needed, 2, "", comparison.later)
+    models = len(candidates)
+    tokens = pretraining.max_steps * pretraining.per_device_train_batch_size * pretraining.sequence_length
+    said = planned(recipe, pretraining, models)
+    assert said.startswith(f"{models * (3 + 2)} runs: {models} models") and f"{tokens:,} tokens" in said
+    assert f"{tokens:,} tokens" not in planned(replace(recipe, launcher="torchrun -m"), pretraining, models)
+    assert runs.left() == (models * (3 + 2), models * (3 + 2))
+    for rate, loss in ((1e-3, 3.0), (2e-3, 2.0), (4e-3, 3.0)):
+        folder = tmp_path / "runs" / Trial(candidates[0].name, rate, recipe.seed).name
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text(json.dumps({"validation_loss": loss}))
+    assert runs.left() == (models * (3 + 2) - 3 - 1, models * (3 + 2) - 4)  # the vertex is a rate of the sweep
+    runs.seconds = [(50.0, 1.0), (70.0, 1.0)]
+    assert runs.time_left() == f"{models * 5 - 4} left, about {duration(60 * (models * 5 - 4) / 2)}"
+    for run in runs.needed(runs.ended()):
+        assert run.size == 1
+
+
+def test_the_time_left_goes_by_the_length_of_runs(tmp_path):
+    """A run that trains ten times as long takes ten times as long."""
+    waiting = [Run("short", "uptrain", "r", {}, 0.01), Run("long", "uptrain", "r", {}, 0.1)]
+    runs = Runs(tmp_path, lambda ended: [run for run in waiting if run.name not in ended], 1, "")
+    runs.seconds = [(3.0, 0.01)]
+    assert runs.left() == (2, pytest.approx(0.11)) and runs.time_left() == "2 left, about 33 s"
+    waiting.clear()
+    assert runs.left() is None and runs.time_left() == "the last"
+
+
 def test_runs_at_once_have_a_gpu_each(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -463,6 +499,10 @@ def check_every_run_is_done_once(comparison: Launches, before: dict[str, float],
     assert len(ended) == len(set(ended)) == len(after) - len(before)
     content = json.loads((comparison.folder / "comparison.json").read_text())
     assert 1 < content["bytes_per_token"] < 6
+    for text in printed:
+        assert re.search(r"^10 runs: 2 models", text, re.MULTILINE)
+    assert any(re.search(r"^\d+ runs to go, \d+ have ended", text, re.MULTILINE) for text in printed)
+    assert any(re.search(r", \d+ s; \d left, about \d+ s$", line) for line in lines)
     for model in content["models"]:
         assert len(model["losses"]) == 2
         assert len(model["sweep"]) >= 3

@@ -16,7 +16,7 @@ from training_texts import MODEL
 from training.errors import RecipeError
 from training.pretrain import pretrain
 from training.publish import card, repository
-from training.recipe.model import load_config
+from training.recipe.model import load_config, warn_of_weights
 from training.recipe.pretraining import Recipe
 from training.text.source import open_source
 
@@ -180,10 +180,66 @@ def test_warmup_stable_decay(train):
     assert rates[0] == 0 and rates[1] == rates[2] == 3e-3 and 0 < rates[3] < 3e-3
 
 
+@pytest.mark.parametrize(
+    ("values", "steps", "expected"),
+    [
+        ({"warmup_steps": 60}, 20, [0, 1.5e-3, 3e-3]),
+        ({"warmup_steps": 10}, 20, [0, 1.5e-3, 3e-3]),
+        ({"warmup_steps": 2}, 5, [0, 1.5e-3, 3e-3]),  # less than half
+        ({"warmup_steps": 60, "max_steps": -1, "num_train_epochs": 0.12}, 10, [0, 3e-3]),
+        ({"warmup_steps": 0.5}, 4, [0, 1.5e-3, 3e-3]),  # a share of the run, and not of another
+    ],
+)
+def test_a_warmup_that_swallows_the_run_is_shortened(values, steps, expected, train, tmp_path, capsys, monkeypatch):
+    """With a warning; the saved recipe says the number that was used, and a resumption accepts it."""
+    values = {"lr_scheduler_type": "constant_with_warmup", "max_steps": steps, "save_steps": 4} | values
+    _, log = train("short", save_total_limit=99, eval_strategy="no", **values)
+    rates = [entry["learning_rate"] for entry in log if "learning_rate" in entry]
+    assert rates[: len(expected)] == pytest.approx(expected[: len(rates)])
+    shortened = values["warmup_steps"] >= steps / 2
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert [f"warmup_steps is {values['warmup_steps']}" in line for line in warnings] == [True] * shortened
+    saved = yaml.safe_load((tmp_path / "short" / "recipe.yaml").read_text())
+    assert saved["warmup_steps"] == (steps // 10 if shortened and saved["max_steps"] > 0 else values["warmup_steps"])
+    shutil.rmtree(tmp_path / "short" / "final")
+    pretrain([str(tmp_path / "short.yaml"), "--resume"])
+
+
+def test_a_preset_with_weights_is_warned_of(finished, train, tmp_path, capsys):
+    """Its configuration alone is read, and nothing is said of one without weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(finished[0] / "final" / "config.json", folder)
+    without, _ = train("without", preset=str(folder), model_overrides=None, tokenizer=str(finished[0] / "tokenizer"))
+    assert "warning: " not in capsys.readouterr().err
+    (folder / "model.safetensors").write_text("weights")
+    results, _ = train("with", preset=str(folder), model_overrides=None, tokenizer=str(finished[0] / "tokenizer"))
+    assert results["validation_loss"] == without["validation_loss"]
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert f"preset {folder} holds weights" in line and f"uptrain uptrain-tiny --student {folder}" in line
+    for name in ("model.safetensors.index.json", "pytorch_model-00001-of-00002.bin", "a.gguf"):
+        folder = tmp_path / name.partition(".")[2]
+        folder.mkdir()
+        (folder / name).write_text("weights")
+        warn_of_weights(Recipe(output_dir=str(tmp_path), preset=str(folder)))
+        assert f"preset {folder} holds weights" in capsys.readouterr().err
+
+
 def test_streaming_and_tensorboard(train, tmp_path):
     results, log = train("streamed", streaming=True, validation_fraction=0.3, report_to="tensorboard")
     assert len(training_losses(log)) == 4 and "bigram_loss" not in results
     assert list(tmp_path.rglob("events.out.tfevents*"))
+
+
+def test_trackers_write_below_the_output_folder(train, tmp_path, monkeypatch):
+    """Also where nothing is left to train, and the last step is evaluated by a Trainer that did not begin."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    train("tracked", report_to=["tensorboard"], eval_strategy="no")
+    shutil.rmtree(tmp_path / "tracked" / "final")
+    pretrain([str(tmp_path / "tracked.yaml"), "--resume"])
+    assert not list((tmp_path / "here").iterdir())
+    assert list((tmp_path / "tracked" / "runs").rglob("events.out.tfevents*"))
 
 
 def test_upload(train, tmp_path, monkeypatch):

@@ -1,12 +1,15 @@
 """Recipes: precedence, refusals, presets, and what a resumed run may change."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
 from training.errors import RecipeError
-from training.recipe import pretraining
+from training.recipe import pretraining, trackers
 from training.recipe.catalogue import CONFIGURATION, preset_names, recipe_names
 from training.recipe.command_line import load_recipe
 from training.recipe.model import load_config
@@ -142,6 +145,26 @@ def test_saved_recipe_loads_again_and_compares(write, tmp_path):
 def test_a_run_does_not_depend_on_where_the_checkout_is(write):
     recipe, _ = load_recipe([write()])
     assert str(CONFIGURATION) not in load_config(recipe).to_json_string(use_diff=False)
+
+
+@pytest.mark.parametrize("way", ["words", "commas", "list", "text"])
+def test_several_trackers(way, write, monkeypatch):
+    monkeypatch.setattr(trackers, "get_reporting_integration_callbacks", lambda names: [])
+    given = {"list": ["tensorboard", "wandb"], "text": "tensorboard,wandb"}.get(way)
+    options = {"words": ["--report-to", "tensorboard", "wandb"], "commas": ["--report-to=tensorboard,wandb"]}.get(way)
+    recipe, _ = load_recipe([write(**({"report_to": given} if given else {})), *(options or [])])
+    assert recipe.report_to == ["tensorboard", "wandb"]
+
+
+def test_trackers_write_into_the_folder(tmp_path, monkeypatch):
+    """Where the user has said otherwise, there; and what is set for one run is not left to the next."""
+    for name in ("TENSORBOARD_LOGGING_DIR", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", "mine")
+    with trackers.trackers_in(tmp_path):
+        assert Path(os.environ["TENSORBOARD_LOGGING_DIR"]).parent == tmp_path / "runs"
+        assert os.environ["WANDB_DIR"] == str(tmp_path) and os.environ["TRACKIO_DIR"] == "mine"
+    assert "WANDB_DIR" not in os.environ and os.environ["TRACKIO_DIR"] == "mine"
 
 
 def test_nothing_to_resume(write):

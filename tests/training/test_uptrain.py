@@ -17,7 +17,7 @@ from training_texts import MODEL, make_texts
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig
-from modeling_gqa.conversion import convert_model, target_config
+from modeling_gqa.conversion import ConversionError, convert_model, target_config
 from training.errors import RecipeError
 from training.publish import repository
 from training.recipe.catalogue import CONFIGURATION, recipe_names
@@ -25,7 +25,7 @@ from training.recipe.command_line import load_recipe
 from training.recipe.uptraining import UptrainRecipe
 from training.text.blocks import load_blocks
 from training.text.tokenizer import train_tokenizer
-from training.trainer import distillation
+from training.trainer import distillation, uptraining
 from training.trainer.distillation import choose_parameters, layerwise_loss, prediction_losses, run_teacher
 from training.trainer.uptraining import UptrainTrainer
 from training.uptrain import uptrain
@@ -370,6 +370,88 @@ def test_stop_in_each_stage_and_resume_gives_the_same_bits(here, tmp_path, monke
     }
 
 
+RUINOUS = 3.0  # a learning rate
+
+
+def one_warning(text: str) -> str:
+    (line,) = [line for line in text.splitlines() if line.startswith("warning: ")]
+    return line
+
+
+@pytest.mark.parametrize("teacher", [True, False], ids=["teacher", "alone"])
+def test_a_training_that_only_harms_leaves_the_student_as_it_was(teacher, here, pair, tmp_path, capsys):
+    """Bit for bit in its dtype, with a warning, and with results and a card that say so."""
+    student = shutil.copytree(pair[1], tmp_path / "student")
+    AutoModelForCausalLM.from_pretrained(student, dtype=torch.bfloat16).save_pretrained(student)
+    alone = {} if teacher else {"teacher": None, "layerwise_fraction": None, "trainable": "all"}
+    options = {"student": str(student), "learning_rate": RUINOUS, "eval_strategy": "steps", "eval_steps": 5} | alone
+    results = here(tmp_path / "run", **options)
+    assert "training made the model worse" in one_warning(capsys.readouterr().err)
+    measure = "kl" if teacher else "validation_loss"
+    assert results["result_step"] == 0 and results["steps"] == 8
+    assert results[measure] == results[f"initial_{measure}"] < results[f"last_{measure}"]
+    assert results["validation_perplexity"] == results["initial_validation_perplexity"]
+    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "run" / "final", student))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert {ours[name].dtype for name in ours} == {torch.bfloat16}
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    assert "did not improve" in card and f"after the last step | {results[f'last_{measure}']:.4f}" in card
+    # The same again from the last checkpoint.
+    shutil.rmtree(tmp_path / "run" / "final")
+    again = here(tmp_path / "run", "--resume", **options)
+    assert {name: again[name] for name in results if name != "sealing_seconds"} == {
+        name: results[name] for name in results if name != "sealing_seconds"
+    }
+
+
+def test_a_training_that_ends_badly_goes_back_to_its_best_checkpoint(here, pair, tmp_path, capsys, monkeypatch):
+    """The rate rises after step 4; the checkpoint of that step stays beyond the limit, and is what is saved."""
+    rates = {"lr_scheduler_type": "constant", "warmup_steps": 0, "learning_rate": 1e-2, "layerwise_fraction": 0}
+    options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "max_steps": 10, "save_total_limit": 1}
+    step_of_trainer = UptrainTrainer.training_step
+
+    def step(self, *arguments, **more):
+        if self.state.global_step >= 4:
+            self.optimizer.param_groups[0]["lr"] = self.optimizer.param_groups[1]["lr"] = RUINOUS
+        return step_of_trainer(self, *arguments, **more)
+
+    monkeypatch.setattr(UptrainTrainer, "training_step", step)
+    results = here(tmp_path / "run", **options, **rates)
+    assert "step 4" in one_warning(capsys.readouterr().err) and results["result_step"] == 4
+    assert results["kl"] < results["initial_kl"] < results["last_kl"]
+    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-10"}
+    ours, theirs = (load_file(tmp_path / "run" / name / "model.safetensors") for name in ("final", "checkpoint-4"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    shutil.rmtree(tmp_path / "run" / "final")
+    # A damaged one is not taken.
+    (tmp_path / "run" / "checkpoint-4" / "model.safetensors").write_bytes(b"damage")
+    again = here(tmp_path / "run", "--resume", **options, **rates)
+    assert again["result_step"] == 0 and again["kl"] == again["initial_kl"]
+
+
+def test_a_student_that_is_gone_in_the_end_is_one_line(here, tmp_path, monkeypatch):
+    """The run keeps its checkpoint, and goes on when the student is back."""
+
+    def gone(name):
+        raise ConversionError(f"{name} does not exist")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(uptraining, "load_source", gone)
+        with pytest.raises(RecipeError, match=r"the student cannot be loaded again: .* does not exist; bring it back"):
+            here(tmp_path / "run", learning_rate=RUINOUS, max_steps=2, warmup_steps=0)
+    options = {"learning_rate": RUINOUS, "max_steps": 2, "warmup_steps": 0}
+    assert here(tmp_path / "run", "--resume", **options)["result_step"] == 0
+
+
+def test_the_last_weights_can_be_kept(here, pair, tmp_path, capsys):
+    """`keep_best: false` is for measuring what training does: a warning comes all the same."""
+    results = here(tmp_path / "run", learning_rate=RUINOUS, keep_best=False)
+    assert "training made the model worse" in one_warning(capsys.readouterr().err)
+    assert "result_step" not in results and results["kl"] > results["initial_kl"]
+    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "run" / "final", pair[1]))
+    assert any(not torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_without_a_teacher(here, pair, tmp_path):
     values = {"teacher": None, "layerwise_fraction": None, "max_steps": 2, "trainable": "all"}
     results = here(tmp_path / "run", **values)
@@ -395,9 +477,11 @@ def test_the_students_dtype_is_kept(here, pair, tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final").dtype == torch.bfloat16
 
 
-def test_two_processes_equal_one_and_a_stranger_loads_the_result(write, here, tmp_path):
+@pytest.mark.parametrize("rate", [1e-3, RUINOUS], ids=["heals", "ruins"])
+def test_two_processes_equal_one_and_a_stranger_loads_the_result(rate, write, here, tmp_path):
     """Stage 1 uses some of the parameters that stage 2 trains; DDP must not wait for the others."""
     options = {"trainable": "all", "max_steps": 4, "per_device_train_batch_size": 2, "sample_prompt": "the "}
+    options |= {"learning_rate": rate, "warmup_steps": 0}
     student = build(["gqa", "mla"], 3, attention_dropout=0.0)
     student.save_pretrained(tmp_path / "student")
     options["student"] = str(tmp_path / "student")
@@ -418,6 +502,7 @@ def test_two_processes_equal_one_and_a_stranger_loads_the_result(write, here, tm
     two = json.loads((tmp_path / "two" / "results.json").read_text())
     for key in ("tokens_seen", "initial_kl", "kl", "validation_loss"):
         assert two[key] == pytest.approx(one[key], rel=1e-4), key
+    assert two.get("result_step") == one.get("result_step") == (0 if rate == RUINOUS else None)
 
 
 REFUSALS = [

@@ -15,6 +15,7 @@ from modeling_gqa.reporting.speeds import Speed, measure_speeds, where_measured
 from ..console import say
 from ..folder.listing import read_object, write_text
 from ..folder.manifest import checkpoints
+from ..recipe.trackers import trackers_in
 from ..results import RESULTS
 from ..shared.runs import Runs
 from ..text.blocks import load_blocks
@@ -125,7 +126,8 @@ def track(recipe: CompareRecipe, outcome: Outcome) -> None:
 
     accelerator = Accelerator(log_with=list(recipe.report_to), project_dir=str(recipe.output_dir))
     plain = {name: value for name, value in asdict(recipe).items() if isinstance(value, str | int | float)}
-    accelerator.init_trackers("comparison", config=plain)
+    with trackers_in(Path(str(recipe.output_dir))):
+        accelerator.init_trackers("comparison", config=plain)
     for entry in outcome.finished:
         numbers = {
             "loss": entry.loss,

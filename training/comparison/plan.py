@@ -109,6 +109,10 @@ class Comparison:
         overrides = {candidate.name: candidate.overrides for candidate in self.candidates}
         return [self.run(trial, overrides[trial.candidate]) for found in self.plans(ended) for trial in found.needed]
 
+    def later(self, ended: Mapping[str, float]) -> int:
+        """Return how many runs the models will need whose best rate is not known yet, if it is none of those tried."""
+        return sum(self.recipe.seeds for found in self.plans(ended) if found.rate is None and found.needed)
+
     def run(self, trial: Trial, overrides: dict[str, Any]) -> Run:
         options: dict[str, Any] = {
             "publish": False,

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from ..recipe.objects import as_object
-from ..recipe.pretraining import check_trackers
+from ..recipe.trackers import check_trackers
 
 Match = Literal["parameters", "flops", "cache", "nothing"]
 WRITES = """--learning-rates and --learning_rates are the same option; in a YAML file it is `learning_rates: [0.003]`.
 A comparison writes only into --output-dir (default: runs/RECIPE): runs/NAME/, which is a pretraining run each, logs/,
-claims/, failed/, tokenizer/, recipe.json, comparison.json, report.md and its pictures. The same command goes on where
-it was stopped: finished runs are kept, begun ones are resumed, failed ones are tried again. Several launches of it, on
-one machine or on several that share the folder, divide the runs. Exit codes: 0 done, 1 an error that the message
-explains, or a run that failed, 130 or 143 stopped by a signal."""
+claims/, failed/, tokenizer/, recipe.json, comparison.json, report.md and its pictures, and what the trackers of
+--report-to write. The same command goes on where it was stopped: finished runs are kept, begun ones are resumed, failed
+ones are tried again. Several launches of it, on one machine or on several that share the folder, divide the runs. Exit
+codes: 0 done, 1 an error that the message explains, or a run that failed, 130 or 143 stopped by a signal."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class CompareRecipe:
         metadata={"help": "Contexts at which decoding is measured, in tokens."},
     )
     report_to: list[str] = field(
-        default_factory=list, metadata={"help": "Trackers of the comparison, such as tensorboard."}
+        default_factory=list, metadata={"help": "Trackers of the comparison, such as `tensorboard wandb`."}
     )
     output_dir: str | None = field(default=None, metadata={"help": "Folder of the comparison. Default: runs/RECIPE."})
 
@@ -97,7 +97,7 @@ class CompareRecipe:
         if taken := sorted(swept & set(self.options)):
             raise ValueError(f"options has {taken[0]}, which the comparison sets in each run: leave it out")
         self.report_to = [name for name in self.report_to if name != "none"]
-        check_trackers(self.report_to)
+        check_trackers(self.report_to, self.output_dir)
 
     def check_kinds(self) -> None:
         """Raise `ValueError` for kinds that name no models, or names that are no names of folders."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from modeling_gqa.common.errors import listed
 from modeling_gqa.reporting.tables import Table, three_digits, with_prefix
 
+from ..recipe.pretraining import Recipe
 from .anchors import anchors
 from .outcome import Entry, Outcome
 from .recipe import CompareRecipe
@@ -16,6 +17,19 @@ MATCHED = {
     "cache": "All models cache as many bytes as the first, by the size of their heads or of their latent",
     "nothing": "Nothing but the preset is matched: models differ in parameters, FLOPs and cache",
 }
+
+
+def planned(recipe: CompareRecipe, pretraining: Recipe, models: int) -> str:
+    """Return how many runs a comparison has, and of how many tokens where the recipe says so."""
+    rates, seeds = len(recipe.learning_rates), recipe.seeds
+    said = (
+        f"{models * (rates + seeds)} runs: {models} models, each at {rates} learning rates and with {seeds} seeds at "
+        "the best; more where the best is the first or the last"
+    )
+    if pretraining.max_steps <= 0 or recipe.launcher:  # which may start several processes
+        return f"{said}."
+    blocks = pretraining.per_device_train_batch_size * pretraining.gradient_accumulation_steps * pretraining.max_steps
+    return f"{said}. A run trains on {blocks * pretraining.sequence_length:,} tokens."
 
 
 def conclusion(outcome: Outcome) -> list[str]:

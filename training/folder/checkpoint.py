@@ -59,6 +59,11 @@ def find_resumable(
     return None, {}, []
 
 
+def is_whole(path: Path) -> bool:
+    """Return whether every byte of the checkpoint `path` is as it was written."""
+    return what_is_wrong(path, read_object(path / COMPLETE)) is None
+
+
 def what_is_wrong(path: Path, mark: dict[str, Any] | None) -> str | None:
     """Return why a run cannot go on exactly from the checkpoint `path`; `None` where it can.
 

@@ -222,9 +222,9 @@ class RunFolder:
         self.remove(list(self.manifest.files))
         self.manifest.save()
 
-    def rotate(self, limit: int | None, newest: str) -> None:
-        """Delete the oldest checkpoints, so that `limit` are left of those up to `newest`."""
+    def rotate(self, limit: int | None, newest: str, best: str | None = None) -> None:
+        """Delete the oldest checkpoints but `best`, so that `limit` are left of those up to `newest`, or one more."""
         names = [path.name for path in checkpoints(self.path)]
         old = names[: names.index(newest) + 1][: -limit if limit else 0]
-        self.remove([file for file in self.manifest.files if file.split("/")[0] in old])
+        self.remove([file for file in self.manifest.files if file.split("/")[0] in {*old} - {best}])
         self.manifest.save()

@@ -10,9 +10,13 @@ from transformers.optimization import get_scheduler
 import modeling_gqa  # noqa: F401  (registers model_type "gqa")
 from modeling_gqa.common.errors import did_you_mean
 
+from ..console import warn
 from ..errors import RecipeError
 from .catalogue import preset_folder, preset_names
 from .pretraining import Recipe
+
+# Files that hold weights.
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "*.gguf")
 
 
 def load_config(recipe: Recipe) -> PreTrainedConfig:
@@ -45,6 +49,17 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     return config
 
 
+def warn_of_weights(recipe: Recipe) -> None:
+    """Print a warning where the preset is the folder of a trained model, whose weights are not read."""
+    folder = preset_folder(recipe.preset)
+    if any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
+        warn(
+            f"preset {recipe.preset} holds weights, which are not read: it gives the configuration alone, and training "
+            f"starts from random weights. To train these further: uptrain uptrain-tiny --student {recipe.preset} "
+            "--teacher none --trainable all --max-steps N"
+        )
+
+
 def check_length(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Raise `RecipeError` where a block has more tokens than the model has positions."""
     if recipe.sequence_length > config.max_position_embeddings:
@@ -54,8 +69,28 @@ def check_length(recipe: Recipe, config: PreTrainedConfig) -> None:
         )
 
 
+def shorten_warmup(recipe: Recipe, steps: int) -> None:
+    """Set `warmup_steps` to a tenth of a run of `steps` steps, with a warning, where it is a half of them or more.
+
+    A recipe's number of steps suits the recipe's own length. A share of the run, a number below 1, is left as it is.
+    """
+    if recipe.warmup_steps < 1 or 2 * recipe.warmup_steps < steps:
+        return
+    shorter = steps // 10
+    warn(
+        f"warmup_steps is {recipe.warmup_steps:g}, and this run has {steps:,} steps: it takes {shorter:,}; set "
+        "warmup_steps to choose, such as 0.1 for a tenth"
+    )
+    recipe.warmup_steps = shorter
+
+
 def check_training(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Raise `RecipeError` where the model, the optimizer or the learning rate's schedule cannot be made."""
+    """Raise `RecipeError` where the model, the optimizer or the learning rate's schedule cannot be made.
+
+    A warm-up that is too long for the run is shortened.
+    """
+    if recipe.max_steps > 0:
+        shorten_warmup(recipe, recipe.max_steps)
     kwargs = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
     steps = max(recipe.max_steps, 1)
     try:

@@ -2,7 +2,6 @@
 
 import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,12 +10,12 @@ import torch
 from accelerate.utils import DynamoBackend
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel, TrainingArguments
-from transformers.integrations import get_reporting_integration_callbacks
 from transformers.utils import is_liger_kernel_available
 
 from ..results import Results
 from .catalogue import preset_folder
 from .fields import NUMBERS, UNUSED, WHAT_A_RUN_WRITES
+from .trackers import check_trackers
 
 
 @dataclass
@@ -28,7 +27,10 @@ class Recipe(TrainingArguments):
     budgets: ClassVar[tuple[str, ...]] = ()  # fields that each set the length of training
 
     preset: str = field(
-        default="", metadata={"help": "Model: the name of a packaged preset, or a folder with a config.json."}
+        default="",
+        metadata={
+            "help": "Model: the name of a packaged preset, or a folder with a config.json. Its weights start at random."
+        },
     )
     model_overrides: dict | str | None = field(
         default=None, metadata={"help": "JSON object: fields that replace the preset's."}
@@ -67,6 +69,11 @@ class Recipe(TrainingArguments):
         default=False, metadata={"help": "Delete the run in output_dir, which is the files in its manifest.json."}
     )
 
+    report_to: list[str] = field(
+        default_factory=lambda: ["none"],
+        metadata={"help": "Trackers, such as `tensorboard wandb`; their files lie in output_dir."},
+    )
+
     # Fields of TrainingArguments with other defaults.
     learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate of AdamW."})
     adam_beta2: float = field(default=0.95, metadata={"help": "Decay of AdamW's second moment."})
@@ -80,8 +87,8 @@ class Recipe(TrainingArguments):
     def __post_init__(self) -> None:
         if self.disable_tqdm is None:
             self.disable_tqdm = not sys.stderr.isatty()
-        if isinstance(self.report_to, str):
-            self.report_to = self.report_to.split(",")
+        given = [self.report_to] if isinstance(self.report_to, str) else self.report_to
+        self.report_to = [name for names in given for name in names.split(",")]
         # Unless told, accelerate does not join CPU processes into a group.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         self.check_numbers()
@@ -126,7 +133,7 @@ class Recipe(TrainingArguments):
             raise ValueError("push_to_hub uploads final/, which publish false does not write: leave one of them out")
         if self.push_to_hub and self.hub_model_id:
             validate_repo_id(self.hub_model_id)
-        check_trackers(self.report_to)
+        check_trackers(self.report_to, self.output_dir)
 
     def check_numbers(self) -> None:
         """Raise `ValueError` for a number that is not finite or outside its bounds."""
@@ -175,12 +182,3 @@ class Recipe(TrainingArguments):
 
     def copy_documents(self, folder: Path) -> None:
         """Copy into the saved repository the licences and reports of the model that training began with."""
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise `ValueError` for a tracker that there is not, or whose package is not installed."""
-    try:
-        for tracker in get_reporting_integration_callbacks(names):
-            tracker()
-    except Exception as error:  # each tracker has a class of its own
-        raise ValueError(f"report_to {', '.join(names)}: {error}") from error

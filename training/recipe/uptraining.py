@@ -55,6 +55,14 @@ class UptrainRecipe(Recipe):
         metadata={"help": "The teacher's pretraining tokens; read from its results.json if left out."},
     )
 
+    keep_best: bool = field(
+        default=True,
+        metadata={
+            "help": "Where training ends with a worse KL (or loss, without KL) than it began with: the result is the "
+            "best checkpoint that was evaluated, or the student as it was."
+        },
+    )
+
     # Fields of pretraining with other defaults: the model is already trained.
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of AdamW."})
     weight_decay: float = field(default=0.0, metadata={"help": "Weight decay; not applied to norms and biases."})
@@ -147,6 +155,8 @@ class UptrainRecipe(Recipe):
 
     def origin(self, results: Results) -> str:
         source = f", a conversion of `{public_name(self.teacher)}`," if self.teacher else ""
+        if results.get("result_step") == 0:
+            return f"`{self.model_name}`{source} as it was, which uptraining with `modeling_gqa` did not improve"
         return f"`{self.model_name}`{source} uptrained with `modeling_gqa` on {results['tokens_seen']:,} tokens"
 
     def method(self) -> str:

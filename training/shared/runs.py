@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from modeling_gqa.common.progress import duration
+
 from ..console import say
 from ..errors import NON_FINITE, Interrupted, RecipeError, failed_to_write
 from ..folder.listing import read_object, write_text
@@ -36,12 +38,14 @@ class Run:
         script: "pretrain" or "uptrain".
         recipe: that it runs.
         options: of the recipe, without output_dir and resume.
+        size: how long it trains, in any unit that all runs of a folder share.
     """
 
     name: str
     script: str
     recipe: str
     options: dict[str, Any]
+    size: float = 1.0
 
 
 class Runs:
@@ -53,12 +57,19 @@ class Runs:
             have; a loss is nan where the run failed, and inf where it diverged.
         jobs: number of runs at once.
         launcher: what starts each; "": a fork of this process.
+        later: returns, of the same losses, how many runs of size 1 will be needed beyond these.
     """
 
     def __init__(
-        self, folder: Path, needed: Callable[[Mapping[str, float]], Sequence[Run]], jobs: int, launcher: str
+        self,
+        folder: Path,
+        needed: Callable[[Mapping[str, float]], Sequence[Run]],
+        jobs: int,
+        launcher: str,
+        later: Callable[[Mapping[str, float]], int] = lambda ended: 0,
     ) -> None:
-        self.folder, self.needed, self.jobs, self.launcher = folder, needed, jobs, launcher
+        self.folder, self.needed, self.jobs, self.launcher, self.later = folder, needed, jobs, launcher, later
+        self.seconds: list[tuple[float, float]] = []  # that runs of this launch took, each with their size
         self.started = time.time()  # runs that failed before are tried again
         self.processes: set[RunProcess] = set()
         self.stopped = 0  # the signal that has stopped this launch
@@ -108,6 +119,8 @@ class Runs:
         Raises:
             Interrupted: by Ctrl-C; runs that have begun are kept.
         """
+        if left := self.left():
+            say(f"{left[0]} runs to go, {len(self.ended())} have ended; the time that is left follows after the first")
         with ThreadPoolExecutor(self.jobs) as pool, stopping(self.stop):
             for worker in [pool.submit(self.work, number) for number in range(self.jobs)]:
                 worker.result()
@@ -115,6 +128,19 @@ class Runs:
             stopped = Interrupted(f"stopped by a signal; the same command goes on with what is left in {self.folder}")
             stopped.exit_code = 128 + self.stopped
             raise stopped
+
+    def left(self) -> tuple[int, float] | None:
+        """Return how many runs are left, and the sum of their sizes; `None` where none is."""
+        ended = self.ended()
+        needed, later = self.needed(ended), self.later(ended)
+        return (len(needed) + later, sum(run.size for run in needed) + later) if needed else None
+
+    def time_left(self) -> str:
+        """Return how many runs are left and about how long they take, at the pace of those of this launch."""
+        if (left := self.left()) is None:
+            return "the last"
+        spent, size = map(sum, zip(*self.seconds, strict=True))
+        return f"{left[0]} left, about {duration(spent / size * left[1] / min(self.jobs, left[0]))}"
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -170,9 +196,10 @@ class Runs:
             process.terminate()
         code = process.wait()
         self.processes.discard(process)
-        loss = self.loss(run.name)
+        loss, seconds = self.loss(run.name), time.perf_counter() - begin
         if code == 0 and loss is not None:
-            say(f"{run.name:<40} validation loss {loss:.4f}, {time.perf_counter() - begin:.0f} s")
+            self.seconds.append((seconds, run.size))
+            say(f"{run.name:<40} validation loss {loss:.4f}, {seconds:.0f} s; {self.time_left()}")
             return
         said = last_words(log, before)
         if self.stopped or ELSEWHERE in said:  # of a launch that was killed, whose run has not ended yet

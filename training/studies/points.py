@@ -109,7 +109,7 @@ class Study:
             "seed": seed,
             "data_seed": seed,
         }
-        return Run(point.run_name(seed), "uptrain", self.recipe.uptraining, options)
+        return Run(point.run_name(seed), "uptrain", self.recipe.uptraining, options, size=point.share)
 
     def losses(self, point: Point, name: str = "", field: str = "validation_loss") -> Sample | None:
         """Return validation losses over seeds, of the runs that did not fail; `None` where all did.

@@ -12,16 +12,22 @@ STUDIES: tuple[str, ...] = get_args(StudyName)
 SET_IN_RUNS = {"student", "pretraining_fraction", "pretraining_tokens", "max_steps", "seed", "data_seed"}
 # Next-token loss on all parameters, as in the paper's section 2.1.
 NEXT_TOKEN = {"teacher": "none", "trainable": "all", "layerwise_fraction": 0, "kl_weight": 0}
-WRITES = """--data-files and --data_files are the same option. The studies write only into --output-dir (default:
-runs/RECIPE), and share what they train: students/NAME/, the conversions; runs/NAME/, an uptraining run each; logs/,
-claims/, failed/, recipe.json; and of each study STUDY.md, STUDY.json and its pictures. The same command goes on where
-it was stopped; several launches of it divide the runs. Exit codes: 0 done, 1 an error that the message explains, or a
-run that failed, 130 or 143 stopped by a signal."""
+WRITES = """--new-tokens and --new_tokens are the same option; in a YAML file it is `new_tokens: 64`. The studies write
+only into --output-dir (default: runs/RECIPE), and share what they train: students/NAME/, the conversions; runs/NAME/,
+an uptraining run each; logs/, claims/, failed/, recipe.json; and of each study STUDY.md, STUDY.json and its pictures.
+The same command goes on where it was stopped; several launches of it divide the runs. Exit codes: 0 done, 1 an error
+that the message explains, or a run that failed, 130 or 143 stopped by a signal."""
 
 
 @dataclass
 class StudyRecipe:
-    """Every option of the studies."""
+    """The GQA paper's studies (2305.13245) on a model of yours.
+
+    STUDY is one of: conversion, which compares ways to make one key/value head of many, before and after uptraining
+    (figure 4); uptraining, which trains GQA and MQA on shares of the pretraining tokens (figure 5); groups, which
+    measures time and quality by the number of key/value heads (figures 6 and 3). Each has a report of its own; they
+    share their folder and what they train.
+    """
 
     script: ClassVar[str] = "study"
     unused: ClassVar[dict[str, str]] = {}
@@ -34,7 +40,11 @@ class StudyRecipe:
     )
     uptraining: str = field(default="uptrain-tiny", metadata={"help": "Recipe of each run: its text and schedule."})
     options: dict | str | None = field(
-        default=None, metadata={"help": "JSON object: options of uptraining for all runs, such as learning_rate."}
+        default=None,
+        metadata={
+            "help": "JSON object: options of uptraining for all runs, such as learning_rate and data_files; "
+            "`uptrain --help` shows them."
+        },
     )
     pretraining_tokens: int | None = field(
         default=None, metadata={"help": "The source's pretraining tokens; read from its results.json if left out."}
@@ -112,4 +122,4 @@ class Point:
 
 def options_of_runs(recipe: StudyRecipe) -> dict[str, Any]:
     """Return the options that all runs have."""
-    return {**NEXT_TOKEN, "publish": False, **as_object("options", recipe.options)}
+    return {**NEXT_TOKEN, "publish": False, "keep_best": False, **as_object("options", recipe.options)}

@@ -15,6 +15,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..errors import NON_FINITE, RecipeError
 from ..folder.checkpoint import what_is_kept
 from ..folder.run_folder import RunFolder
+from ..recipe.model import shorten_warmup
 from ..recipe.pretraining import Recipe
 from ..results import Results
 from ..text.stream import CheckedStream
@@ -61,6 +62,10 @@ class PretrainTrainer(Trainer):
         self.add_callback(self.throughput)
         if heed_sigterm:
             self.add_callback(self.sigterm)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        shorten_warmup(self.args, num_training_steps)  # where the number of epochs decides, it is known only now
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         input_ids = inputs["input_ids"]
@@ -117,11 +122,19 @@ class PretrainTrainer(Trainer):
                 blocks = self.state.num_input_tokens_seen // self.args.sequence_length
                 mark["stream"] = self.train_dataset.mark(blocks)
         if self.folder:
-            self.folder.rotate(self.checkpoint_limit, newest=name)
+            self.folder.rotate(self.checkpoint_limit, newest=name, best=self.best_checkpoint())
+
+    def best_checkpoint(self) -> str | None:
+        """Return the name of a checkpoint that stays although newer ones exceed the limit."""
+        return None
 
     def further_results(self, metrics: dict[str, float]) -> Results:
         """Return results beyond the loss, from the final evaluation `metrics` and the log."""
         return {}
+
+    def outcome(self, results: Results) -> tuple[Results, dict[str, torch.Tensor]]:
+        """Return the weights that the run ends with, by their names, after `results`, which are those of the last."""
+        return results, self.accelerator.get_state_dict(self.model)  # under FSDP every process takes part
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         # A checkpoint holds a tied weight once.

@@ -4,12 +4,20 @@ Shapes: B batch, T tokens, E hidden size, V vocabulary.
 """
 
 import math
+from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
 
+from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.conversion.checkpoints.checkpoint import load_source
+
+from ..console import warn
+from ..errors import RecipeError
+from ..folder.checkpoint import is_whole
 from ..recipe.uptraining import UptrainRecipe
 from ..results import Results
 from .distillation import choose_parameters, layerwise_loss, model_inputs, prediction_losses, run_teacher
@@ -91,6 +99,69 @@ class UptrainTrainer(PretrainTrainer):
         # For the losses before training; a resumed run finds them in its log.
         self.args.eval_on_start = checkpoint is None
         super().run(checkpoint)
+
+    @property
+    def measure(self) -> str:
+        """By what the model is held against that before training: the KL, or the loss where no KL is trained on."""
+        return "kl" if self.args.kl_weight else "loss"
+
+    def best_evaluations(self) -> list[dict[str, Any]]:
+        """Return the logs of all evaluations, the best first; of two alike the earlier one."""
+        measure = f"eval_{self.measure}"
+        known = (log for log in self.state.log_history if math.isfinite(log.get(measure, math.nan)))
+        return sorted(known, key=lambda log: log[measure])
+
+    def best_checkpoint(self) -> str | None:
+        """Return the best checkpoint that was evaluated; `None` where the student as it was is better."""
+        better = takewhile(lambda log: log["step"], self.best_evaluations() if self.args.keep_best else ())
+        names = (f"checkpoint-{log['step']}" for log in better)
+        return next((name for name in names if (Path(self.args.output_dir) / name).is_dir()), None)
+
+    def outcome(self, results: Results) -> tuple[Results, dict[str, torch.Tensor]]:
+        """Return the last weights, or the best that are left where the last are worse than those training began with.
+
+        These are the student's own, or a checkpoint's that has been evaluated. The results are theirs then.
+        """
+        name = "kl" if self.measure == "kl" else "validation_loss"
+        last, first = results[name], results[f"initial_{name}"]  # type: ignore[literal-required]
+        if last <= first or not math.isfinite(first):
+            return super().outcome(results)
+        said = f"the {'KL to the teacher' if name == 'kl' else 'validation loss'} was {first:.4f} and is {last:.4f}"
+        said = f"training made the model worse ({said}); try a lower learning_rate"
+        if not self.args.keep_best:
+            warn(f"{said}. The last weights are the result, as keep_best false says")
+            return super().outcome(results)
+        best = self.best_that_is_left()
+        step = best["step"]
+        of_step = f"has the weights of step {step:,}" if step else "is the student as it was"
+        warn(f"{said}. The result {of_step}")
+        results = results | {  # type: ignore[assignment]
+            **self.further_results(best),
+            "validation_loss": best["eval_loss"],
+            "validation_perplexity": best["eval_perplexity"],
+            "result_step": step,
+            f"last_{name}": last,
+        }
+        if step == 0:
+            try:
+                return results, load_source(self.args.student).state_dict() if self.folder else {}
+            except (ConversionError, OSError) as error:
+                raise RecipeError(
+                    f"the student cannot be loaded again: {error}; bring it back, and --resume"
+                ) from error
+        self._load_from_checkpoint(str(Path(self.args.output_dir) / f"checkpoint-{step}"))
+        return super().outcome(results)
+
+    def best_that_is_left(self) -> dict[str, Any]:
+        """Return the log of the best weights that can still be had, the same on every process."""
+        folder = Path(self.args.output_dir)
+        whole = (
+            log for log in self.best_evaluations() if log["step"] == 0 or is_whole(folder / f"checkpoint-{log['step']}")
+        )
+        found = [next(whole) if self.folder else {}]
+        if self.args.world_size > 1:
+            torch.distributed.broadcast_object_list(found)
+        return found[0]
 
     def further_results(self, metrics: dict[str, float]) -> Results:
         """Return the results of the model before training, and of the teacher, on the same validation text."""

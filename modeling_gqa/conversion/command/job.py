@@ -192,7 +192,7 @@ class Job(Options):
         are finished. After an interruption the same command goes on from them.
         """
         calibration = batches.get("calibration")
-        plan = self.identity(checkpoint, goal.target, batches)
+        plan = self.identity(model, goal.target, batches)
         folder = held.enter_context(kept_in(layers_folder(self.target), plan))
 
         def choose() -> GQAConfig:
@@ -216,22 +216,24 @@ class Job(Options):
             show_progress=show_progress,
         )
 
-    def identity(self, checkpoint: Checkpoint, target: GQAConfig | None, batches: Batches) -> list[Any]:
+    def identity(self, model: GQAForCausalLM, target: GQAConfig | None, batches: Batches) -> list[Any]:
         """Return what decides the new layers: two conversions with equal ones may take each other's layers.
 
         Without a target it is in the options, as a budget.
         """
-        files = [checkpoint.gguf.path] if checkpoint.gguf else sorted(checkpoint.folder.iterdir())
-        weights = [path for path in files if path.suffix in (".safetensors", ".bin", ".gguf")]
-        tokens = sha256()
+        weights, tokens = sha256(), sha256()
+        for name, tensor in model.state_dict().items():
+            weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            weights.update(tensor.cpu().flatten().view(torch.uint8).numpy())
         for batch in (batch for part in ("calibration", "selection") for batch in batches.get(part, ())):
             for name in sorted(batch):
                 tokens.update(batch[name].numpy().tobytes())
         return [
             __version__,
             self.as_json(),
-            target and target.to_json_string(),
-            [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in weights],
+            target and target.to_json_string(use_diff=False),
+            model.config.to_json_string(use_diff=False),
+            weights.hexdigest(),
             tokens.hexdigest(),
         ]
 

@@ -9,6 +9,8 @@ import gzip
 import io
 import json
 import lzma
+import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -94,7 +96,33 @@ def json_errors(where: Callable[[], str]) -> Iterator[None]:
 
 
 def jsonl_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file of one JSON value a line, each after its place."""
+    """Yield the rows of a file of one JSON value a line, each after its place.
+
+    A file that ends in a broken line is refused before its first row, since whoever has read enough stops earlier. Of
+    packed files the end is not known before they are unpacked.
+    """
+    if path.suffix.lower() not in PACKED:
+        try:
+            DECODER.decode(last_line(path).decode())
+        except (ValueError, RecursionError):
+            deque(json_lines(path), maxlen=0)  # raises for the first broken line, whose number it counts
+    yield from json_lines(path)
+
+
+def last_line(path: Path) -> bytes:
+    """Return the last line of a file that is not blank, and read no more than twice its length, and 1 MiB."""
+    found = b""
+    with opened(path) as file:
+        start = file.seek(0, os.SEEK_END)
+        while start and b"\n" not in found.rstrip():
+            end, start = start, max(0, start - len(found) - CHUNK)
+            file.seek(start)
+            found = file.read(end - start) + found
+    return found.rstrip().rpartition(b"\n")[2]
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a file's lines, each after its place; blank lines are left out."""
     with opened(path) as file:
         for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"

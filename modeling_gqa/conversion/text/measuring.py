@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens, n predicted tokens of a batch.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -75,7 +76,14 @@ def compare_predictions(
         raise ConversionError("no token to measure on: every one is padding or the first of its document")
     loss_before, loss_after, kl, agreement = (totals / tokens).tolist()
     if not torch.isfinite(totals).all():
-        raise ConversionError("the logits are not finite on the held-out text: choose --dtype float32 or bfloat16")
+        whose, dtype = ("source", source.dtype) if not math.isfinite(loss_before) else ("result", converted.dtype)
+        # The other dtypes have the range of float32, or more.
+        narrow = dtype == torch.float16
+        remedy = "choose --dtype float32 or bfloat16" if narrow else "the source is damaged, or the method not for it"
+        raise ConversionError(
+            f"the logits of the {whose} are not finite in {str(dtype).removeprefix('torch.')} on the held-out text: "
+            f"{remedy}"
+        )
     perplexities = torch.tensor([loss_before, loss_after], dtype=torch.float64).exp()
     if not torch.isfinite(perplexities).all():
         raise ConversionError(
