@@ -27,6 +27,7 @@ from modeling_gqa import GQAConfig
 from modeling_gqa.command_line import console
 from modeling_gqa.command_line import conversion as commands
 from modeling_gqa.command_line import main as command
+from modeling_gqa.common.errors import install_extra
 from modeling_gqa.conversion.checkpoints.checkpoint import Checkpoint
 from modeling_gqa.conversion.command import job
 from modeling_gqa.conversion.command.options import Options
@@ -831,8 +832,7 @@ main()"""
         text=True,
     )
     *_, last = process.stderr.strip().splitlines()
-    how = "pip install '.[conversion]' in a checkout, or 'modeling_gqa[conversion]' from where you got the package"
-    assert last == f"{said.format(text=text)} is not installed: {how}"
+    assert last == f"{said.format(text=text)} is not installed: {install_extra('conversion')}"
     assert process.returncode == 1 and not (tmp_path / "out").exists() and "Traceback" not in process.stderr
 
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 LANGUAGES = {"python", "bash", "yaml", "json", "text", "diff", "bibtex"}
+NAME = "modeling_gqa"
 WITH_CODE = [page for page in PAGES if re.search("^```(python|bash)$", page.read_text(), flags=re.MULTILINE)]
 
 
@@ -104,6 +105,30 @@ def test_sizes_of_kernels_are_those_of_the_code():
     assert f"takes heads of {listed(kernels.CPU_HEADS)} numbers" in said
     assert f"takes any {listed(kernels.FAST_SUMS)} to suit" in said
     assert f"multiples of {kernels.FLASH_MULTIPLE} up to {kernels.FLASH_MOST}" in said
+
+
+# -- what is installed
+
+# pip and its like, the word that installs, options, and the package by its name alone: no path before it, no address
+# after it. And the name with extras in quotes, as it is given to such a command.
+BY_NAME = re.compile(
+    r"""\b(?:install|add|download|uvx|pipx\ run)(?:\s+-\S+)*\s+["'`]?modeling[-_.]gqa\b(?!["'\s]*@|[/.\w-]*[/.]\w)"""
+    r"""|["'`]modeling[-_.]gqa\[[\w,]+\](?!\s*@)""",
+    re.VERBOSE,
+)
+
+
+def test_nothing_installs_the_package_by_its_name():
+    """It is on no package index: whoever registers the name there could run code on the machines of our users."""
+    assert all(map(BY_NAME.search, (f"pip install -U {NAME}", f"uv add '{NAME}[x]'", f"or `{NAME}[x]` from there")))
+    assert not any(map(BY_NAME.search, (f"pip install '.[x]' in a checkout of {NAME}", f"install ./{NAME}-0.1.whl")))
+    found = [
+        f"{path}:{number}"
+        for path in tracked()
+        for number, line in enumerate((ROOT / path).read_text(encoding="utf-8", errors="replace").splitlines(), 1)
+        if BY_NAME.search(line)
+    ]
+    assert not found
 
 
 # -- the tree

@@ -10,8 +10,6 @@ WRITE_FAILURES = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_contai
 NON_FINITE = "non-finite"  # what a run says that has diverged
 # The packages of the extra `training`, by the names that they are imported by.
 PACKAGES = {"accelerate": "accelerate", "datasets": "datasets", "filelock": "filelock", "yaml": "PyYAML"}
-# The words of `modeling_gqa.common.errors.install_extra`, which cannot be imported where one of them is missing.
-INSTALL = "pip install '.[training]' in a checkout, or 'modeling_gqa[training]' from where you got the package"
 
 
 class RecipeError(Exception):
@@ -55,6 +53,8 @@ def missing_package(error: ImportError) -> str | None:
     while cause is not None:  # transformers raises an error of its own from that of the import
         package = PACKAGES.get((getattr(cause, "name", None) or "").partition(".")[0])
         if package is not None and isinstance(cause, ModuleNotFoundError):
-            return f"training needs {package}, which is not installed: {INSTALL}"
+            from modeling_gqa.common.errors import install_extra
+
+            return f"training needs {package}, which is not installed: {install_extra('training')}"
         cause = cause.__cause__
     return None

@@ -244,10 +244,9 @@ def write_card(folder: Path, title: str, report: Report, config: GQAConfig, sour
         config: of the converted model.
         source_card: the source's card, whose licence, language and datasets are kept.
     """
-    metadata = cards.card_metadata(config) | cards.kept_metadata(source_card)
     source = Path(report["source"])
-    if not source.exists():
-        metadata["base_model"] = report["source"]
+    base = cards.base_metadata(None if source.exists() else report["source"])
+    metadata = cards.card_metadata(config) | cards.kept_metadata(source_card) | base
     tokenizer = TOKENIZER.format(title=title) if (folder / "tokenizer_config.json").is_file() else "\n"
     text = CARD.format(
         tokenizer=tokenizer,
