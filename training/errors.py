@@ -10,6 +10,8 @@ WRITE_FAILURES = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_contai
 NON_FINITE = "non-finite"  # what a run says that has diverged
 # The packages of the extra `training`, by the names that they are imported by.
 PACKAGES = {"accelerate": "accelerate", "datasets": "datasets", "filelock": "filelock", "yaml": "PyYAML"}
+# What `modeling_gqa.common.errors.install_extra` returns, which cannot be imported where one of them is missing.
+INSTALL = "pip install '.[training]' in a checkout of modeling_gqa"
 
 
 class RecipeError(Exception):
@@ -53,8 +55,6 @@ def missing_package(error: ImportError) -> str | None:
     while cause is not None:  # transformers raises an error of its own from that of the import
         package = PACKAGES.get((getattr(cause, "name", None) or "").partition(".")[0])
         if package is not None and isinstance(cause, ModuleNotFoundError):
-            from modeling_gqa.common.errors import install_extra
-
-            return f"training needs {package}, which is not installed: {install_extra('training')}"
+            return f"training needs {package}, which is not installed: {INSTALL}"
         cause = cause.__cause__
     return None

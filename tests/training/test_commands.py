@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from modeling_gqa.common.errors import install_extra
 from modeling_gqa.training.errors import RecipeError as InstalledError
 from modeling_gqa.training.recipe import command_line as installed
 from test_pretrain import assert_same_weights
 
+from modeling_gqa.common.errors import install_extra
 from training.comparison.recipe import CompareRecipe
 from training.console import main
 from training.errors import RecipeError
