@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from typing import Any
 
 LONGEST_LINE = 400  # characters
-# How the package is installed, with extras in brackets or none. No package index has it, and whoever registered its name
-# on one could run code on the machines of those who install it by name: once it is published somewhere, that address
-# stands here.
+# How the package is installed, with extras in brackets or none. No package index has it, and whoever registered its
+# name on one could run code on the machines of those who install it by name: once it is published somewhere, that
+# address stands here.
 INSTALL = "pip install '.{extras}' in a checkout of modeling_gqa"
 
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.logging import is_progress_bar_enabled
 
 from ...common.errors import ConversionError, install_extra, one_line
+from ...common.files import nearest
 from .families import FAMILIES, find_family
 from .files import LazyTensor
 
@@ -75,7 +76,8 @@ class GGUFFile:
     def __init__(self, path: str | Path, dtype: torch.dtype = DEFAULT_DTYPE) -> None:
         self.path, self.dtype = Path(path), dtype
         if not self.path.is_file():
-            raise ConversionError(f"{path} does not exist")
+            near = nearest(self.path)
+            raise ConversionError(f"{path} does not exist" + (f" (did you mean {near}?)" if near else ""))
         reader = self._read(partial(_reader, self.path))
         self.fields: dict[str, Any] = self._read(lambda: {name: _value(field) for name, field in reader.fields.items()})
         # GGUF names a tensor's dimensions from the innermost to the outermost.
