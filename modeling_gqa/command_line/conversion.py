@@ -16,7 +16,7 @@ from ..conversion.command.options import IGNORE_FIELD, Source, Target, with_opti
 from ..conversion.command.report import Report, describe_cost, layers_table, runs, summary, warning
 from ..reporting.results import to_json
 from ..reporting.tables import Table
-from .console import out, printable, progress_bars, saved, user_errors
+from .console import err, out, printable, progress_bars, saved, user_errors
 
 FORCE = (
     "Replace the checkpoint at TARGET once the new one is complete. Refused if TARGET is no checkpoint (weights, and a "
@@ -155,7 +155,8 @@ def inspect(
 ) -> None:
     """Show each layer's attention and cache, and which conversions are exact, lossy or impossible."""
     with user_errors():
-        found = inspect_checkpoint(source, ignore_field or ())
+        with err.status(f"reading {printable(source)}"):  # on a terminal alone
+            found = inspect_checkpoint(source, ignore_field or ())
         if as_json:
             print(to_json(found), end="", flush=True)
         else:
