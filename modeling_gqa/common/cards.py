@@ -16,8 +16,8 @@ from .files import within, write_text
 KEPT_METADATA = ("license", "license_name", "license_link", "language", "datasets")
 WITH_PLUGIN = """
 vLLM 0.32 caches the latent of this model's MLA where the package is installed beside it ({install}):
-{latent} numbers a token and layer{largest}. """
-ALIKE = "Without the package, `--trust-remote-code` serves the model with expanded keys and values: {expanded} numbers."
+{latent} a token and layer{largest}. """
+ALIKE = "Without the package, `--trust-remote-code` serves the model with expanded keys and values: {expanded}."
 DIFFERENT = "Without the package vLLM does not serve it, because its layers differ."
 
 
@@ -50,11 +50,11 @@ def serving_note(config: GQAConfig) -> str:
         return ""
     layer = max(layers, key=lambda layer: layer.kv_lora_rank + layer.qk_rope_head_dim)
     largest = " at most" if config.is_heterogeneous else ""
-    latent = f"{layer.kv_lora_rank + layer.qk_rope_head_dim:,}"
-    note = WITH_PLUGIN.format(install=INSTALL.format(extras=""), latent=latent, largest=largest)
     # vLLM pads values to the size of the keys.
-    expanded = 2 * layer.num_attention_heads * layer.qk_head_dim
-    return "\n" + note + (DIFFERENT if config.is_heterogeneous else ALIKE.format(expanded=f"{expanded:,}"))
+    numbers = layer.kv_lora_rank + layer.qk_rope_head_dim, 2 * layer.num_attention_heads * layer.qk_head_dim
+    latent, expanded = (f"{2 * number:,} bytes in bfloat16 ({number:,} numbers)" for number in numbers)
+    note = WITH_PLUGIN.format(install=INSTALL.format(extras=""), latent=latent, largest=largest)
+    return "\n" + note + (DIFFERENT if config.is_heterogeneous else ALIKE.format(expanded=expanded))
 
 
 def write_card(folder: Path, metadata: dict[str, Any], text: str) -> None:

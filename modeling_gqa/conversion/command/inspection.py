@@ -70,7 +70,8 @@ def conversions(config: GQAConfig, dtype: torch.dtype) -> dict[str, dict[str, An
             rank, rope = sizes.pop()
             enter(f"mla with R = {rank} and P = {rope}", "mla", kv_lora_rank=rank, qk_rope_head_dim=rope)
     half = max(3, min(numbers_per_token(layer) for layer in layers) // 2)
-    enter(f"mla of a chosen cache size, for instance {half}", "mla", cache_size=half)
+    chosen = f"for instance {half * dtype.itemsize:,} bytes ({half:,} numbers) a layer"
+    enter(f"mla of a chosen cache size, {chosen}", "mla", cache_size=half)
     return found
 
 
