@@ -41,7 +41,7 @@ def run_served(name: str, arguments: list[str]) -> None:
         from transformers.cli.serving import model_manager
         from transformers.cli.transformers import app as transformers_app
 
-        model_manager.ModelManager = served_models(model_manager.ModelManager)
+        model_manager.ModelManager = served_models(model_manager.ModelManager)  # type: ignore[misc]
         try:
             transformers_app([name, *arguments], prog_name="modeling-gqa")
         except HTTPException as error:  # of the model that the server should begin with

@@ -120,7 +120,7 @@ def sizes_table(reports: Sequence[CostReport]) -> Table:
     cells.append([f"weights, {reports[0].dtype}", *(in_bytes(report.weight_bytes) for report in reports)])
     sizes = [report.cache_bytes_per_token for report in reports]
     itemsize = getattr(torch, reports[0].dtype).itemsize
-    cells.append([f"cache per token, bytes (numbers), {reports[0].dtype}", *(cached(size, itemsize) for size in sizes)])
+    cells.append(["cached bytes (numbers) per token", *(cached(size, itemsize) for size in sizes)])
     if len(sizes) > 1:
         cells.append(["- of the first's", *(share(size, sizes[0]) for size in sizes)])
     return Table(["", *(report.name for report in reports)], cells)
@@ -145,7 +145,7 @@ def layers_table(model: Model, report: CostReport) -> Table:
         first, *rest = (cost.layer for cost in group)
         cells.append([f"{first}-{rest[-1]}" if rest else f"{first}", *row])
     header = ["layers", "attention", "its weights", "MLP's", "cached", "FLOP"]
-    title = f"Layers of {report.name}: cached bytes (numbers), and FLOP of a token after {context:,}"
+    title = f"Layers of {report.name} (bytes and numbers cached; FLOP after {context:,})"
     return Table(header, cells, title=title, words=2)
 
 

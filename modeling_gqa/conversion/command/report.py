@@ -148,10 +148,11 @@ def summary(report: Report) -> Table:
     """Return what was measured before and after."""
 
     def row(text: str, name: str, form: Callable[[Any], str], size: bool = False) -> tuple[str, ...]:
-        before, after = report.get(f"{name}_before"), report.get(f"{name}_after", report.get(name))
+        before: Any = report.get(f"{name}_before")
+        after: Any = report.get(f"{name}_after", report.get(name))
         # The KL of an exact conversion may be rounded to less than zero.
-        cells = ("" if value is None else form(max(value, 0)) for value in (before, after))  # type: ignore[type-var]
-        return text, *cells, share(after, before) if size and after is not None else ""  # type: ignore[arg-type]
+        cells = ("" if value is None else form(max(value, 0)) for value in (before, after))
+        return text, *cells, share(after, before) if size and after is not None else ""
 
     itemsize = getattr(torch, report["dtype"]).itemsize
     whole = f"cache of the whole model per token, bytes (numbers), {report['dtype']}"
