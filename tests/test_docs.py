@@ -1,5 +1,6 @@
 """The documentation: its code runs, its links lead somewhere, its tree and its tables are true."""
 
+import json
 import os
 import re
 import subprocess
@@ -86,6 +87,21 @@ def test_tables_are_the_results_in_the_repository():
     quoted = re.findall(r"\d+ / \d+ \([\d.]+x\)", (ROOT / "README.md").read_text())
     assert quoted
     assert all(cell in tables()[0] for cell in quoted)
+
+
+def test_the_readme_compares_with_gqa_of_equal_cache():
+    """Beside the speed against a class that rebuilds keys and values; and says from which context on MLA pays."""
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    results = json.loads((ROOT / "benchmarks" / "results" / "decode.json").read_text())
+    sizes, cell = results["sizes"], {"dtype": "float32", "batch": 8, "length": 2048}
+    (gqa,) = (row for row in results["by_heads"] if row["key_value_heads"] == 2)
+    (mla,) = (row for row in results["rows"] if row["kind"] == "mla" and cell.items() <= row.items())
+    assert cell.items() <= gqa.items() and 2 * 2 * sizes["head_dim"] == 256
+    assert sizes["kv_lora_rank"] + sizes["qk_rope_head_dim"] == 288
+    assert f"256 numbers, takes {gqa['ours_ms']:.0f} ms where MLA takes {mla['ours_ms']:.0f} (fp32 B8 S2048)" in readme
+    measured = re.findall(r"^    1 .*\(([\d.]+)x\)$", (DOCS / "costs.md").read_text(), flags=re.MULTILINE)
+    near, far, farthest = measured
+    assert f"{near} times its source's time after 1,024 tokens, {far} after 8,192 and {farthest} after 32,768" in readme
 
 
 def test_sizes_of_kernels_are_those_of_the_code():
