@@ -80,7 +80,7 @@ def served_models(manager: Any) -> Any:
             except CacheNotFound:  # where nothing was fetched from the Hub so far
                 cached = []
             names = [self.force_model] if self.force_model else []
-            names += [name.removesuffix("@main") for name in self.loaded_models]
+            names += [name.removesuffix("@main") for name in list(self.loaded_models)]
             listed = {model["id"] for model in cached}
             own = [name for name in dict.fromkeys(names) if name not in listed]
             return [{"id": name, "object": "model", "owned_by": "", "created": started} for name in own] + cached
