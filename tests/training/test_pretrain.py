@@ -13,6 +13,7 @@ import yaml
 from safetensors.torch import load_file
 from training_texts import MODEL
 
+from modeling_gqa.reporting.measuring import machine_name
 from training.errors import RecipeError
 from training.pretrain import pretrain
 from training.publish import card, repository
@@ -62,6 +63,7 @@ def test_final_folder_is_a_hub_repository(finished):
         f"{results['validation_loss']:.4f}",
         f"{results['bigram_loss']:.4f}",
         "Licence of the text: not stated",
+        f"tokens on {machine_name('cpu')}, fp32",
     ):
         assert text in card
     metadata = yaml.safe_load(card.split("---")[1])

@@ -9,6 +9,7 @@ from transformers import SchedulerType
 
 from modeling_gqa import GQAConfig
 from modeling_gqa.common import cards
+from modeling_gqa.reporting.measuring import machine_name
 
 from ..recipe.catalogue import public_name
 from ..recipe.pretraining import Recipe
@@ -103,7 +104,7 @@ def write_card(folder: Path, recipe: Recipe, config: GQAConfig, split: Split, re
         text_license=split.source.license or "not stated; see the source",
         steps=results["steps"],
         tokens_per_step=results["tokens_per_step"],
-        device=describe_device(recipe.device),
+        device=machine_name(str(recipe.device)),
         precision="bf16" if recipe.bf16 else "fp16" if recipe.fp16 else "fp32",
         scheduler=SchedulerType(recipe.lr_scheduler_type).value,
         learning_rate=recipe.learning_rate,
@@ -127,7 +128,3 @@ def card_metadata(recipe: Recipe, config: GQAConfig, source: Source) -> dict[str
     if "license" in kept:  # of the weights that this training began with, whatever the text's is
         metadata.pop("license_name", None)
     return metadata | kept
-
-
-def describe_device(device: torch.device) -> str:
-    return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
