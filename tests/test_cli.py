@@ -27,6 +27,7 @@ from modeling_gqa import GQAConfig
 from modeling_gqa.command_line import console
 from modeling_gqa.command_line import conversion as commands
 from modeling_gqa.command_line import main as command
+from modeling_gqa.common.errors import install_extra
 from modeling_gqa.conversion.checkpoints.checkpoint import Checkpoint
 from modeling_gqa.conversion.command import job
 from modeling_gqa.conversion.command.options import Options
@@ -510,7 +511,22 @@ def test_inspect_counts_what_the_model_has(checkpoints):
         assert found["cache_bytes_per_token"] == sum(sizes) * model.dtype.itemsize
         assert found["dtype"] == str(model.dtype).removeprefix("torch.")
     printed = run("inspect", checkpoints / "mixed-window")
-    assert "mla" in printed and "latent_norm" in printed and "bytes per token" in printed
+    assert "mla" in printed and "latent_norm" in printed
+
+
+def test_sizes_of_caches_are_bytes_then_numbers_then_a_share(checkpoints, tmp_path):
+    """Those of `inspect` and `convert`, each from the JSON beside it; the models are in float32."""
+    found = inspected(checkpoints / "mha")
+    whole, lossy = found["cache_bytes_per_token"], found["conversions"]["lossy"]
+    assert whole == 2 * HEADS * HEAD_DIM * LAYERS * 4
+    shown = " ".join(run("inspect", checkpoints / "mha").split())
+    assert f"{whole:,} bytes ({whole // 4:,} numbers)" in shown
+    assert f"{whole // LAYERS:,} ({whole // LAYERS // 4:,})" in shown
+    assert f"mqa with loss {lossy['mqa']:,} ({lossy['mqa'] // 4:,}) {100 / HEADS:.1f}" in shown
+    half = HEADS * HEAD_DIM
+    assert any(f"{4 * half} bytes ({half} numbers) a layer" in name for name in lossy)
+    shown = " ".join(run("convert", checkpoints / "mha", tmp_path / "out", *MQA, "--dry-run").split())
+    assert f"{whole:,} ({whole // 4:,}) {lossy['mqa']:,} ({lossy['mqa'] // 4:,}) {100 / HEADS:.1f}" in shown
 
 
 def old_checkpoint(folder):
@@ -833,8 +849,7 @@ main()"""
         text=True,
     )
     *_, last = process.stderr.strip().splitlines()
-    how = "pip install '.[conversion]' in a checkout, or 'modeling_gqa[conversion]' from where you got the package"
-    assert last == f"{said.format(text=text)} is not installed: {how}"
+    assert last == f"{said.format(text=text)} is not installed: {install_extra('conversion')}"
     assert process.returncode == 1 and not (tmp_path / "out").exists() and "Traceback" not in process.stderr
 
 

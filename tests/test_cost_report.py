@@ -15,7 +15,7 @@ from modeling_gqa.command_line import console
 from modeling_gqa.command_line import main as command
 from modeling_gqa.reporting import costs, measuring
 from modeling_gqa.reporting.configurations import find_model
-from modeling_gqa.reporting.measuring import MeasuredToken, measure_decoding
+from modeling_gqa.reporting.measuring import MeasuredToken, machine_name, measure_decoding
 from modeling_gqa.reporting.pictures import COLORS, plot_costs
 from modeling_gqa.reporting.results import write_json
 from modeling_gqa.reporting.tables import Table, in_bytes, with_prefix
@@ -123,6 +123,21 @@ def test_dtype_is_the_first_configurations(tmp_path):
     make_config("gqa", dtype="float32").save_pretrained(tmp_path / "f32")
     assert [model["dtype"] for model in in_json(tmp_path / "f32", "tiny-mla")["models"]] == ["float32"] * 2
     assert in_json("tiny-mla", tmp_path / "f32")["models"][1]["dtype"] == "bfloat16"
+
+
+def test_caches_are_bytes_then_numbers_then_a_share():
+    said = " ".join(printed("llama-3-8b", "--attention-kind", "mla").split())
+    assert "131,072 (65,536) 36,864 (18,432)" in said and "100 % 28.1 %" in said
+    assert "4,096 (2,048)" in said and "1,152 (576)" in said
+
+
+def test_a_machines_name_has_its_instructions():
+    """Which decide how long a conversion takes; a processor's name does not say them."""
+    name = machine_name("cpu")
+    with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        flags = next(line.split() for line in lines if line.startswith("flags"))
+    assert ("AVX-512" in name) == ("avx512f" in flags and "amx_tile" not in flags)
+    assert ("AMX" in name) == ("amx_tile" in flags) and name.endswith("thread" + "s" * (torch.get_num_threads() > 1))
 
 
 def test_what_people_read():
@@ -262,7 +277,7 @@ def test_plot_without_matplotlib(tmp_path, monkeypatch):
 # -- wrong input
 
 WRONG = {
-    "name": (["llama-3-8"], "is no preset, folder or model on the Hub that can be read (did you mean llama-3-8b?)"),
+    "name": (["llama-3-8"], "llama-3-8 does not exist (did you mean llama-3-8b?)"),
     "half a machine": (["tiny-mla", "--rate", 1], "a bound needs both --bandwidth and --rate"),
     "no bandwidth": (["tiny-mla", "--rate", 1, "--bandwidth", 0], "--bandwidth 0 must be more than 0"),
     "no memory": (["tiny-mla", "--memory", -1], "--memory -1 must be more than 0"),

@@ -1,5 +1,6 @@
 """The documentation: its code runs, its links lead somewhere, its tree and its tables are true."""
 
+import json
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 LANGUAGES = {"python", "bash", "yaml", "json", "text", "diff", "bibtex"}
+NAME = "modeling_gqa"
 WITH_CODE = [page for page in PAGES if re.search("^```(python|bash)$", page.read_text(), flags=re.MULTILINE)]
 
 
@@ -87,6 +89,21 @@ def test_tables_are_the_results_in_the_repository():
     assert all(cell in tables()[0] for cell in quoted)
 
 
+def test_the_readme_compares_with_gqa_of_equal_cache():
+    """Beside the speed against a class that rebuilds keys and values; and says from which context on MLA pays."""
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    results = json.loads((ROOT / "benchmarks" / "results" / "decode.json").read_text())
+    sizes, cell = results["sizes"], {"dtype": "float32", "batch": 8, "length": 2048}
+    (gqa,) = (row for row in results["by_heads"] if row["key_value_heads"] == 2)
+    (mla,) = (row for row in results["rows"] if row["kind"] == "mla" and cell.items() <= row.items())
+    assert cell.items() <= gqa.items() and 2 * 2 * sizes["head_dim"] == 256
+    assert sizes["kv_lora_rank"] + sizes["qk_rope_head_dim"] == 288
+    assert f"256 numbers, takes {gqa['ours_ms']:.0f} ms where MLA takes {mla['ours_ms']:.0f} (fp32 B8 S2048)" in readme
+    measured = re.findall(r"^    1 .*\(([\d.]+)x\)$", (DOCS / "costs.md").read_text(), flags=re.MULTILINE)
+    near, far, farthest = measured
+    assert f"{near} times its source's time after 1,024 tokens, {far} after 8,192 and {farthest} after 32,768" in readme
+
+
 def test_sizes_of_kernels_are_those_of_the_code():
     section = (DOCS / "serving.md").read_text().split("## Which cache sizes do engines take?")[1].split("\n## ")[0]
     first, second = re.findall(r"(?:^\|.*\|\n)+", section, flags=re.MULTILINE)
@@ -104,6 +121,30 @@ def test_sizes_of_kernels_are_those_of_the_code():
     assert f"takes heads of {listed(kernels.CPU_HEADS)} numbers" in said
     assert f"takes any {listed(kernels.FAST_SUMS)} to suit" in said
     assert f"multiples of {kernels.FLASH_MULTIPLE} up to {kernels.FLASH_MOST}" in said
+
+
+# -- what is installed
+
+# pip and its like, the word that installs, options, and the package by its name alone: no path before it, no address
+# after it. And the name with extras in quotes, as it is given to such a command.
+BY_NAME = re.compile(
+    r"""\b(?:install|add|download|uvx|pipx\ run)(?:\s+-\S+)*\s+["'`]?modeling[-_.]gqa\b(?!["'\s]*@|[/.\w-]*[/.]\w)"""
+    r"""|["'`]modeling[-_.]gqa\[[\w,]+\](?!\s*@)""",
+    re.VERBOSE,
+)
+
+
+def test_nothing_installs_the_package_by_its_name():
+    """It is on no package index: whoever registers the name there could run code on the machines of our users."""
+    assert all(map(BY_NAME.search, (f"pip install -U {NAME}", f"uv add '{NAME}[x]'", f"or `{NAME}[x]` from there")))
+    assert not any(map(BY_NAME.search, (f"pip install '.[x]' in a checkout of {NAME}", f"install ./{NAME}-0.1.whl")))
+    found = [
+        f"{path}:{number}"
+        for path in tracked()
+        for number, line in enumerate((ROOT / path).read_text(encoding="utf-8", errors="replace").splitlines(), 1)
+        if BY_NAME.search(line)
+    ]
+    assert not found
 
 
 # -- the tree

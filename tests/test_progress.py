@@ -5,9 +5,11 @@ import time
 
 import pytest
 from rich.console import Console
+from small_models import make_model
 
 from modeling_gqa.command_line import console
-from modeling_gqa.common.progress import duration, progress_lines
+from modeling_gqa.common.progress import BySize, duration, progress_lines
+from modeling_gqa.conversion import export_checkpoint, import_checkpoint
 
 
 @pytest.fixture
@@ -45,10 +47,10 @@ def test_every_item_is_yielded_and_iterators_have_no_total(clock):
 def test_bars_only_on_a_terminal(clock, monkeypatch, capsys):
     with console.progress_bars() as show_progress:
         loop(clock, show_progress, 3, 20.0)
-    assert capsys.readouterr().err == "converting layers: 2 of 3, 40 s, about 20 s left\n"
+    assert capsys.readouterr().err == "converting layers: 2 of 3, 40 s\n"
     monkeypatch.setattr(console, "err", Console(file=sys.stderr, force_terminal=True, width=80))
     with console.progress_bars() as show_progress:
-        loop(clock, show_progress, 3, 20.0)
+        loop(clock, show_progress, 5, 20.0)
     said = capsys.readouterr().err
     assert "\u2501" in said and " left" in said
 
@@ -65,6 +67,32 @@ def test_what_is_left_is_the_loops_own(clock):
     lines: list[str] = []
     show_progress = progress_lines(lines.append)
     loop(clock, show_progress, 1, 1000.0, "loading")
-    loop(clock, show_progress, 3, 50.0)
-    expected = ["0 of 3, 1000 s", "1 of 3, 1050 s, about 2 min left", "2 of 3, 1100 s, about 50 s left"]
+    loop(clock, show_progress, 5, 50.0)
+    expected = [*(f"{done} of 5, {1000 + 50 * done} s" for done in range(3)), "3 of 5, 1150 s, about 2 min left"]
+    expected.append("4 of 5, 1200 s, about 50 s left")
     assert lines == [f"converting layers: {line}" for line in expected]
+
+
+def test_what_is_left_goes_by_sizes_and_not_by_the_first_step(clock):
+    """A file is unpacked at its first tensor, and large tensors come before small ones."""
+    sizes = [100, 400, 200, 100, 100, 50, 50]  # bytes
+    seconds = [3600.0, *(size / 10 for size in sizes[1:])]
+    lines: list[str] = []
+    names = BySize("abcdefg", sizes)
+    assert names == list("abcdefg")
+    for name in progress_lines(lines.append, seconds=0)("importing tensors")(names):
+        clock[0] += seconds[names.index(name)]
+    left = ["", "", "", "30 s", "20 s", "10 s", "5 s"]
+    assert [line.partition("about ")[2].removesuffix(" left") for line in lines] == left
+
+
+def test_tensors_are_written_by_their_bytes(tmp_path):
+    """What the loop over a checkpoint's tensors is given has their sizes."""
+    model = make_model("gqa")
+    model.save_pretrained(tmp_path / "ours")
+    seen: list[BySize] = []
+    export_checkpoint(tmp_path / "ours", tmp_path / "stock", progress=lambda items: seen.append(items) or items)
+    import_checkpoint(tmp_path / "stock", tmp_path / "again", progress=lambda items: seen.append(items) or items)
+    sizes = {name: tensor.nbytes for name, tensor in model.state_dict().items()}
+    for names in seen:
+        assert names and dict(zip(names, names.sizes, strict=True)) == {name: sizes[name] for name in names}

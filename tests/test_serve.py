@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import CacheNotFound
 from modeling_gqa.training.text.tokenizer import CHAT_TEMPLATE
+from openai import NotFoundError
 from served import serving
 from small_models import MODELS, SIZES, make_model
 from tokenizers import Tokenizer
@@ -16,6 +18,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from modeling_gqa import GQAForCausalLM
+from modeling_gqa.command_line.serving import served_models
 
 COMMAND = [sys.executable, "-m", "modeling_gqa.command_line"]
 BATCHING = ["--continuous-batching", "--cb-num-blocks", "32", "--cb-max-batch-tokens", "64"]
@@ -40,10 +43,13 @@ def client(request, checkpoints):
     """A client of one server, which loads each model when it is asked for it."""
     options = BATCHING if request.param == "batched" else []
     command = [*COMMAND, "serve", "--device", "cpu", *options]
-    with serving(command, checkpoints / f"{request.param}.log", {"OMP_NUM_THREADS": "1"}) as (client, server):
+    log = checkpoints / f"{request.param}.log"
+    # As where nothing was ever fetched from the Hub.
+    variables = {"OMP_NUM_THREADS": "1", "HF_HOME": str(checkpoints / "no-cache")}
+    with serving(command, log, variables) as (client, server):
         yield client
         server.send_signal(signal.SIGINT)
-        assert server.wait(30) == -signal.SIGINT
+        assert server.wait(30) == -signal.SIGINT and "Traceback" not in log.read_text()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -63,6 +69,7 @@ def test_every_kind_answers(name, client, checkpoints):
     parts = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
     assert "".join(parts) == expected
     assert client.completions.create(prompt=f"{TEXT}\n", **request).choices[0].text == expected
+    assert str(directory) in [model.id for model in client.models.list()]
 
 
 def test_chat_asks_the_server(client, checkpoints):
@@ -80,7 +87,53 @@ def test_chat_asks_the_server(client, checkpoints):
     assert ran.returncode == 0 and "tokens in" in ran.stdout, ran.stdout + ran.stderr
 
 
+def test_a_mistyped_path_is_refused(client, checkpoints):
+    with pytest.raises(NotFoundError) as raised:
+        client.completions.create(model=f"{checkpoints}/gqqa", prompt=TEXT)
+    assert f"did you mean {checkpoints}/gqa?" in raised.value.response.json()["detail"]
+
+
+def test_the_model_that_a_server_begins_with_is_listed(monkeypatch):
+    class Manager:
+        force_model, loaded_models = "runs/mla", {"runs/mla@main": None, "org/name@v2": None}
+
+        @staticmethod
+        def get_gen_models(cache_dir=None):
+            raise CacheNotFound("", cache_dir="")
+
+    models = served_models(Manager)()
+    assert [model["id"] for model in models.get_gen_models()] == ["runs/mla", "org/name@v2"]
+    cached = {"id": "runs/mla", "object": "model", "owned_by": "runs", "created": 1}
+    monkeypatch.setattr(Manager, "get_gen_models", staticmethod(lambda cache_dir=None: [cached]))
+    assert [(model["id"], model["owned_by"]) for model in models.get_gen_models()] == [
+        ("org/name@v2", ""),
+        ("runs/mla", "runs"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["serve", "{folder}/gqqa"], "did you mean {folder}/gqa?"),
+        (["chat", "{folder}/gqa"], "modeling-gqa serve"),
+        (["chat", "{folder}/gqa", "http://127.0.0.1:9"], "refused"),
+    ],
+)
+def test_no_model_or_no_server_is_one_line(arguments, said, checkpoints):
+    ran = subprocess.run(
+        [*COMMAND, *(argument.format(folder=checkpoints) for argument in arguments)],
+        env={**os.environ, "HF_HUB_OFFLINE": "0"},
+        input="w3\n!exit\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    errors = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
+    assert ran.returncode == 1 and "Traceback" not in ran.stderr and len(errors) == 1, ran.stderr
+    assert said.format(folder=checkpoints) in errors[0]
+
+
 def test_without_the_packages_they_are_named():
     code = "import sys; sys.modules['uvicorn'] = None; from modeling_gqa.command_line.main import main; main()"
     ran = subprocess.run([sys.executable, "-c", code, "serve"], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 1 and "modeling_gqa[serving]" in ran.stderr and "Traceback" not in ran.stderr
+    assert ran.returncode == 1 and "pip install '.[serving]'" in ran.stderr and "Traceback" not in ran.stderr

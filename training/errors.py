@@ -10,8 +10,8 @@ WRITE_FAILURES = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_contai
 NON_FINITE = "non-finite"  # what a run says that has diverged
 # The packages of the extra `training`, by the names that they are imported by.
 PACKAGES = {"accelerate": "accelerate", "datasets": "datasets", "filelock": "filelock", "yaml": "PyYAML"}
-# The words of `modeling_gqa.common.errors.install_extra`, which cannot be imported where one of them is missing.
-INSTALL = "pip install '.[training]' in a checkout, or 'modeling_gqa[training]' from where you got the package"
+# What `modeling_gqa.common.errors.install_extra` returns, which cannot be imported where one of them is missing.
+INSTALL = "pip install '.[training]' in a checkout of modeling_gqa"
 
 
 class RecipeError(Exception):

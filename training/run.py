@@ -216,7 +216,8 @@ def finish(
         write_json(staged / RESULTS, results)
         if recipe.publish:
             repository.save_repository(staged / "final", model, weights, trainer.processing_class, recipe, results)
-            card.write_card(staged / "final", recipe, model.config, run.source, results)
+            split = load_split(run.source, recipe, folder.path / "data")
+            card.write_card(staged / "final", recipe, model.config, split, results)
         folder.place(*(("final", RESULTS) if recipe.publish else (RESULTS,)))
     say()
     for line in printed_lines(results):

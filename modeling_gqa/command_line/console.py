@@ -1,7 +1,7 @@
 """What all commands print: errors in one line, progress bars, and names that a terminal can show."""
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,12 +11,12 @@ import torch
 import typer
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBars
 from safetensors import SafetensorError
 
 from ..common.errors import ConversionError
-from ..common.progress import Progress, ShowProgress, progress_lines
+from ..common.progress import Progress, ShowProgress, followed, progress_lines
 from ..conversion.kept import layers_folder
 
 # Paths may hold brackets and colons, so markup and emoji are off.
@@ -94,12 +94,25 @@ def progress_bars() -> Iterator[ShowProgress]:
     if not err.is_terminal:
         yield progress_lines(lambda line: err.print(line, soft_wrap=True))
         return
-    times = (TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("left"))
-    progress = ProgressBars(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times, console=err)
+    before, after = (TextColumn(f"{{task.fields[{name}]}}") for name in ("steps", "left"))
+    progress = ProgressBars(
+        TextColumn("{task.description}"), BarColumn(), before, TimeElapsedColumn(), after, console=err
+    )
+
+    def bar(description: str, items: Iterable) -> Iterator:
+        task = progress.add_task(description, total=None, steps="", left="")
+        number = 0
+        for item, step in followed(items):
+            steps = f"{step.number}/{step.total}" if step.total else f"{step.number}"
+            whole = 1 if step.total else None
+            progress.update(task, total=whole, completed=step.share, refresh=True, steps=steps, left=step.left)
+            yield item
+            number = step.number + 1
+        progress.update(task, total=1, completed=1, steps=f"{number}/{number}", left="")
 
     def show_progress(description: str) -> Progress:
         progress.start()
-        return partial(progress.track, description=description)
+        return partial(bar, description)
 
     try:
         yield show_progress

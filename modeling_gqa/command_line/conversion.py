@@ -15,8 +15,8 @@ from ..conversion.command.job import Job
 from ..conversion.command.options import IGNORE_FIELD, Source, Target, with_options
 from ..conversion.command.report import Report, describe_cost, layers_table, runs, summary, warning
 from ..reporting.results import to_json
-from ..reporting.tables import Table
-from .console import out, printable, progress_bars, saved, user_errors
+from ..reporting.tables import Table, cached, share
+from .console import err, out, printable, progress_bars, saved, user_errors
 
 FORCE = (
     "Replace the checkpoint at TARGET once the new one is complete. Refused if TARGET is no checkpoint (weights, and a "
@@ -164,7 +164,8 @@ def inspect(
 ) -> None:
     """Show each layer's attention and cache, and which conversions are exact, lossy or impossible."""
     with user_errors():
-        found = inspect_checkpoint(source, ignore_field or ())
+        with err.status(f"reading {printable(source)}"):  # on a terminal alone
+            found = inspect_checkpoint(source, ignore_field or ())
         if as_json:
             print(to_json(found), end="", flush=True)
         else:
@@ -184,16 +185,21 @@ def show_inspection(found: dict[str, Any]) -> None:
         f"{printable(found['source'])}{family}: {found['parameters']:,} parameters, {found['dtype']}", soft_wrap=True
     )
     columns = ("attention", "sliding_window", "cache_bytes_per_token")
+    itemsize, whole = getattr(torch, found["dtype"]).itemsize, found["cache_bytes_per_token"]
     rows = [
-        (where, what, "" if window is None else f"{window:,}", f"{size:,}")
+        (where, what, "" if window is None else f"{window:,}", cached(size, itemsize))
         for where, (what, window, size) in runs(tuple(layer[name] for name in columns) for layer in found["layers"])
     ]
-    table = Table(["layers", "attention", "window", "cache, bytes per token and layer"], rows, words=2)
-    out.print(table.to_rich(), f"Cache of the whole model: {found['cache_bytes_per_token']:,} bytes per token.")
+    table = Table(["layers", "attention", "window", "bytes (numbers) per token"], rows, words=2)
+    out.print(table.to_rich(), f"Cache of the whole model per token: {whole:,} bytes ({whole // itemsize:,} numbers).")
     can = found["conversions"]
-    for title, kinds in (("Exactly", can["exact"]), ("With loss", can["lossy"])):
-        listed = ", ".join(f"{name} ({size:,} bytes per token)" for name, size in kinds.items())
-        out.print(f"{title}: {listed or 'nothing'}.", soft_wrap=True)
+    rows = [
+        (name, how, cached(size, itemsize), share(size, whole))
+        for how, kinds in (("exactly", can["exact"]), ("with loss", can["lossy"]))
+        for name, size in kinds.items()
+    ]
+    header = ["can become", "", "bytes (numbers) per token", "of the source's"]
+    out.print(Table(header, rows, words=2).to_rich() if rows else "It can become no other kind.")
     reasons: dict[str, list[str]] = {}
     for name, reason in can["impossible"].items():
         reasons.setdefault(reason, []).append(name)

@@ -1,5 +1,6 @@
 """What the model cards of conversions and of trainings have in common."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -8,30 +9,38 @@ from huggingface_hub.utils import yaml_dump
 from yaml import YAMLError
 
 from ..configuration_gqa import GQAConfig
+from .errors import INSTALL
 from .files import within, write_text
 
 # Entries of a source's card that hold for the weights made from it, too.
 KEPT_METADATA = ("license", "license_name", "license_link", "language", "datasets")
 WITH_PLUGIN = """
-vLLM 0.32 caches the latent of this model's MLA where this package is installed beside it (`pip install modeling_gqa`):
-{latent} numbers a token and layer{largest}. """
-ALIKE = "Without the package, `--trust-remote-code` serves the model with expanded keys and values: {expanded} numbers."
+vLLM 0.32 caches the latent of this model's MLA where the package is installed beside it ({install}):
+{latent} a token and layer{largest}. """
+ALIKE = "Without the package, `--trust-remote-code` serves the model with expanded keys and values: {expanded}."
 DIFFERENT = "Without the package vLLM does not serve it, because its layers differ."
 
 
 def card_metadata(config: GQAConfig) -> dict[str, Any]:
     """Return the metadata that every card of a model has; its kinds of attention are tags."""
     kinds = {layer.attention_kind for layer in config.per_layer_config}
-    return {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": sorted({"gqa", *kinds})}
+    tags = ["modeling_gqa", "kv-cache", *sorted(kinds)]
+    return {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
 
 
-def kept_metadata(card: Path | None) -> dict[str, Any]:
-    """Return the entries of `KEPT_METADATA` in a source's card; none where it has no card, or a malformed one."""
+def base_metadata(name: str | None) -> dict[str, Any]:
+    """Return the metadata of weights that are made from those of the model `name` on the Hub; none without a name."""
+    # Of the Hub's relations (adapter, finetune, merge, quantized) this one holds for changed weights of full precision.
+    return {"base_model": name, "base_model_relation": "finetune"} if name else {}
+
+
+def kept_metadata(card: Path | None, names: Collection[str] = KEPT_METADATA) -> dict[str, Any]:
+    """Return the entries `names` in a source's card; none where it has no card, or a malformed one."""
     try:
         found = metadata_load(within(card.parent, card)) if card and card.is_file() else None
     except (ValueError, YAMLError, OSError, RecursionError):
         found = None
-    return {name: found[name] for name in KEPT_METADATA if name in found} if found else {}
+    return {name: found[name] for name in names if name in found} if found else {}
 
 
 def serving_note(config: GQAConfig) -> str:
@@ -41,10 +50,11 @@ def serving_note(config: GQAConfig) -> str:
         return ""
     layer = max(layers, key=lambda layer: layer.kv_lora_rank + layer.qk_rope_head_dim)
     largest = " at most" if config.is_heterogeneous else ""
-    note = WITH_PLUGIN.format(latent=f"{layer.kv_lora_rank + layer.qk_rope_head_dim:,}", largest=largest)
     # vLLM pads values to the size of the keys.
-    expanded = 2 * layer.num_attention_heads * layer.qk_head_dim
-    return "\n" + note + (DIFFERENT if config.is_heterogeneous else ALIKE.format(expanded=f"{expanded:,}"))
+    numbers = layer.kv_lora_rank + layer.qk_rope_head_dim, 2 * layer.num_attention_heads * layer.qk_head_dim
+    latent, expanded = (f"{2 * number:,} bytes in bfloat16 ({number:,} numbers)" for number in numbers)
+    note = WITH_PLUGIN.format(install=INSTALL.format(extras=""), latent=latent, largest=largest)
+    return "\n" + note + (DIFFERENT if config.is_heterogeneous else ALIKE.format(expanded=expanded))
 
 
 def write_card(folder: Path, metadata: dict[str, Any], text: str) -> None:

@@ -5,6 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 LONGEST_LINE = 400  # characters
+# How the package is installed, with extras in brackets or none. No package index has it, and whoever registered its
+# name on one could run code on the machines of those who install it by name: once it is published somewhere, that
+# address stands here.
+INSTALL = "pip install '.{extras}' in a checkout of modeling_gqa"
 
 
 class ConversionError(ValueError):
@@ -26,8 +30,8 @@ class ConversionError(ValueError):
 
 
 def install_extra(extra: str) -> str:
-    """Return the words that say how the packages of an extra are installed, from a checkout and without one."""
-    return f"pip install '.[{extra}]' in a checkout, or 'modeling_gqa[{extra}]' from where you got the package"
+    """Return the words that say how the package is installed with the packages of an extra."""
+    return INSTALL.format(extras=f"[{extra}]")
 
 
 def one_line(error: BaseException) -> str:

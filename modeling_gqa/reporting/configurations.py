@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ..accounting import Experts, Model
 from ..common.errors import ConversionError, did_you_mean, one_line
-from ..common.files import CONFIGURATION
+from ..common.files import CONFIGURATION, refuse_mistyped
 from ..configuration_checks import LARGEST, MOST, shown
 from ..configuration_gqa import GQAConfig
 from ..conversion.checkpoints.families import find_family, translate
@@ -59,6 +59,7 @@ def find_file(source: str) -> Path:
         if not (path / "config.json").is_file():
             raise ConversionError(f"{source} has no config.json")
         return path / "config.json"
+    refuse_mistyped(source, PRESETS)
     try:
         return Path(hf_hub_download(source, "config.json"))
     except (HfHubHTTPError, ValueError, OSError) as error:

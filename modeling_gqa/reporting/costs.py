@@ -11,7 +11,7 @@ from ..accounting import ContextCost, CostReport, LayerCost, Machine, Model, fas
 from ..common.errors import listed
 from ..conversion.command.report import describe_layer
 from .measuring import MeasuredToken
-from .tables import Table, in_bytes, three_digits, with_prefix
+from .tables import Table, cached, in_bytes, share, three_digits, with_prefix
 
 BATCH_SIZES = (1, 8, 64)  # at which two models are compared by bound, besides those that are asked for
 EXPANDED = "Expanded: where MLA rebuilds keys and values at every token. This package decodes over the latent instead."
@@ -118,15 +118,17 @@ def sizes_table(reports: Sequence[CostReport]) -> Table:
         rows["parameters that a token uses"] = "parameters_per_token"
     cells = [[title, *(f"{getattr(report, name):,}" for report in reports)] for title, name in rows.items()]
     cells.append([f"weights, {reports[0].dtype}", *(in_bytes(report.weight_bytes) for report in reports)])
-    cells.append(
-        [f"cache, bytes per token, {reports[0].dtype}", *(f"{report.cache_bytes_per_token:,}" for report in reports)]
-    )
+    sizes = [report.cache_bytes_per_token for report in reports]
+    itemsize = getattr(torch, reports[0].dtype).itemsize
+    cells.append(["cached bytes (numbers) per token", *(cached(size, itemsize) for size in sizes)])
+    if len(sizes) > 1:
+        cells.append(["- of the first's", *(share(size, sizes[0]) for size in sizes)])
     return Table(["", *(report.name for report in reports)], cells)
 
 
 def layers_table(model: Model, report: CostReport) -> Table:
     """Runs of equal layers of one model."""
-    context = report.contexts[-1].context
+    context, itemsize = report.contexts[-1].context, getattr(torch, report.dtype).itemsize
 
     def describe(cost: LayerCost) -> tuple[str, ...]:
         window = "" if cost.window is None else f", window of {cost.window:,}"
@@ -134,7 +136,7 @@ def layers_table(model: Model, report: CostReport) -> Table:
             describe_layer(model.layers[cost.layer].config) + window,
             with_prefix(cost.attention_parameters),
             with_prefix(cost.mlp_parameters),
-            f"{cost.cached_numbers:,}",
+            cached(cost.cached_numbers * itemsize, itemsize),
             with_prefix(cost.decode_flops[context]),
         )
 
@@ -143,7 +145,7 @@ def layers_table(model: Model, report: CostReport) -> Table:
         first, *rest = (cost.layer for cost in group)
         cells.append([f"{first}-{rest[-1]}" if rest else f"{first}", *row])
     header = ["layers", "attention", "its weights", "MLP's", "cached", "FLOP"]
-    title = f"Layers of {report.name} (FLOP of a token after {context:,})"
+    title = f"Layers of {report.name} (bytes and numbers cached; FLOP after {context:,})"
     return Table(header, cells, title=title, words=2)
 
 

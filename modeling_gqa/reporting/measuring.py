@@ -20,6 +20,9 @@ from ..modeling_gqa import GQAForCausalLM
 GIB = 2**30
 STEPS, MOST_ROUNDS = 4, 31
 
+# Instructions that decide how fast a CPU multiplies matrices, the widest first, by their flags in /proc/cpuinfo.
+INSTRUCTIONS = {"amx_tile": "AMX", "avx512_bf16": "AVX-512 and its bfloat16", "avx512f": "AVX-512", "avx2": "AVX2"}
+
 
 @dataclass(frozen=True)
 class MeasuredToken:
@@ -39,13 +42,17 @@ class MeasuredToken:
 
 
 def machine_name(device: str) -> str:
-    """Return the name of the processor, and of a CPU how many threads torch uses."""
+    """Return the name of the processor; of a CPU also its widest instructions, and how many threads torch uses."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
     cpu = platform.processor() or platform.machine()
     if os.path.exists("/proc/cpuinfo"):
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
+            said = dict(line.strip().split(":", 1) for line in lines if line.startswith(("model name", "flags")))
+        found = {name.strip(): value.strip() for name, value in said.items()}
+        flags = found.get("flags", "").split()
+        widest = next((name for flag, name in INSTRUCTIONS.items() if flag in flags), None)
+        cpu = found.get("model name", cpu) + (f" with {widest}" if widest else "")
     threads = torch.get_num_threads()
     return f"{cpu}, {threads} thread{'s' * (threads > 1)}"
 

@@ -65,6 +65,24 @@ def in_bytes(value: float) -> str:
     return f"{three_digits(value)} B"
 
 
+def cached(size: int, itemsize: int) -> str:
+    """Return the size of a cache in bytes and, in brackets, in numbers of `itemsize` bytes, for a column that says so.
+
+    Example:
+        ```python
+        from modeling_gqa.reporting.tables import cached
+
+        assert cached(1152, 2) == "1,152 (576)"
+        ```
+    """
+    return f"{size:,} ({size // itemsize:,})"
+
+
+def share(part: float, whole: float) -> str:
+    """Return a part of a whole in percent, such as `28 %`; three digits where it is small."""
+    return f"{three_digits(100 * part / whole)} %"
+
+
 def three_digits(value: float) -> str:
     """Return a number from 1 to 1000 in three digits without zeros after the point; larger ones whole."""
     if value == 0 or value >= 100:

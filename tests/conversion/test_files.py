@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 
 from modeling_gqa.common.errors import ConversionError
-from modeling_gqa.conversion.checkpoints import files
+from modeling_gqa.conversion.checkpoints import checkpoint, files
 from modeling_gqa.conversion.checkpoints.files import (
     check_companions,
     check_finite,
@@ -22,6 +23,7 @@ from modeling_gqa.conversion.checkpoints.files import (
     open_tensors,
     read_json,
 )
+from modeling_gqa.reporting import configurations
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -63,6 +65,62 @@ def test_what_is_neither_folder_nor_name_is_refused(source, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConversionError, match="does not exist: give the folder of a checkpoint"):
         local_folder(source)
+
+
+MISTYPED = {
+    "run/mla": "runs/mla",  # the first folder is spelled otherwise
+    "runs/mal": "runs/mla",
+    "runs/other": None,  # its folder exists, and nothing in it is spelled nearly so
+    "Runs/MLA/final": "runs/mla/final",
+    "runs/mla/finl": "runs/mla/final",
+    "./runs/ml": "runs/mla",
+    "smollm": "smolm",
+    "smolm/Model": None,
+    "../there/nothing": None,
+    "~/nothing": None,
+    "~nobody-here/nothing": None,
+    "runs/model.guf": "runs/model.gguf",
+    "runs/modl.gguf": "runs/model.gguf",
+}
+
+
+@pytest.mark.parametrize("source", MISTYPED)
+def test_a_mistyped_path_is_refused_without_asking_the_hub(source, tmp_path, monkeypatch):
+    """Everywhere that a checkpoint or a configuration is named; what is meant is suggested where it is known."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "mla" / "final").mkdir(parents=True)
+    (tmp_path / "runs" / "model.gguf").touch()
+    (tmp_path / "smolm").mkdir()
+    for module, name in (
+        (files, "snapshot_download"),
+        (checkpoint, "hf_hub_download"),
+        (configurations, "hf_hub_download"),
+    ):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("the Hub was asked"))
+    opened = [local_folder, checkpoint.open_checkpoint, partial(checkpoint.open_checkpoint, download=False)]
+    for function in (*opened, configurations.find_model):
+        with pytest.raises(ConversionError, match="does not exist") as raised:
+            function(source)
+        meant = MISTYPED[source]
+        assert (f"did you mean {meant}?" in str(raised.value)) if meant else "did you mean" not in str(raised.value)
+
+
+def test_what_may_be_a_name_on_the_hub_is_asked_for_there(tmp_path, monkeypatch):
+    """Where nothing here is spelled like it; and where something is, once the Hub's cache holds it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    monkeypatch.setattr(files, "snapshot_download", lambda source, **_: f"fetched {source}")
+    for name in ("gpt2", "meta-llama/Llama-3.2-1B", "run-1/mla"):
+        assert str(local_folder(name)) == f"fetched {name}"
+    with pytest.raises(ConversionError, match="hf download runs/mla"):
+        local_folder("runs/mla")
+    cached = tmp_path / "hub" / "models--runs--mla"
+    (cached / "snapshots" / "1").mkdir(parents=True)
+    (cached / "snapshots" / "1" / "config.json").touch()
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("1")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert str(local_folder("runs/mla")) == "fetched runs/mla"
 
 
 def test_a_file_is_no_checkpoint(tmp_path):

@@ -307,6 +307,26 @@ def test_a_damaged_file_is_one_line(damage, tmp_path):
     assert not (tmp_path / "ours").exists()
 
 
+def test_the_architecture_is_looked_at_before_the_tokens(tmp_path):
+    """Of a large file, reading the tokens takes most of the time; of this one they are cut off."""
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "gemma2")
+    writer.add_token_list([f"<{number}>" for number in range(500)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(ConversionError, match="'gemma2' is not supported, because it soft-caps"):
+        open_checkpoint(path)
+
+
+def test_inspect_makes_no_tokenizer(tmp_path, monkeypatch):
+    """It takes most of the time, and inspect says nothing of it; a conversion makes it."""
+    path = write_gguf(tmp_path / "model.gguf", make_stock("llama"))
+    monkeypatch.setattr(GGUFFile, "write_tokenizer", lambda self: pytest.fail("a tokenizer was made"))
+    assert run("inspect", path).exit_code == 0
+
+
 def test_what_is_said_of_a_folder_and_of_missing_packages(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "model.gguf", make_stock("llama"))
     with pytest.raises(ConversionError, match=r"but a GGUF file: give the file itself, .*model.gguf"):

@@ -186,7 +186,8 @@ def test_card_has_every_number_and_the_licence(tmp_path):
     card = (tmp_path / "README.md").read_text()
     metadata = metadata_load(tmp_path / "README.md")
     assert metadata["license"] == "apache-2.0" and metadata["language"] == ["de"]
-    assert metadata["base_model"] == "org/some-llama" and metadata["tags"] == ["gqa", "mla"]
+    assert metadata["base_model"] == "org/some-llama" and metadata["base_model_relation"] == "finetune"
+    assert metadata["tags"] == ["modeling_gqa", "kv-cache", "mla"]
     assert 'tokenizer = AutoTokenizer.from_pretrained("small"' in card
     for text in ("1,008", "168", "123,456", "3.5000", "4.2500", "0.188", "75.00%", "4,321", "999", "0.0625", "lowrank"):
         assert text in card, text

@@ -97,7 +97,7 @@ def use(stranger: Stranger, wheel: Path) -> None:
     run(python, "-m", "pip", "install", *constraints, wheel)
     run(python, "-c", "import modeling_gqa; print(modeling_gqa.GQAConfig())", says="attention_kind")
     for start in ((command, "pretrain"), (python, "-m", "modeling_gqa.training.pretrain")):
-        run(*start, "tiny", code=1, says="or 'modeling_gqa[training]' from where")
+        run(*start, "tiny", code=1, says="pip install '.[training]'")
 
     run(python, "-m", "pip", "install", *constraints, f"{wheel}[all]")
     text = stranger.work / "text"

@@ -12,6 +12,7 @@ from modeling_gqa.training.errors import RecipeError as InstalledError
 from modeling_gqa.training.recipe import command_line as installed
 from test_pretrain import assert_same_weights
 
+from modeling_gqa.common.errors import install_extra
 from training.comparison.recipe import CompareRecipe
 from training.console import main
 from training.errors import RecipeError
@@ -148,8 +149,7 @@ def run_with(hook: str, tmp_path: Path) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize(("module", "package"), [("accelerate", "accelerate"), ("yaml", "PyYAML")])
 def test_a_missing_package_is_one_line(tmp_path, module, package):
     process = run_with(f"import sys; sys.modules[{module!r}] = None", tmp_path)
-    how = "pip install '.[training]' in a checkout, or 'modeling_gqa[training]' from where you got the package"
-    said = f"error: training needs {package}, which is not installed: {how}"
+    said = f"error: training needs {package}, which is not installed: {install_extra('training')}"
     assert process.returncode == 1 and process.stderr.splitlines()[-1] == said, process.stderr
 
 

@@ -13,12 +13,14 @@ import yaml
 from safetensors.torch import load_file
 from training_texts import MODEL
 
+from modeling_gqa.reporting.measuring import machine_name
 from training.errors import RecipeError
 from training.pretrain import pretrain
 from training.publish import card, repository
 from training.recipe.model import load_config, warn_of_weights
 from training.recipe.pretraining import Recipe
 from training.text.source import open_source
+from training.text.split import Split, split_source
 
 LAST = 24  # steps of the tiny recipe; it saves every 7
 
@@ -61,6 +63,7 @@ def test_final_folder_is_a_hub_repository(finished):
         f"{results['validation_loss']:.4f}",
         f"{results['bigram_loss']:.4f}",
         "Licence of the text: not stated",
+        f"tokens on {machine_name('cpu')}, fp32",
     ):
         assert text in card
     metadata = yaml.safe_load(card.split("---")[1])
@@ -70,9 +73,32 @@ def test_final_folder_is_a_hub_repository(finished):
 def test_licence_of_the_default_text(tmp_path):
     recipe = Recipe(output_dir=str(tmp_path), preset="tiny-mixed")
     results = {"parameters": 1, "steps": 1, "tokens_per_step": 1, "validation_blocks": 1}
-    card.write_card(tmp_path, recipe, load_config(recipe), open_source(recipe), results)
-    assert "Licence of the text: PSF-2.0" in (tmp_path / "README.md").read_text()
-    assert "by layer, mha, gqa, mqa, mla" in (tmp_path / "README.md").read_text()
+    card.write_card(tmp_path, recipe, load_config(recipe), Split(open_source(recipe), 1), results)
+    written = (tmp_path / "README.md").read_text()
+    assert "Licence of the text: PSF-2.0" in written and "by layer, mha, gqa, mqa, mla" in written
+    tags = yaml.safe_load(written.split("---")[1])["tags"]
+    assert tags == ["modeling_gqa", "kv-cache", "gqa", "mha", "mla", "mqa"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "rule", "said", "not_said"),
+    [
+        (["one long text " * 99], "content", "one document", "documents that were not trained on"),
+        (["a first text", "a second text"], "content", "documents that were not trained on", "one document"),
+        (["a first text", "a second text"], "path", "files that were not trained on", "one document"),
+    ],
+)
+def test_the_card_says_what_was_held_out(tmp_path, texts, rule, said, not_said):
+    """A single document is cut: its beginning was trained on."""
+    (tmp_path / "corpus").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "corpus" / f"{number}.txt").write_text(text)
+    recipe = Recipe(output_dir=str(tmp_path), preset="tiny-mla", data_files=[str(tmp_path / "corpus")])
+    split = split_source(open_source(recipe), recipe, rule)
+    results = {"parameters": 1, "steps": 1, "tokens_per_step": 1, "validation_blocks": 1}
+    card.write_card(tmp_path, recipe, load_config(recipe), split, results)
+    written = (tmp_path / "README.md").read_text()
+    assert said in written and not_said not in written
 
 
 def test_broken_repository_is_noticed(finished, tmp_path):

@@ -70,7 +70,7 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     (folder / "teacher" / "results.json").write_text(json.dumps({"tokens_seen": 20_000}))
-    (folder / "student" / "README.md").write_text("---\nlicense: llama3.2\n---\n")
+    (folder / "student" / "README.md").write_text("---\nlicense: llama3.2\nbase_model: org/source\n---\n")
     (folder / "student" / "conversion.json").write_text('{"method": "by hand"}')
     for name in LICENCES:
         (folder / "student" / name).write_text(f"{name} of the source")
@@ -306,8 +306,10 @@ def test_results(here, pair, tmp_path):
     ):  # fmt: skip
         assert text in card
     assert str(pair[0].parent) not in card
-    # The licence of the weights that it began with; a latent without a norm is not served as MLA.
-    assert yaml.safe_load(card.split("---")[1])["license"] == "llama3.2"
+    # The licence of the weights that it began with, and the model on the Hub that they are from.
+    metadata = yaml.safe_load(card.split("---")[1])
+    assert metadata["license"] == "llama3.2" and metadata["tags"] == ["modeling_gqa", "kv-cache", "gqa", "mla"]
+    assert (metadata["base_model"], metadata["base_model_relation"]) == ("org/source", "finetune")
     assert "vLLM 0.32 caches the latent of this model's MLA" in card
     assert (tmp_path / "run" / "final" / "conversion.json").read_text() == '{"method": "by hand"}'
     for name in LICENCES:

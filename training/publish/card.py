@@ -9,11 +9,13 @@ from transformers import SchedulerType
 
 from modeling_gqa import GQAConfig
 from modeling_gqa.common import cards
+from modeling_gqa.reporting.measuring import machine_name
 
 from ..recipe.catalogue import public_name
 from ..recipe.pretraining import Recipe
 from ..results import Results, results_table
 from ..text.source import Source
+from ..text.split import Split
 
 # Identifiers that the Hub's model card metadata knows; any other goes under `license: other`.
 HUB_LICENSES = {"apache-2.0", "mit", "odc-by", "cc0-1.0", "cc-by-4.0", "cc-by-sa-4.0", "cc-by-sa-3.0", "unlicense"}
@@ -37,7 +39,7 @@ The model's code is in this repository, hence `trust_remote_code=True`; pin what
 {table}
 
 The loss is the mean over every predicted token of {validation_blocks} blocks of {sequence_length} tokens, from
-documents that were not trained on.{notes}
+{held_out}.{notes}
 
 ## Training
 
@@ -50,6 +52,9 @@ The model's code is licensed under Apache-2.0. This is a base model: it continue
 instructions; what it writes can be wrong, and repeats its training text's biases.
 """
 
+# What the validation text is, by the rule that held it out.
+HELD_OUT = {"content": "documents that were not trained on", "path": "files that were not trained on"}
+CUT = "the end of the training text, which is one document; what stands before was trained on"
 UTILISATION = """ Utilisation is the model's FLOPs over the rate of a large matrix product, measured
 on the same device in the same precision when training began."""
 KL = """ The KL divergence is the teacher's next-token distribution from the
@@ -73,13 +78,13 @@ def describe_attention(config: GQAConfig) -> str:
     )
 
 
-def write_card(folder: Path, recipe: Recipe, config: GQAConfig, source: Source, results: Results) -> None:
+def write_card(folder: Path, recipe: Recipe, config: GQAConfig, split: Split, results: Results) -> None:
     """Write the `README.md` of a trained model.
 
     Args:
         folder: the repository; it exists.
         config: the model's configuration.
-        source: the text that the model was trained on.
+        split: the text that the model was trained on, and which of it was held out.
         results: the numbers that were measured in this run.
     """
     notes = (KL if "kl" in results else "") + (UTILISATION if "mfu" in results else "")
@@ -94,11 +99,12 @@ def write_card(folder: Path, recipe: Recipe, config: GQAConfig, source: Source, 
         table=results_table(results).to_markdown(),
         validation_blocks=results["validation_blocks"],
         sequence_length=recipe.sequence_length,
-        text=source.name,
-        text_license=source.license or "not stated; see the source",
+        held_out=HELD_OUT[split.rule] if split.cut is None else CUT,
+        text=split.source.name,
+        text_license=split.source.license or "not stated; see the source",
         steps=results["steps"],
         tokens_per_step=results["tokens_per_step"],
-        device=describe_device(recipe.device),
+        device=machine_name(str(recipe.device)),
         precision="bf16" if recipe.bf16 else "fp16" if recipe.fp16 else "fp32",
         scheduler=SchedulerType(recipe.lr_scheduler_type).value,
         learning_rate=recipe.learning_rate,
@@ -107,7 +113,7 @@ def write_card(folder: Path, recipe: Recipe, config: GQAConfig, source: Source, 
         transformers=transformers.__version__,
         torch=torch.__version__,
     )
-    cards.write_card(folder, card_metadata(recipe, config, source), text)
+    cards.write_card(folder, card_metadata(recipe, config, split.source), text)
 
 
 def card_metadata(recipe: Recipe, config: GQAConfig, source: Source) -> dict[str, Any]:
@@ -122,7 +128,3 @@ def card_metadata(recipe: Recipe, config: GQAConfig, source: Source) -> dict[str
     if "license" in kept:  # of the weights that this training began with, whatever the text's is
         metadata.pop("license_name", None)
     return metadata | kept
-
-
-def describe_device(device: torch.device) -> str:
-    return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

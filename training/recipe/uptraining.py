@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from modeling_gqa.common.cards import kept_metadata
+from modeling_gqa.common.cards import base_metadata, kept_metadata
 from modeling_gqa.conversion.checkpoints.checkpoint import open_checkpoint
 from modeling_gqa.conversion.checkpoints.files import LICENCES, copy_files, local_folder
 from modeling_gqa.conversion.checkpoints.gguf import is_gguf
@@ -171,10 +171,10 @@ class UptrainRecipe(Recipe):
         )
 
     def card_metadata(self) -> dict[str, Any]:
-        kept = kept_metadata(local_folder(self.student) / "README.md")
-        if self.teacher and not Path(self.teacher).is_dir():
-            kept["base_model"] = self.teacher
-        return kept
+        card = local_folder(self.student) / "README.md"
+        on_hub = [name for name in self.models().values() if not Path(name).exists()]
+        base = on_hub[0] if on_hub else kept_metadata(card, ["base_model"]).get("base_model")
+        return kept_metadata(card) | base_metadata(base)
 
     def saved_dtype(self, model: PreTrainedModel) -> torch.dtype:
         return open_checkpoint(self.student, download=False).dtype

@@ -6,6 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from modeling_gqa.common.errors import one_line
+from modeling_gqa.common.files import refuse_mistyped
 
 from ..errors import RecipeError
 
@@ -72,6 +73,7 @@ def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load a tokenizer by Hub name or path; raises `RecipeError`."""
     try:
+        refuse_mistyped(name)
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # a wrong name, no network and a broken file each have their own class
         raise RecipeError(f"cannot load the tokenizer {name}: {one_line(error)}") from error

@@ -11,6 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...common.errors import ConversionError, one_line
+from ...common.files import refuse_mistyped
 from ...configuration_gqa import GQAConfig
 from ...modeling_gqa import GQAForCausalLM
 from .families import find_family, import_config
@@ -110,6 +111,7 @@ def open_checkpoint(
     if complete:
         folder = local_folder(source)
     else:
+        refuse_mistyped(source)
         try:
             folder = Path(hf_hub_download(str(source), "config.json")).parent
         except (HfHubHTTPError, ValueError, OSError):

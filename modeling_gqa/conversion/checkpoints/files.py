@@ -1,7 +1,6 @@
 """Checkpoint folders: found, and read tensor by tensor; the files beside the weights, copied."""
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -14,7 +13,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
 from ...common.errors import ConversionError, one_line
-from ...common.files import within, write_text
+from ...common.files import refuse_mistyped, within, write_text
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TEMPLATES = "additional_chat_templates"  # the only folder in a checkpoint
@@ -75,8 +74,7 @@ def local_folder(source: str | Path) -> Path:
         raise ConversionError(
             f"{source} is a file: give the folder of a checkpoint, a .gguf file, or a model's name on the Hub"
         )
-    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", str(source)):
-        raise ConversionError(f"{source} does not exist: give the folder of a checkpoint, or a model's name on the Hub")
+    refuse_mistyped(source)
     patterns = ["model*.safetensors", "*.json", *COMPANIONS]
     try:
         # Some repositories have folders with the weights in another format; of files in folders only those are wanted

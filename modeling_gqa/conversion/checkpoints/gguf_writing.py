@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...common.errors import ConversionError, install_extra
-from ...common.progress import Progress
+from ...common.progress import BySize, Progress
 from ...configuration_gqa import GQAConfig
 from .files import LazyTensor, check_finite
 from .gguf import LAYER_NAMES, NAMES
@@ -85,7 +85,7 @@ def write_gguf(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name in progress(list(tensors)):
+        for name in progress(BySize(tensors, (tensor.nbytes for tensor in tensors.values()))):
             tensor = tensors[name].load()
             check_finite(name, tensor)
             writer.write_tensor_data(_array(_in_file_order(name, tensor, stock)))

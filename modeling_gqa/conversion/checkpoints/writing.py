@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from ...common.progress import Progress
+from ...common.progress import BySize, Progress
 from .files import COMPANIONS, INDEX, WEIGHTS, LazyTensor, check_finite, copy_files
 
 MAX_SHARD_SIZE = 4 * 2**30  # bytes of a file; those of a model on another device are in memory while it is written
@@ -64,7 +64,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, LazyTensor], progress: Pro
         max_shard_size=max_shard_size,
     )
     shard: dict[str, torch.Tensor] = {}
-    for name in progress([name for names in plan.filename_to_tensors.values() for name in names]):
+    ordered = [name for names in plan.filename_to_tensors.values() for name in names]
+    for name in progress(BySize(ordered, (tensors[name].nbytes for name in ordered))):
         filename = plan.tensor_to_filename[name] if plan.is_sharded else WEIGHTS
         shard[name] = tensors[name].load().contiguous()
         check_finite(name, shard[name])

@@ -12,6 +12,7 @@ from ...configuration_gqa import GQAConfig
 from ..allocation import numbers_per_token
 from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.exporting import export_config, inexactness
+from ..checkpoints.gguf import is_gguf
 from ..targets import changed_layers, exact_latent_sizes, lossy_layers, target_config
 from .report import describe_layer
 from .serving import describe_runs
@@ -69,7 +70,8 @@ def conversions(config: GQAConfig, dtype: torch.dtype) -> dict[str, dict[str, An
             rank, rope = sizes.pop()
             enter(f"mla with R = {rank} and P = {rope}", "mla", kv_lora_rank=rank, qk_rope_head_dim=rope)
     half = max(3, min(numbers_per_token(layer) for layer in layers) // 2)
-    enter(f"mla of a chosen cache size, for instance {half}", "mla", cache_size=half)
+    chosen = f"for instance {half * dtype.itemsize:,} bytes ({half:,} numbers) a layer"
+    enter(f"mla of a chosen cache size, {chosen}", "mla", cache_size=half)
     return found
 
 
@@ -84,7 +86,9 @@ def inspect_checkpoint(source: str | Path, ignore_fields: Collection[str] = ()) 
     Raises:
         ConversionError: there is no such checkpoint, it is not supported, or a folder's weights do not fit.
     """
-    checkpoint = open_checkpoint(source, download=False, ignore_fields=ignore_fields)
+    # The tokenizer of a GGUF file would have to be made first, which takes most of the time.
+    companions = not is_gguf(source)
+    checkpoint = open_checkpoint(source, download=False, companions=companions, ignore_fields=ignore_fields)
     config, dtype = checkpoint.config, checkpoint.dtype
     family_out: str | None
     reason: str | None

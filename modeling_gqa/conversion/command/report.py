@@ -2,7 +2,7 @@
 
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
@@ -14,7 +14,7 @@ from ... import __version__
 from ...common import cards
 from ...configuration_gqa import GQAConfig
 from ...reporting.results import write_json
-from ...reporting.tables import Table
+from ...reporting.tables import Table, cached, share
 
 Item = TypeVar("Item")
 REPORT_NAME = "conversion.json"
@@ -158,22 +158,26 @@ def runs(items: Iterable[Item]) -> list[tuple[str, Item]]:
 def summary(report: Report) -> Table:
     """Return what was measured before and after."""
 
-    def row(text: str, name: str, form: str) -> tuple[str, str, str]:
-        before, after = report.get(f"{name}_before"), report.get(f"{name}_after", report.get(name))
+    def row(text: str, name: str, form: Callable[[Any], str], size: bool = False) -> tuple[str, ...]:
+        before: Any = report.get(f"{name}_before")
+        after: Any = report.get(f"{name}_after", report.get(name))
         # The KL of an exact conversion may be rounded to less than zero.
-        return text, *("" if value is None else format(max(value, 0), form) for value in (before, after))  # type: ignore
+        cells = ("" if value is None else form(max(value, 0)) for value in (before, after))
+        return text, *cells, share(after, before) if size and after is not None else ""
 
+    itemsize = getattr(torch, report["dtype"]).itemsize
+    whole = f"cache of the whole model per token, bytes (numbers), {report['dtype']}"
     rows = [
-        row(f"cache, bytes per token of the whole model ({report['dtype']})", "cache_bytes_per_token", ","),
-        row("parameters", "parameters", ","),
+        row(whole, "cache_bytes_per_token", lambda size: cached(size, itemsize), size=True),
+        row("parameters", "parameters", "{:,}".format, size=True),
     ]
     if report["tokens"]:
         rows += [
-            row("perplexity", "perplexity", ".4f"),
-            row("KL of the predictions from the source's, nats per token", "kl", ".3g"),
-            row("same most likely token as the source", "top1_agreement", ".2%"),
+            row("perplexity", "perplexity", "{:.4f}".format),
+            row("KL of the predictions from the source's, nats per token", "kl", "{:.3g}".format),
+            row("same most likely token as the source", "top1_agreement", "{:.2%}".format),
         ]
-    return Table(["", "before", "after"], rows)
+    return Table(["", "before", "after", "of the source's"], rows)
 
 
 def layers_table(report: Report) -> Table:
@@ -272,10 +276,9 @@ def write_card(folder: Path, title: str, report: Report, config: GQAConfig, sour
         config: of the converted model.
         source_card: the source's card, whose licence, language and datasets are kept.
     """
-    metadata = cards.card_metadata(config) | cards.kept_metadata(source_card)
     source = Path(report["source"])
-    if not source.exists():
-        metadata["base_model"] = report["source"]
+    base = cards.base_metadata(None if source.exists() else report["source"])
+    metadata = cards.card_metadata(config) | cards.kept_metadata(source_card) | base
     tokenizer = TOKENIZER.format(title=title) if (folder / "tokenizer_config.json").is_file() else "\n"
     text = CARD.format(
         tokenizer=tokenizer,
