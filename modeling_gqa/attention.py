@@ -24,10 +24,11 @@ from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, Colwis
 from transformers.processing_utils import Unpack
 from transformers.utils.generic import TransformersKwargs
 
-from .attention_functions import ALL_ATTENTION_FUNCTIONS, attended_part, eager_attention_forward
+from .attention_functions import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 from .cache_layers import is_paged, update_paged
 from .configuration_gqa import GQAConfig
 from .layers import GQARMSNorm, frequency_indices, rotate, select_frequencies
+from .masks import attended_part
 
 
 class Attention(nn.Module):

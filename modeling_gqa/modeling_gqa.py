@@ -26,7 +26,6 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple, mer
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention import Attention, GroupedAttention, divide_over_ranks
-from .attention_functions import model_masks
 from .attention_latent import LatentAttention, say_how_requests_decode
 from .cache_layers import batching_options, choose_rows, grow_in_place, with_rows
 from .configuration_gqa import GQAConfig
@@ -43,6 +42,7 @@ from .layers import (
     offer_to_liger,
     refuse_without_tokens,
 )
+from .masks import model_masks
 
 # The class that computes each attention kind; `attention.py` says how to add one.
 ATTENTION_CLASSES: dict[str, type[Attention]] = {
@@ -255,7 +255,7 @@ class GQAModel(GQAPreTrainedModel):
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past
             position_ids = position_ids.unsqueeze(0)  # (1, T)
-        masks = model_masks(self.config, inputs_embeds, attention_mask, past_key_values, position_ids, restarts)
+        masks = model_masks(self.config, inputs_embeds, attention_mask, past_key_values, restarts)
         rotations = {size: rotary(inputs_embeds, position_ids) for size, rotary in self.rotary_emb.items()}
         kinds = zip(self.config.layer_types, self.rotary_sizes, strict=True)
         return [
