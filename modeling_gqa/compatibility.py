@@ -5,22 +5,21 @@ alone needs (continuous batching, tensor parallelism, PEFT, Liger Kernel) is in 
 """
 
 import importlib
-import warnings
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
 import transformers
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import logging
 
+# What transformers calls a cache in arguments of `generate` and in outputs; 5.24 has renamed it.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 # Releases of transformers, by their first two numbers, that the tests are run against.
 TESTED = ((5, 17), (5, 23))
-
-
-@cache
-def warn_once(message: str) -> None:
-    """Warn, of each message once in a process."""
-    warnings.warn(message, stacklevel=3)
+# By this name transformers' verbosity holds for it; it says a line once, however many copies of this file are loaded.
+logger = logging.get_logger("transformers.modeling_gqa")
 
 
 def optional(module: str, name: str, without: Any, lost: str) -> Any:
@@ -32,26 +31,34 @@ def optional(module: str, name: str, without: Any, lost: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
-        warn_once(f"transformers {transformers.__version__} has no {module}.{name}: {lost}")
+        logger.warning_once(f"transformers {transformers.__version__} has no {module}.{name}: {lost}")
         return without
 
 
-def attempt(register: Callable[[], None], lost: str) -> None:
-    """Call a function that tells another tool of these models; where that fails, warn once."""
+def attempt(lost: str, tell: Callable[..., None], *arguments: Any) -> None:
+    """Call a function that tells another tool of these models; where it fails, warn once, in words of what is lost."""
     try:
-        register()
+        tell(*arguments)
     except Exception as error:  # of a tool whose insides have changed, which may fail in any way
-        name = getattr(register, "__name__", "")
-        warn_once(f"{name} failed with transformers {transformers.__version__} ({error!r:.200}): {lost}")
+        logger.warning_once(f"with transformers {transformers.__version__}, {lost} ({type(error).__name__}: {error})")
 
 
 def warn_of_other_releases() -> None:
-    """Warn once where transformers is a release that these files were not tested with."""
+    """Warn once where transformers is a release that these files were not tested with.
+
+    Raises:
+        ImportError: it is older than 5, which has no configurations that these files can extend.
+    """
     numbers = transformers.__version__.split(".")[:2]
     release = tuple(int(number) if number.isdecimal() else 0 for number in numbers)
+    first, last = (".".join(map(str, numbers)) for numbers in TESTED)
+    if release < (5, 0):
+        raise ImportError(
+            f"this model's code needs transformers {first} to {last} and found {transformers.__version__}: "
+            f"run `pip install -U 'transformers>={first},<6'`"
+        )
     if not TESTED[0] <= release <= TESTED[1]:
-        first, last = (".".join(map(str, numbers)) for numbers in TESTED)
-        warn_once(
+        logger.warning_once(
             f"this model's code was tested with transformers {first} to {last} and found {transformers.__version__}: "
             "it may work"
         )

@@ -23,8 +23,8 @@ from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 
 from modeling_gqa import GQAConfig
-from modeling_gqa.attention import refuse_uneven
 from modeling_gqa.attention_latent import LatentAttention
+from modeling_gqa.integrations import refuse_uneven
 from modeling_gqa.layers import GQAHeadLinear
 
 from .cpu import LatentCPUBackend

@@ -105,7 +105,7 @@ def test_over_a_cache_no_documents_are_looked_for(monkeypatch):
 
 @pytest.mark.parametrize("mask", ["no mask", "mask of ones"])
 def test_a_compiled_trainer_has_the_losses_of_a_plain_one(mask, tmp_path):
-    """One training step and an evaluation on packed rows; aot_eager in place of inductor, which compiles for minutes."""
+    """A training step and an evaluation on packed rows; aot_eager in place of inductor, which compiles for minutes."""
     ids = make_batch(batch=2)["input_ids"]
     rows = [{"input_ids": row, "labels": row, "position_ids": where} for row, where in zip(ids, POSITIONS, strict=True)]
     rows = [row | ({"attention_mask": torch.ones(11, dtype=torch.long)} if mask != "no mask" else {}) for row in rows]
