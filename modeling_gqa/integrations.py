@@ -166,8 +166,8 @@ def parallel_styles() -> tuple[Any, type]:
         def transform_output_post_forward(self, module: nn.Module, output: torch.Tensor, mesh: Any) -> torch.Tensor:
             return output
 
-    ALL_PARALLEL_STYLES.register(SHARED_BY_RANKS, SharedByRanks())
-    ALL_PARALLEL_STYLES.register(SPLIT_BY_HEADS, SplitByHeads())
+    ALL_PARALLEL_STYLES.register(SHARED_BY_RANKS, SharedByRanks())  # type: ignore[arg-type]
+    ALL_PARALLEL_STYLES.register(SPLIT_BY_HEADS, SplitByHeads())  # type: ignore[arg-type]
     return ALL_PARALLEL_STYLES, SharedByRanks
 
 

@@ -47,7 +47,7 @@ ATTENTION_CLASSES: dict[str, type[Attention]] = {
     "mla": LatentAttention,
 }
 
-GradientCheckpointingLayer = optional(
+GradientCheckpointingLayer: Any = optional(
     "transformers.modeling_layers", "GradientCheckpointingLayer", nn.Module, "gradients are not checkpointed"
 )
 merge_with_config_defaults = optional(
@@ -65,19 +65,19 @@ class MissingHead:
         raise NotImplementedError(f"transformers no longer has the head from which {type(self).__name__} is made")
 
 
-GenericForSequenceClassification = optional(
+GenericForSequenceClassification: Any = optional(
     "transformers.modeling_layers",
     "GenericForSequenceClassification",
     MissingHead,
     "GQAForSequenceClassification cannot be used",
 )
-GenericForTokenClassification = optional(
+GenericForTokenClassification: Any = optional(
     "transformers.modeling_layers",
     "GenericForTokenClassification",
     MissingHead,
     "GQAForTokenClassification cannot be used",
 )
-GenericForQuestionAnswering = optional(
+GenericForQuestionAnswering: Any = optional(
     "transformers.modeling_layers", "GenericForQuestionAnswering", MissingHead, "GQAForQuestionAnswering cannot be used"
 )
 
@@ -260,7 +260,8 @@ class GQAModel(GQAPreTrainedModel):
         hidden_states = inputs_embeds
         for layer, own in zip(self.layers, arguments, strict=False):  # early exit runs fewer than all layers
             hidden_states = layer(hidden_states, past_key_values=past_key_values, use_cache=use_cache, **own, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE: past_key_values})
+        outputs: dict[str, Any] = {"last_hidden_state": self.norm(hidden_states), CACHE: past_key_values}
+        return BaseModelOutputWithPast(**outputs)
 
     def layer_arguments(
         self,
