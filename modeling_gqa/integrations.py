@@ -50,11 +50,10 @@ MOST_ROWS = 4
 COST_OF_A_ROW = 0.02
 
 
-def offer_names(model_type: str, classes: dict[str, type]) -> None:
-    """Tell transformers' tools the names of model classes, given by the Auto class that builds each."""
+def offer_name(model_type: str, auto_class: str, model_class: type) -> None:
+    """Tell transformers' tools the name of the class that `auto_class` builds for models of `model_type`."""
     tables = importlib.import_module("transformers.models.auto.modeling_auto")
-    for auto_class, model_class in classes.items():
-        getattr(tables, NAME_TABLES[auto_class])[model_type] = model_class.__name__
+    getattr(tables, NAME_TABLES[auto_class])[model_type] = model_class.__name__
 
 
 def offer_to_tools(model_type: str) -> None:

@@ -20,7 +20,7 @@ from .integrations import (
     batching_options,
     choose_rows,
     divide_over_ranks,
-    offer_names,
+    offer_name,
     offer_to_tools,
     parallel_styles,
     with_rows,
@@ -506,4 +506,5 @@ AUTO_CLASSES = {
 }
 for _auto_class, _model_class in AUTO_CLASSES.items():
     attempt("a saved model brings no code", _model_class.register_for_auto_class, _auto_class)
-attempt("pipelines and label smoothing do not know these models", offer_names, GQAConfig.model_type, AUTO_CLASSES)
+    _lost = f"pipelines and label smoothing do not know {_model_class.__name__}"
+    attempt(_lost, offer_name, GQAConfig.model_type, _auto_class, _model_class)
