@@ -96,7 +96,8 @@ def tokens(name):
         model = AutoModelForCausalLM.from_pretrained(f"models/{name}", trust_remote_code=True)
         ids = model.generate(**batch, max_new_tokens=4, min_new_tokens=4, do_sample=False)
     assert type(model).__module__.startswith("transformers_modules.")
-    return ids.tolist(), said.out.splitlines()
+    tested = "this model's code was tested with"  # said by the canary
+    return ids.tolist(), [line for line in said.out.splitlines() if tested not in line]
 
 results = {}
 tokens("mixed-window")  # what transformers itself imports late is there from now on
