@@ -40,7 +40,8 @@ def attempt(lost: str, tell: Callable[..., None], *arguments: Any) -> None:
     try:
         tell(*arguments)
     except Exception as error:  # of a tool whose insides have changed, which may fail in any way
-        logger.warning_once(f"with transformers {transformers.__version__}, {lost} ({type(error).__name__}: {error})")
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        logger.warning_once(f"with transformers {transformers.__version__}, {lost} ({why})")
 
 
 def warn_of_other_releases() -> None:
