@@ -24,11 +24,10 @@ POSITIONS = torch.stack([torch.cat((torch.arange(n), torch.arange(11 - n))) for 
 
 @pytest.mark.parametrize("padding", [None, "none", "left", "right"])
 @pytest.mark.parametrize(("cache", "is_causal"), [*((cache, True) for cache in CACHES), ("none", False)])
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa", "flash_attention_2", "an engine's"])
 def test_masks_are_those_of_transformers(backend, cache, padding, is_causal):
     """Each chunk over each cache has transformers' mask, full and with a window."""
     model = make_model("mixed-window")
-    model.set_attn_implementation(backend)
     config, batch = model.config, make_batch(padding=padding or "none")
     config.is_causal = is_causal
     past, start = CACHES[cache](config), 0
@@ -36,6 +35,7 @@ def test_masks_are_those_of_transformers(backend, cache, padding, is_causal):
         ids = batch["input_ids"][:, start : start + length]
         mask = None if padding is None else batch["attention_mask"][:, : start + length]
         embeds = model.model.embed_tokens(ids)
+        config._attn_implementation = backend
         own = masks.model_masks(config, embeds, mask, past, None)
         assert own.keys() == THEIRS.keys()
         for kind, theirs in THEIRS.items():
@@ -44,6 +44,7 @@ def test_masks_are_those_of_transformers(backend, cache, padding, is_causal):
             if expected is not None:
                 assert own[kind].dtype == expected.dtype
                 assert torch.equal(own[kind], expected), (kind, start)
+        config._attn_implementation = "sdpa"  # flash attention is not installed everywhere
         model(ids, attention_mask=mask, past_key_values=past)
         start += length
 
