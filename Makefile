@@ -2,13 +2,14 @@
 PYTHON ?= python3
 PYTEST = python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
-.PHONY: help quickstart test faults compat lint docs checks package real bench serve-test clean
+.PHONY: help quickstart test faults compat canary lint docs checks package real bench serve-test clean
 
 help:
 	@echo "make quickstart   pretrain a small model on real text, save it, load it back and generate (about 5 minutes)"
 	@echo "make test         run the test suite"
 	@echo "make faults       kill runs, damage files, fill disks and lock folders, FAULTS_ROUNDS=20 times (make test: once)"
 	@echo "make compat       run the tests marked compat against the oldest supported transformers"
+	@echo "make canary       run them against the newest transformers and torch, without our constraints"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         build the documentation in site/, strictly and offline"
 	@echo "make checks       lint, docs, test and compat"
@@ -28,6 +29,14 @@ faults: .venv/test
 
 compat: .venv-oldest/test
 	OMP_NUM_THREADS=1 .venv-oldest/bin/$(PYTEST) -m compat
+
+# Anew each time, and beyond what setup.cfg allows. A failure says what will break, not that something has.
+canary:
+	$(PYTHON) -m venv --clear .venv-canary
+	.venv-canary/bin/python -m pip install --quiet --editable '.[training,test]'
+	.venv-canary/bin/python -m pip install --quiet --upgrade torch transformers
+	.venv-canary/bin/python -m pip list | grep -iE '^(torch|transformers|peft|accelerate) '
+	OMP_NUM_THREADS=1 .venv-canary/bin/$(PYTEST) -m compat
 
 lint: .venv/test
 	.venv/bin/ruff check .
@@ -81,4 +90,4 @@ EXTRAS_bench = bench
 	touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-serving build dist site *.egg-info
+	rm -rf .venv .venv-oldest .venv-canary .venv-serving build dist site *.egg-info

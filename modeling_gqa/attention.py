@@ -18,16 +18,18 @@ ends in its own lookup and call, and what leads there is shared. `tests/test_eng
 from typing import Any, ClassVar
 
 import torch
-from torch import distributed, nn
-from transformers.cache_utils import Cache
-from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, ColwiseParallel, TensorParallelLayer
-from transformers.processing_utils import Unpack
-from transformers.utils.generic import TransformersKwargs
+from torch import nn
+from transformers import Cache
 
-from .attention_functions import ALL_ATTENTION_FUNCTIONS, attended_part, eager_attention_forward
-from .cache_layers import is_paged, update_paged
+from .attention_functions import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
+from .cache_layers import is_paged
 from .configuration_gqa import GQAConfig
 from .layers import GQARMSNorm, frequency_indices, rotate, select_frequencies
+from .masks import attended_part
+
+# Our rules of tensor parallelism, beside those of transformers: each rank computes the whole output and uses it for its
+# own query heads; a map by head, of which each rank has those of its own heads.
+SHARED_BY_RANKS, SPLIT_BY_HEADS = "shared_by_ranks", "split_by_heads"
 
 
 class Attention(nn.Module):
@@ -89,7 +91,7 @@ class Attention(nn.Module):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         key_value_states: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend from each token to itself and the tokens before it.
 
@@ -135,6 +137,8 @@ class Attention(nn.Module):
             All keys and values, the mask, and the keyword arguments of the attention function but `scaling`.
         """
         if is_paged(kwargs, self.backend):
+            from .integrations import update_paged
+
             key, value, kwargs = update_paged(self.layer_idx, key, value, kwargs)
         elif past_key_values is not None:
             refuse_other_heads(past_key_values, key, self.layer_idx)
@@ -192,7 +196,7 @@ class GroupedAttention(Attention):
         self.o_proj = nn.Linear(query_size, hidden, bias=output_bias)
         # One key/value head cannot be split over ranks, so each computes it.
         self.shared_heads = layer.num_key_value_heads
-        of_keys = "colwise" if self.shared_heads > 1 else SharedByRanks.name
+        of_keys = "colwise" if self.shared_heads > 1 else SHARED_BY_RANKS
         self.tp_plan = {"q_proj": "colwise", "k_proj": of_keys, "v_proj": of_keys, "o_proj": "rowwise"}
         if layer.qk_norm:
             self.tp_plan |= dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce")
@@ -206,7 +210,7 @@ class GroupedAttention(Attention):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         key_value_states: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend with softmax(Q K^T scaling) V per head; arguments and results as in `Attention.forward`."""
         crosses = key_value_states is not None
@@ -252,100 +256,6 @@ class GroupedAttention(Attention):
         """
         projections, _ = cls.parameter_counts(layer)
         return queries * projections + queries * keys * layer.num_attention_heads * 2 * layer.head_dim
-
-
-class SumGradient(torch.autograd.Function):
-    """The input as it is, with its gradient summed over a process group."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)  # reduced in place, where others may read it
-        distributed.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-class SharedByRanks(TensorParallelLayer):
-    """Rule of tensor parallelism: each rank computes the whole output and uses it for its own query heads.
-
-    Args:
-        start: where the part begins whose gradient is summed here; that of what comes before is summed later on.
-        heads: equal parts of the output, of which a rank uses one.
-    """
-
-    name = "shared_by_ranks"
-
-    def __init__(self, start: int = 0, heads: int = 1):
-        self.start, self.heads = start, heads
-
-    def transform_output_post_forward(self, module: nn.Module, output: torch.Tensor, mesh: Any) -> torch.Tensor:
-        summed = output[..., self.start :]
-        if summed.requires_grad:
-            summed = SumGradient.apply(summed, mesh.get_group())
-        if self.start:
-            return torch.cat((output[..., : self.start], summed), dim=-1)
-        return summed.chunk(self.heads, dim=-1)[mesh.get_local_rank() * self.heads // mesh.size()]
-
-
-class SplitByHeads(ColwiseParallel):
-    """Rule of tensor parallelism: a map by head, of which each rank has those of its own heads."""
-
-    name = "split_by_heads"
-
-    def should_use_local_tensors(self, module: nn.Module) -> bool:
-        return True
-
-    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
-        return TensorParallelLayer.install_forward(self, module, mesh)
-
-    def transform_inputs_pre_forward(self, module: nn.Module, args: Any, kwargs: Any, mesh: Any) -> tuple[Any, Any]:
-        return args, kwargs  # which have the rank's heads alone
-
-    def transform_output_post_forward(self, module: nn.Module, output: torch.Tensor, mesh: Any) -> torch.Tensor:
-        return output
-
-
-for _style in (SharedByRanks, SplitByHeads):
-    ALL_PARALLEL_STYLES.register(_style.name, _style())  # type: ignore[arg-type]
-
-
-def divide_over_ranks(attention: Attention, mesh: Any) -> None:
-    """Give each rank of a mesh its query heads of a layer, and the keys and values that these read.
-
-    Raises:
-        ValueError: the heads do not divide over the ranks.
-    """
-    if not attention.tp_plan:
-        return
-    ranks, heads = mesh.size(), attention.shared_heads
-    layer = attention.config.per_layer_config[attention.layer_idx]
-    refuse_uneven(attention.layer_idx, layer.num_attention_heads, heads, ranks)
-    for name, rule in attention.tp_plan.items():
-        module, style = attention.get_submodule(name), ALL_PARALLEL_STYLES[rule]
-        if name == "kv_a_proj_with_mqa":
-            style = SharedByRanks(start=layer.kv_lora_rank)
-        elif heads is not None and heads < ranks and name in ("k_proj", "v_proj"):
-            style = SharedByRanks(heads=heads)
-        for parameter in list(module._parameters):
-            style.shard_param(module, parameter, mesh)
-        style.install_forward(module, mesh)
-    if heads is not None:
-        attention.num_key_value_groups = layer.num_attention_heads // max(heads, ranks)
-
-
-def refuse_uneven(index: int, heads: int, key_value_heads: int | None, ranks: int) -> None:
-    """Raise `ValueError` where the heads of layer `index` do not divide over the ranks; of MLA only query heads do."""
-    if heads % ranks:
-        raise ValueError(f"layer {index} has {heads} query heads, which do not divide over {ranks} ranks")
-    if key_value_heads is not None and key_value_heads % ranks and ranks % key_value_heads:
-        raise ValueError(
-            f"layer {index} has {key_value_heads} key/value heads: neither they nor the {ranks} ranks are a multiple "
-            "of the other"
-        )
 
 
 def refuse_other_heads(cache: Cache, key: torch.Tensor, layer_idx: int) -> None:

@@ -5,16 +5,13 @@ N qk_nope_head_dim, V v_head_dim; with qk_norm D qk_norm_head_dim, G qk_norm_key
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
-from transformers.cache_utils import Cache
-from transformers.processing_utils import Unpack
-from transformers.utils import logging
-from transformers.utils.generic import TransformersKwargs
-from transformers.utils.import_utils import is_tracing
+from transformers import Cache
 
-from .attention import Attention, SharedByRanks, SplitByHeads
+from .attention import SHARED_BY_RANKS, SPLIT_BY_HEADS, Attention
 from .attention_functions import (
     ALL_ATTENTION_FUNCTIONS,
     CPU_HAS_AMX,
@@ -23,6 +20,7 @@ from .attention_functions import (
     masked_softmax,
 )
 from .cache_layers import is_paged
+from .compatibility import is_tracing, logger
 from .configuration_gqa import GQAConfig
 from .layers import (
     GQAHeadLinear,
@@ -38,8 +36,6 @@ LATENT_NORM_EPS = 1e-6
 # Attention functions of engines, by the beginning of their names: these pad values themselves, and join the heads of
 # their output.
 ENGINES = ("vllm", "sglang")
-# By this name transformers' verbosity holds for it, also where this file is a checkpoint's remote code.
-logger = logging.get_logger("transformers.modeling_gqa")
 
 
 class LatentAttention(Attention):
@@ -94,10 +90,10 @@ class LatentAttention(Attention):
         self.o_proj = nn.Linear(heads * self.v_head_dim, hidden, bias=output_bias)
         # `kv_b_proj` sums the gradient of the latent over the ranks, but the rotary key bypasses it.
         of_queries = "q_proj" if self.q_lora_rank is None else "q_b_proj"
-        self.tp_plan = {of_queries: "colwise", "kv_a_proj_with_mqa": SharedByRanks.name}
+        self.tp_plan = {of_queries: "colwise", "kv_a_proj_with_mqa": SHARED_BY_RANKS}
         self.tp_plan |= {"kv_b_proj": "colwise", "o_proj": "rowwise"}
         if layer.qk_norm:
-            self.tp_plan |= {"q_norm": "replicated_with_grad_allreduce", "q_head_proj": SplitByHeads.name}
+            self.tp_plan |= {"q_norm": "replicated_with_grad_allreduce", "q_head_proj": SPLIT_BY_HEADS}
 
     @staticmethod
     def _norm(layer: GQAConfig, size: int) -> nn.Module:
@@ -110,7 +106,7 @@ class LatentAttention(Attention):
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         key_value_states: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend over the latent, or over what is rebuilt from it; arguments and results as in `Attention.forward`."""
         crosses = key_value_states is not None

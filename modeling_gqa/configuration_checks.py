@@ -8,10 +8,15 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from .compatibility import optional
 
 if TYPE_CHECKING:
     from .configuration_gqa import GQAConfig
+
+ROPE_INIT_FUNCTIONS: dict[str, Any] = optional(
+    "transformers.modeling_rope_utils", "ROPE_INIT_FUNCTIONS", {}, "models of a rope_type but 'default' cannot be used"
+)
 
 ATTENTION_KINDS = ("mha", "mqa", "gqa", "mla")
 # Fields of MLA layers. They are `None` in other kinds, because serving engines take a layer that has them for MLA.

@@ -5,19 +5,14 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
 
-import transformers
-from packaging.version import Version
+from .compatibility import attempt, warn_of_other_releases
 
-if Version(transformers.__version__).release < (5, 17):
-    raise ImportError(
-        f"this model's code needs transformers>=5.17,<6 and found {transformers.__version__}: "
-        "run `pip install -U 'transformers>=5.17,<6'`"
-    )
+warn_of_other_releases()  # before the imports that an old one lacks
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
-from transformers.configuration_utils import PreTrainedConfig
 
 from .configuration_checks import (
     NORMED_FIELDS,
@@ -47,6 +42,8 @@ from .configuration_overrides import (
 # 2: softmax_scale, rope_frequency_indices, rope_frequency_dim. 3: MLA with qk_norm, which earlier code would compute
 # wrongly; other configurations are written as version 2, which earlier code reads.
 FORMAT_VERSION = 3
+# transformers' property of configurations by layer; without it only models whose layers are alike can be built.
+BY_LAYER: Any = getattr(PreTrainedConfig, "per_layer_config", None)
 
 
 @strict
@@ -107,7 +104,7 @@ class GQAConfig(PreTrainedConfig):
     """
 
     model_type = "gqa"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]
     ignore_keys_at_rope_validation = {"partial_rotary_factor"}
     # An absent key would mean "derive" before saving and "the global value" after loading.
     serialize_explicit_per_layer_config = True
@@ -214,7 +211,7 @@ class GQAConfig(PreTrainedConfig):
     @property
     def per_layer_config(self) -> Sequence["GQALayerConfig"]:
         """Configuration of each layer, to be read; assign `{layer index: {field: value}}` to make layers differ."""
-        return _Layers(PreTrainedConfig.per_layer_config.fget(self))  # type: ignore[attr-defined]
+        return _Layers([self] * self.num_hidden_layers if BY_LAYER is None else BY_LAYER.fget(self))
 
     @per_layer_config.setter
     def per_layer_config(self, overrides: dict[int | str, dict[str, Any]] | None):
@@ -223,7 +220,17 @@ class GQAConfig(PreTrainedConfig):
             overrides = {index: self._resolve_layer(index, layer) for index, layer in overrides.items()}
             for layer in overrides.values():
                 self._raise_format_version(layer)
-        PreTrainedConfig.per_layer_config.fset(self, overrides)  # type: ignore[attr-defined]
+        if BY_LAYER is not None:
+            BY_LAYER.fset(self, overrides)
+        elif overrides:
+            raise ValueError(
+                "per_layer_config makes layers differ, which this release of transformers cannot: install another"
+            )
+
+    @property
+    def is_heterogeneous(self) -> bool:
+        """Whether layers differ."""
+        return BY_LAYER is not None and super().is_heterogeneous
 
     @property
     def rotary_dim(self) -> int:
@@ -393,4 +400,4 @@ class _Layers(Sequence):
         return layer
 
 
-GQAConfig.register_for_auto_class()
+attempt("a saved configuration brings no code", GQAConfig.register_for_auto_class)

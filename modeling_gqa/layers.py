@@ -6,25 +6,40 @@ Shapes: B batch, T tokens, H heads, P rotated dimensions of a head.
 """
 
 import copy
-import importlib
 import math
-import os
-import warnings
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
-from transformers.utils.import_utils import is_liger_kernel_available, is_tracing
 
+from .compatibility import CACHE, is_tracing, optional
+from .configuration_checks import ROPE_INIT_FUNCTIONS
 from .configuration_gqa import GQAConfig
 
-# Liger Kernel's module of its functions by model type, and of the hooks that change a module.
-LIGER = "liger_kernel.transformers.monkey_patch"
+
+def _without_updates(forward: Callable) -> Callable:
+    @wraps(forward)
+    def wrapper(self, x: torch.Tensor, position_ids: torch.Tensor):
+        if self.rope_type in ("dynamic", "longrope"):
+            raise ValueError(f"this release of transformers cannot compute rope_type={self.rope_type!r} for this model")
+        return forward(self, x, position_ids)
+
+    return wrapper
+
+
+dynamic_rope_update = optional(
+    "transformers.modeling_rope_utils",
+    "dynamic_rope_update",
+    _without_updates,
+    "models of rope_type 'dynamic' or 'longrope' cannot be used",
+)
+ForCausalLMLoss = optional(
+    "transformers.loss.loss_utils", "ForCausalLMLoss", None, "large training steps compute all logits at once"
+)
 
 
 class GQARMSNorm(nn.Module):
@@ -186,7 +201,7 @@ class ChunkedLossOutput(CausalLMOutputWithPast):
     __repr__ = dict.__repr__
 
     def __reduce__(self):
-        return CausalLMOutputWithPast, (self.loss, None, self.past_key_values, self.hidden_states, self.attentions)
+        return CausalLMOutputWithPast, (self.loss, None, getattr(self, CACHE), self.hidden_states, self.attentions)
 
     @property
     def logits(self):
@@ -276,46 +291,3 @@ def refuse_without_tokens(name: str, inputs: torch.Tensor, bos_token_id: int | N
         raise ValueError(
             f"{name} has shape {tuple(inputs.shape)}, which holds no token to compute: give at least one{example}"
         )
-
-
-def offer_to_liger() -> None:
-    """Tell Liger Kernel, if it is installed, how `Trainer(use_liger_kernel=True)` is to change our models."""
-    if not is_liger_kernel_available():
-        return
-    try:
-        # By its name: transformers refuses remote code whose imports are missing.
-        liger = importlib.import_module(LIGER)
-    except ImportError:  # which Trainer raises too, if it is asked for Liger
-        return
-    liger.MODEL_TYPE_TO_APPLY_LIGER_FN[GQAConfig.model_type] = apply_liger_kernels
-
-
-def apply_liger_kernels(
-    model: Any = None,
-    rms_norm: bool = True,
-    swiglu: bool = True,
-    rope: bool = False,
-    cross_entropy: bool = False,
-    fused_linear_cross_entropy: bool = False,
-) -> None:
-    """Let Liger Kernel compute a model's MLPs and its norms of hidden states, and warn of what it does not compute.
-
-    The names of the arguments are those of `liger_kernel_config`; those that are false by default are never applied.
-    """
-    if model is None or not (torch.accelerator.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
-        needed = "a GPU" if model is not None else "a model that is built, such as Trainer has"
-        warnings.warn(f"no Liger kernels were applied: they need {needed}", stacklevel=2)
-        return
-    silu, epsilon = model.config.hidden_act in ("silu", "swish"), model.config.rms_norm_eps
-    asked = {"rope": rope, "cross_entropy": cross_entropy, "fused_linear_cross_entropy": fused_linear_cross_entropy}
-    for name, wanted in {**asked, "swiglu": swiglu and not silu}.items():
-        if wanted:
-            warnings.warn(f"Liger's {name} was not applied: it does not fit this model", stacklevel=2)
-    liger, base = importlib.import_module(LIGER), getattr(model, model.base_model_prefix, model)
-    layers, norms = list(base.layers), [base.norm]
-    norms += [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    for norm in norms if rms_norm else ():
-        # Rounded once, as here. In place it would overwrite gradients that others may hold.
-        liger._patch_rms_norm_module(norm, eps=epsilon, casting_mode="gemma", in_place=False)
-    for layer in layers if swiglu and silu else ():
-        liger._patch_swiglu_module(layer.mlp, liger.LigerSwiGLUMLP)

@@ -3,33 +3,28 @@
 Shapes: B batch, T tokens given, S cached and new tokens, P rotary size of a layer's heads.
 """
 
-import sys
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import initialization
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
-from transformers.modeling_layers import (
-    GenericForQuestionAnswering,
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-    GradientCheckpointingLayer,
-)
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import PreTrainedModel
-from transformers.models.auto import modeling_auto
-from transformers.processing_utils import Unpack
-from transformers.utils.generic import TransformersKwargs, can_return_tuple, merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
 
-from .attention import Attention, GroupedAttention, divide_over_ranks
-from .attention_functions import model_masks
+from .attention import Attention, GroupedAttention
 from .attention_latent import LatentAttention, say_how_requests_decode
-from .cache_layers import batching_options, choose_rows, grow_in_place, with_rows
+from .cache_layers import grow_in_place
+from .compatibility import CACHE, attempt, can_return_tuple, optional
 from .configuration_gqa import GQAConfig
+from .integrations import (
+    batching_options,
+    choose_rows,
+    divide_over_ranks,
+    offer_name,
+    offer_to_tools,
+    parallel_styles,
+    with_rows,
+)
 from .layers import (
     GQAMLP,
     ChunkedLossOutput,
@@ -40,9 +35,9 @@ from .layers import (
     chunked_causal_lm_loss,
     frequency_indices,
     kept_positions,
-    offer_to_liger,
     refuse_without_tokens,
 )
+from .masks import model_masks
 
 # The class that computes each attention kind; `attention.py` says how to add one.
 ATTENTION_CLASSES: dict[str, type[Attention]] = {
@@ -51,9 +46,40 @@ ATTENTION_CLASSES: dict[str, type[Attention]] = {
     "gqa": GroupedAttention,
     "mla": LatentAttention,
 }
-# What PEFT adapts by default: queries, and values or MLA's latent; a layer has some of these. An adapter of `kv_b_proj`
-# would keep MLA from attending over its latent.
-ADAPTED_MODULES = ["q_proj", "v_proj", "q_b_proj", "kv_a_proj_with_mqa"]
+
+GradientCheckpointingLayer: Any = optional(
+    "transformers.modeling_layers", "GradientCheckpointingLayer", nn.Module, "gradients are not checkpointed"
+)
+merge_with_config_defaults = optional(
+    "transformers.utils.generic", "merge_with_config_defaults", lambda forward: forward, "is_causal=False is not known"
+)
+capture_outputs = optional(
+    "transformers.utils.output_capturing", "capture_outputs", can_return_tuple, "hidden states and weights are not kept"
+)
+
+
+class MissingHead:
+    """In place of a head of transformers that this release does not have."""
+
+    def forward(self, *args: Any, **kwargs: Any):
+        raise NotImplementedError(f"transformers no longer has the head from which {type(self).__name__} is made")
+
+
+GenericForSequenceClassification: Any = optional(
+    "transformers.modeling_layers",
+    "GenericForSequenceClassification",
+    MissingHead,
+    "GQAForSequenceClassification cannot be used",
+)
+GenericForTokenClassification: Any = optional(
+    "transformers.modeling_layers",
+    "GenericForTokenClassification",
+    MissingHead,
+    "GQAForTokenClassification cannot be used",
+)
+GenericForQuestionAnswering: Any = optional(
+    "transformers.modeling_layers", "GenericForQuestionAnswering", MissingHead, "GQAForQuestionAnswering cannot be used"
+)
 
 
 class GQADecoderLayer(GradientCheckpointingLayer):
@@ -75,7 +101,7 @@ class GQADecoderLayer(GradientCheckpointingLayer):
         past_key_values: Cache | None = None,
         use_cache: bool | None = False,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> torch.Tensor:
         attended, _ = self.self_attn(
             self.input_layernorm(hidden_states),
@@ -110,9 +136,9 @@ class GQAPreTrainedModel(PreTrainedModel):
 
     config: GQAConfig
     base_model_prefix = "model"
-    supports_gradient_checkpointing = True
+    supports_gradient_checkpointing = GradientCheckpointingLayer is not nn.Module
     _no_split_modules = ["GQADecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["past_key_values", "cache"]
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
@@ -123,8 +149,7 @@ class GQAPreTrainedModel(PreTrainedModel):
     def __init__(self, config: GQAConfig, *args, **kwargs):
         # Attribute writes since the configuration was built have skipped its checks.
         config.validate()
-        offer_to_peft()
-        offer_to_liger()
+        offer_to_tools(config.model_type)
         super().__init__(config, *args, **kwargs)
 
     @torch.no_grad()
@@ -133,13 +158,16 @@ class GQAPreTrainedModel(PreTrainedModel):
         # Buffers that are not in the checkpoint are uninitialised memory when a checkpoint has been loaded.
         if isinstance(module, Attention) and module.frequency_indices is not None:
             indices = frequency_indices(self.config.per_layer_config[module.layer_idx])
-            initialization.copy_(module.frequency_indices, indices)
+            module.frequency_indices.copy_(indices)
         if isinstance(module, GQAHeadLinear):
-            initialization.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+            # transformers guards it: a weight that has been loaded stays as it is.
+            nn.init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh: Any) -> nn.Module:
         """Divide the model as transformers does, but attention layer by layer, which a plan of names cannot."""
+        if mesh is not None:
+            parallel_styles()  # known to transformers from now on
         plan, ranks = model._tp_plan, getattr(distributed_config, "tp_size", 1) or 1
         if mesh is None or ranks == 1 or isinstance(distributed_config.tp_plan, dict):
             return super().maybe_distribute_model(model, distributed_config, mesh)
@@ -152,14 +180,6 @@ class GQAPreTrainedModel(PreTrainedModel):
         model = super().maybe_distribute_model(model, distributed_config, mesh)
         model._tp_plan = plan
         return model
-
-
-def offer_to_peft() -> None:
-    """Tell PEFT, if it is imported, what to adapt by default, where of Llama it adapts queries and values."""
-    constants = sys.modules.get("peft.utils.constants")
-    for table in list(vars(constants).values()) if constants else ():
-        if isinstance(table, dict) and table.get("llama") == ["q_proj", "v_proj"]:
-            table.setdefault(GQAConfig.model_type, ADAPTED_MODULES)
 
 
 class GQAModel(GQAPreTrainedModel):
@@ -210,7 +230,7 @@ class GQAModel(GQAPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Compute the hidden states of a batch of tokens.
 
@@ -223,6 +243,8 @@ class GQAModel(GQAPreTrainedModel):
         Returns:
             Last hidden states (B, T, hidden), the cache, and all hidden states and weights where they are asked for.
         """
+        if isinstance(kwargs.get("cache"), Cache):  # its name since transformers 5.24
+            past_key_values = kwargs.pop("cache")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
@@ -232,12 +254,14 @@ class GQAModel(GQAPreTrainedModel):
             refuse_without_tokens("inputs_embeds", inputs_embeds, self.config.bos_token_id)
         # Before a cache is made: transformers looks for packed documents only where there is none.
         arguments = self.layer_arguments(inputs_embeds, attention_mask, position_ids, past_key_values)
+        use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None:
             past_key_values = grow_in_place(DynamicCache(config=self.config))
         hidden_states = inputs_embeds
         for layer, own in zip(self.layers, arguments, strict=False):  # early exit runs fewer than all layers
             hidden_states = layer(hidden_states, past_key_values=past_key_values, use_cache=use_cache, **own, **kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        outputs: dict[str, Any] = {"last_hidden_state": self.norm(hidden_states), CACHE: past_key_values}
+        return BaseModelOutputWithPast(**outputs)
 
     def layer_arguments(
         self,
@@ -255,7 +279,7 @@ class GQAModel(GQAPreTrainedModel):
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past
             position_ids = position_ids.unsqueeze(0)  # (1, T)
-        masks = model_masks(self.config, inputs_embeds, attention_mask, past_key_values, position_ids, restarts)
+        masks = model_masks(self.config, inputs_embeds, attention_mask, past_key_values, restarts)
         rotations = {size: rotary(inputs_embeds, position_ids) for size, rotary in self.rotary_emb.items()}
         kinds = zip(self.config.layer_types, self.rotary_sizes, strict=True)
         return [
@@ -316,7 +340,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         output_logits: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next token at every position; arguments of `GQAModel.forward`, and:
 
@@ -353,7 +377,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         return output_class(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
+            **{CACHE: getattr(outputs, CACHE)},
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
@@ -369,9 +393,9 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         return inputs, name, model_kwargs
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        given = model_kwargs.get("past_key_values")
+        given = model_kwargs.get(CACHE)
         result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        made = model_kwargs.get("past_key_values")
+        made = model_kwargs.get(CACHE)
         if made is not given and type(made) is DynamicCache:
             grow_in_place(made)
         return result
@@ -480,15 +504,7 @@ AUTO_CLASSES = {
     "AutoModelForTokenClassification": GQAForTokenClassification,
     "AutoModelForQuestionAnswering": GQAForQuestionAnswering,
 }
-# Where transformers' own tools look the names of classes up: `Trainer` shifts labels under label smoothing, pipelines,
-# model cards and `transformers serve` tell the task. Registering with an Auto class does not fill these.
-NAME_TABLES: dict[str, Any] = {
-    "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
-    "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-}
 for _auto_class, _model_class in AUTO_CLASSES.items():
-    _model_class.register_for_auto_class(_auto_class)
-    NAME_TABLES[_auto_class][GQAConfig.model_type] = _model_class.__name__
+    attempt("a saved model brings no code", _model_class.register_for_auto_class, _auto_class)
+    _lost = f"pipelines and label smoothing do not know {_model_class.__name__}"
+    attempt(_lost, offer_name, GQAConfig.model_type, _auto_class, _model_class)

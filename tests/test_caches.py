@@ -287,3 +287,13 @@ def test_quantized_cache(model_name, backend, similarity):
         states = (layer._quantized_keys, layer._quantized_values, layer.keys, layer.values)
         ours = sum(storage_bytes(state) for state in states)
         assert ours < 0.4 * (storage_bytes(exact_layer.keys) + storage_bytes(exact_layer.values))
+
+
+@compat
+def test_the_cache_is_taken_by_the_name_of_later_releases(kind):
+    """transformers 5.24 hands the cache to a model as `cache`, which must not be overlooked."""
+    model, ids = make_exact_model(kind), make_batch()["input_ids"]
+    expected, cache = model(ids).logits, DynamicCache(config=model.config)
+    logits = [model(ids[:, start:stop], cache=cache).logits for start, stop in ((0, 6), (6, 10), (10, 11))]
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-9, atol=1e-9)
+    assert cache.get_seq_length() == 11

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import KIND_SIZES, make_config
+from transformers.testing_utils import CaptureLogger
+from transformers.utils import logging
 
-from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM, configuration_gqa
+from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM, compatibility, configuration_gqa
 from modeling_gqa.configuration_checks import ROPE_NEEDS
 
 pytestmark = pytest.mark.compat
@@ -280,15 +281,33 @@ def test_keywords_of_a_models_from_pretrained_are_checked(tmp_path):
             GQAForCausalLM.from_pretrained(tmp_path, **wrong)
 
 
-@pytest.mark.parametrize("version", ["4.57.1", "5.16.4", "5.0.0rc1"])
-def test_an_older_transformers_is_named_in_one_line(version, monkeypatch):
+def load_configuration_anew():
     spec = importlib.util.spec_from_file_location("modeling_gqa.freshly_loaded", configuration_gqa.__file__)
-    monkeypatch.setattr(transformers, "__version__", version)
-    with pytest.raises(
-        ImportError, match=rf"needs transformers>=5.17,<6 and found {re.escape(version)}: .*pip"
-    ) as error:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_a_transformers_too_old_is_named_in_one_line(monkeypatch):
+    monkeypatch.setattr(compatibility.transformers, "__version__", "4.57.1")
+    with pytest.raises(ImportError, match=r"needs transformers 5.17 to 5.23 and found 4\.57\.1: .*pip") as error:
+        load_configuration_anew()
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("version", "times"), [("5.16.4", 1), ("5.17.0", 0), ("5.23.9", 0), ("5.99.0.dev0", 1), ("6.1.0", 1)]
+)
+def test_other_releases_of_transformers_are_warned_of_once(version, times, monkeypatch):
+    """Nothing is refused, and a second load says nothing."""
+    monkeypatch.setattr(compatibility.transformers, "__version__", version)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_warning()  # the command line, which other tests call in this process, shows only errors
+    try:
+        with CaptureLogger(compatibility.logger) as said:
+            load_configuration_anew()
+            load_configuration_anew()
+    finally:
+        logging.set_verbosity(verbosity)
+    assert said.out.count(version) == said.out.count("\n") == times
 
 
 def test_a_misspelled_keyword_of_from_pretrained_is_refused(tmp_path):

@@ -13,7 +13,7 @@ from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
 from modeling_gqa.attention_latent import LatentAttention, logger, say_how_requests_decode
-from modeling_gqa.cache_layers import BY_GROUP, choose_rows
+from modeling_gqa.integrations import choose_rows, indexed_by_group
 
 pytestmark = pytest.mark.compat
 
@@ -141,7 +141,7 @@ def test_the_cache_takes_what_the_layers_store(name):
     layers = zip(model.model.layers, model.config.per_layer_config, strict=True)
     numbers = [sum(layer.self_attn.cache_sizes(config)) for layer, config in layers]
     assert all(count * rows.width >= n for count, n in zip(rows.counts, numbers, strict=True))
-    for kind, allocator in ({} if BY_GROUP else cache.cache_allocators).items():
+    for kind, allocator in ({} if indexed_by_group() else cache.cache_allocators).items():
         count = sum(n for n, own in zip(rows.counts, model.config.layer_types, strict=True) if own == kind)
         assert allocator.bytes_per_block == PAGE * count * rows.width * 4  # float32
     if set(numbers) == {28}:
@@ -196,7 +196,7 @@ def test_nothing_is_said_without_latents():
 def test_widths_of_rows(numbers, width, counts):
     """The width with the smallest cache, and with fewer rows where caches are about equal; 5.17 has one row a layer."""
     rows = choose_rows(numbers)
-    if BY_GROUP:
+    if indexed_by_group():
         width, counts = 2 * math.ceil(max(numbers) / 2), (1,) * len(numbers)
     assert (rows.width, rows.counts) == (width, counts)
     assert [rows.first(index) for index in range(len(counts))] == [sum(counts[:i]) for i in range(len(counts))]

@@ -92,9 +92,9 @@ def test_saved_files_are_those_at_the_top_of_the_package(tmp_path):
     saved = {path.name for path in tmp_path.glob("*.py")}
     # The command is on its way to a folder of its own.
     assert saved == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py", "cli.py"}
-    # Nine, and one more for each kind that comes with a file of its own.
+    # Twelve, and one more for each kind that comes with a file of its own.
     kinds = {Path(inspect.getfile(cls)).name for cls in ATTENTION_CLASSES.values()}
-    assert len(saved - kinds) <= 7 and kinds >= {"attention.py", "attention_latent.py"}
+    assert len(saved - kinds) <= 10 and kinds >= {"attention.py", "attention_latent.py"}
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +192,7 @@ for auto_class in HEADS:
     model.save_pretrained("heads/" + auto_class)
     again = auto.from_pretrained("heads/" + auto_class, trust_remote_code=True)
     first, second = model.eval()(**batch), again(**batch)
-    assert all(torch.equal(first[key], second[key]) for key in first if key != "past_key_values")
+    assert all(torch.equal(first[key], second[key]) for key in first if key not in ("past_key_values", "cache"))
     names[auto_class] = type(again).__name__
 print(json.dumps(names))
 """

@@ -18,7 +18,7 @@ from small_models import make_batch, make_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.integrations import liger as integration
 
-from modeling_gqa import layers
+from modeling_gqa import integrations
 
 pytestmark = pytest.mark.compat
 
@@ -32,7 +32,7 @@ class Recorder(types.ModuleType):
     LigerSwiGLUMLP = "swiglu"
 
     def __init__(self):
-        super().__init__(layers.LIGER)
+        super().__init__(integrations.LIGER)
         self.MODEL_TYPE_TO_APPLY_LIGER_FN, self.norms, self.mlps = {}, {}, {}
 
     def _patch_rms_norm_module(self, module, **options):
@@ -51,9 +51,8 @@ def recorder(monkeypatch):
     recorder = Recorder()
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", recorder)
-    monkeypatch.setitem(sys.modules, layers.LIGER, recorder)
-    for module in (layers, integration):
-        monkeypatch.setattr(module, "is_liger_kernel_available", lambda: True)
+    monkeypatch.setitem(sys.modules, integrations.LIGER, recorder)
+    monkeypatch.setattr(integration, "is_liger_kernel_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     return recorder
 
@@ -98,7 +97,7 @@ def test_without_a_gpu_nothing_is_applied_and_said(recorder, monkeypatch):
 
 
 def test_a_model_is_built_where_liger_cannot_be_imported(recorder, monkeypatch):
-    monkeypatch.setitem(sys.modules, layers.LIGER, None)
+    monkeypatch.setitem(sys.modules, integrations.LIGER, None)
     make_model("gqa")
     assert not recorder.MODEL_TYPE_TO_APPLY_LIGER_FN
 
