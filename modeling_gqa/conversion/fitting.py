@@ -15,7 +15,7 @@ from .layers.refine import Example
 from .layers.refit import RIDGES, Regression
 from .targets import changed_layers
 from .text.calibration import Batch, evaluating
-from .text.streams import Passage, Streams, streams
+from .text.streams import Passage, Streams, held_out, streams
 
 STEP_TOKENS = 1024  # of a gradient step
 LEAST_POWER = 0.01  # of a token's states that an error is compared with, as a share of the median
@@ -85,7 +85,7 @@ def examples(text: Streams, index: int) -> Iterator[Example]:
 
 def steps(text: Streams) -> int:
     """Return the number of examples in one pass over the text that is not held out."""
-    return sum(not held[own].all() for held in text.held for own in pieces(held))
+    return sum(not held[own].all() for held in held_out(text.batches) for own in pieces(held))
 
 
 def pieces(tokens: torch.Tensor) -> list[slice]:

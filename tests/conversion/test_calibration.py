@@ -87,7 +87,9 @@ def test_what_is_not_finite_is_refused(damage):
             convert_model(model, target_config(model.config, "mqa"))
     else:
         model.model.layers[0].mlp.down_proj.weight.data[:] = 3e38
-        with pytest.raises(ConversionError, match="activations are not finite on the calibration text"):
+        with pytest.raises(
+            ConversionError, match=r"activations are not finite in float32 on the calibration text: its weights"
+        ):
             convert_model(model, target_config(model.config, "mqa"), CALIBRATION)
 
 

@@ -109,6 +109,8 @@ def test_the_report_of_an_automatic_search():
         "from": "mqa, 1 of 6 heads",
         "to": "mha, 6 of 6 heads",
         "loss": 0.0,
+        "learning_rate": None,
+        "ridge": None,
     }
     assert report["candidates"] == [] and report["setting"] is None and report["layers"][0]["loss"] is None
 
@@ -124,11 +126,13 @@ def test_the_report_of_an_automatic_search():
     assert chosen == names[kls.index(min(kls))]
     # The last of four batches is what was chosen by.
     assert compare_predictions(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
-    assert report["layers"][0] | {"loss": 0} == {
+    assert report["layers"][0] | {"loss": 0, "ridge": 0} == {
         "layer": 0,
         "from": "mha, 6 of 6 heads",
         "to": "gqa, 2 of 6 heads",
         "loss": 0,
+        "learning_rate": None,
+        "ridge": 0,
     }
     json.dumps(report, allow_nan=False)
 

@@ -170,7 +170,11 @@ REPORT = {
     "kl": 0.1875,
     "top1_agreement": 0.75,
     "tokens": 4321,
-    "layers": [{"layer": i, "from": "mha", "to": "mla", "loss": 0.5, "error": 0.0625} for i in range(3)],
+    "setting": {"refine": 1, "refit": True},
+    "layers": [
+        {"layer": i, "from": "mha", "to": "mla", "loss": 0.5, "learning_rate": rate, "ridge": 0.1, "error": 0.0625}
+        for i, rate in enumerate((None, 1e-4, 1e-3))
+    ],
     "text": {"calibration_tokens": 999, "sequence_length": 64},
     "serving": ["vLLM runs it on: a CPU."],
 }
@@ -192,6 +196,7 @@ def test_card_has_every_number_and_the_licence(tmp_path):
     for text in ("1,008", "168", "123,456", "3.5000", "4.2500", "0.188", "75.00%", "4,321", "999", "0.0625", "lowrank"):
         assert text in card, text
     assert "\n- vLLM runs it on: a CPU.\n" in card
+    assert "gradient steps in 2, the fit of the output projection in 3" in card
     assert "vLLM 0.32 caches the latent" in card and "transformers 5.17" in card
     assert "a latent of 22 and a rotary key of 6, no latent norm" in card
 
@@ -226,11 +231,12 @@ def test_equal_layers_are_described_together():
     assert [where for where, _ in describe_layers(make_model("mixed").config)] == ["0", "1", "2"]
 
 
-def report_of(kl: float | None, refine: int = 1, **command) -> dict:
+def report_of(kl: float | None, refine: int = 1, helped: bool = True, **command) -> dict:
     options = {"attention_kind": "gqa", "budget": None, "refit": None, **command}
     setting = {"refine": refine}
     measured = {"kl": kl, "perplexity_before": 8.0, "perplexity_after": 9.5, "text": {}, "exact": False}
-    return {**measured, "setting": setting, "command": options}
+    layers = [{"layer": 0, "learning_rate": 1e-4 if helped else None}]
+    return {**measured, "setting": setting, "layers": layers, "command": options}
 
 
 def test_a_warning_begins_beyond_its_bound():
@@ -254,13 +260,14 @@ def test_a_lossy_conversion_without_text_is_warned_of():
         ({}, ["--budget", "--refine 4"]),
         ({"budget": 900, "attention_kind": "mla"}, ["--refine 4"]),
         ({"attention_kind": "mqa"}, ["--refine 4"]),
+        ({"helped": False}, ["--budget"]),
         ({"refine": 4}, ["--budget"]),
         ({"refine": 4, "refit": True}, ["--budget"]),
         ({"refit": False}, ["--budget", "--refine 4", "--no-refit"]),
     ],
 )
 def test_a_warning_names_what_was_not_tried(command, named):
-    """Options that the command had are not proposed again."""
+    """Options that the command had are not proposed again, nor more gradient steps where one pass helped no layer."""
     said = warning(report_of(1.0, **command))
     assert said is not None and "--layers" in said
     assert [option for option in ("--budget", "--refine 4", "--no-refit") if option in said] == named

@@ -118,14 +118,15 @@ def test_a_finished_conversion_can_be_fitted(kind, sizes):
 def test_a_quarter_of_the_documents_is_held_out():
     """The last quarter, counted over all batches; one of two or three, and none of one. Padding begins none."""
     rows, three = make_batch(4, 6), {"input_ids": torch.zeros(3, 5, dtype=torch.long)}
-    many = [first_tokens(batch) for batch in (rows, packed(), rows, three)]  # 4 + 3 + 4 + 3 documents
-    assert [int((held & first).sum()) for held, first in zip(held_out(many), many, strict=True)] == [0, 0, 0, 3]
-    (held,) = held_out([first_tokens(packed())])
+    many = [rows, packed(), rows, three]  # 4 + 3 + 4 + 3 documents
+    found = zip(held_out(many), map(first_tokens, many), strict=True)
+    assert [int((held & first).sum()) for held, first in found] == [0, 0, 0, 3]
+    (held,) = held_out([packed()])
     assert held.tolist() == [[False] * 10 + [True] * 14]
-    (held,) = held_out([first_tokens(padded("left"))])
+    (held,) = held_out([padded("left")])
     assert not held.any()
     left = make_batch(3, 24, "left", seed=6)
-    (held,) = held_out([first_tokens(left)])
+    (held,) = held_out([left])
     assert (held & left["attention_mask"].bool()).any(1).tolist() == [False, False, True]
 
 

@@ -110,12 +110,14 @@ def test_a_chosen_size_is_not_divided_anew(tmp_path):
 
 def test_cost():
     """Numbers and bytes per token and layer, and the share of the source's cache."""
-    cost = "576 numbers (1,152 bytes in bfloat16) per token and layer; 2,304 bytes per token of the whole model"
+    cost = "1,152 bytes in bfloat16 (576 numbers) per token and layer; 2,304 bytes per token of the whole model"
     assert lines("8B", cache_size=600)[1] == f"Cache: {cost}, 0.28 of the source's 8,192."
     mixed = lines("8B", cache_size=600, layers=[1])
-    assert "1,152 bytes in bfloat16) per token and layer; 5,248 bytes" in mixed[1] and "0.64 of" in mixed[1]
+    assert (
+        "1,152 bytes in bfloat16 (576 numbers) per token and layer; 5,248 bytes" in mixed[1] and "0.64 of" in mixed[1]
+    )
     (cost,) = [line for line in lines("8B", "gqa", num_key_value_heads=2) if line.startswith("Cache")]
-    assert "512 numbers (1,024 bytes in bfloat16)" in cost and "0.25 of the source's 8,192" in cost
+    assert "1,024 bytes in bfloat16 (512 numbers)" in cost and "0.25 of the source's 8,192" in cost
 
 
 def test_a_budget_is_the_most(tmp_path):
@@ -238,7 +240,7 @@ def test_the_command_chooses_says_and_saves(source, tmp_path):
         if not line.startswith("Elsewhere"):
             assert planned.count(f"{line}\n") == 1 and printed.index(line) < printed.index("before")
     assert planned.count("Elsewhere: ") == 1 and printed.index("Elsewhere: ") < printed.index("before")
-    assert "320 numbers (1,280 bytes in float32) per token and layer" in report["serving"][1]
+    assert "1,280 bytes in float32 (320 numbers) per token and layer" in report["serving"][1]
     layer = GQAConfig.from_pretrained(tmp_path / "out").per_layer_config[0]
     assert (layer.kv_lora_rank, layer.qk_rope_head_dim) == (256, 64)
     model = GQAForCausalLM.from_pretrained(tmp_path / "out")

@@ -133,7 +133,7 @@ def describe_serving(
     if known and numbers:
         least, most = numbers[0], numbers[-1]
         each, size = (f"{least * n:,}" + (f" to {most * n:,}" if most > least else "") for n in (1, dtype.itemsize))
-        cache = f"{each} numbers ({size} bytes in {str(dtype).removeprefix('torch.')}) per token and layer; {cache}"
+        cache = f"{size} bytes in {str(dtype).removeprefix('torch.')} ({each} numbers) per token and layer; {cache}"
     unknown = {index for index in indices if later and not is_exact(source, result, index)}
     sizes = [f"Sizes: {chosen}"] if chosen else []
     new = [index for index in indices if source.per_layer_config[index].attention_kind != "mla"]

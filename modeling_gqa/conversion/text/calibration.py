@@ -155,6 +155,7 @@ class Sums:
         self.lags = torch.zeros(heads, 0, dtype=torch.float64, device=device)
         self.weight, self.tokens, self.length = 0.0, 0, 0
         self.normed: NormedSums | None = None
+        self.dtype = torch.float32  # that the model computes in, once it was seen
 
     def see(
         self, attention: Any, x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor, arguments: dict[str, Any]
@@ -163,6 +164,7 @@ class Sums:
 
         Each counts its `weight` (B, T); `arguments` are those of the attention's forward.
         """
+        self.dtype = x.dtype
         root = weight[kept].float().sqrt()[:, None]
         rows = root * x[kept].float()
         self.second += product(rows, rows, x.dtype)
@@ -192,9 +194,11 @@ class Sums:
         if not self.tokens:
             raise ConversionError("the calibration text is empty")
         if not (torch.isfinite(self.second).all() and torch.isfinite(self.lags).all()):
+            # The other dtypes have the range of float32, or more.
+            narrow = self.dtype == torch.float16
             raise ConversionError(
-                "the model's activations are not finite on the calibration text: its weights are damaged, or its dtype "
-                "is too narrow; choose float32 or bfloat16"
+                f"the activations are not finite in {str(self.dtype).removeprefix('torch.')} on the calibration "
+                f"text: {'choose --dtype float32 or bfloat16' if narrow else 'its weights are damaged'}"
             )
         lags, weight = self.lags / self.lags.sum(-1, keepdim=True), self.weight
         seen = Statistics(self.second / weight, self.total / weight, lags, self.length, self.window)

@@ -71,17 +71,17 @@ def first_tokens(batch: Batch) -> torch.Tensor:
     return kept & (kept.cumsum(-1) == 1 if "position_ids" not in batch else batch["position_ids"] == 0)
 
 
-def held_out(first: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return which tokens (B, T) of each batch are of the last quarter of the documents, which nothing is fitted to.
+def held_out(batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
+    """Yield which tokens (B, T) of each batch are of the last quarter of the documents, which nothing is fitted to.
 
-    Of two or three documents one is held out, and one alone is not. `first` (B, T) says which tokens begin documents.
+    Of two or three documents one is held out, and one alone is not.
     """
-    documents, begun, held = sum(int(x.sum()) for x in first), 0, []
+    documents, begun = sum(int(first_tokens(batch).sum()) for batch in batches), 0
     fitted = documents - (max(documents // 4, 1) if documents > 1 else 0)
-    for x in first:
-        held.append((begun + x.flatten().cumsum(0) > fitted).view_as(x))
-        begun += int(x.sum())
-    return held
+    for batch in batches:
+        first = first_tokens(batch)
+        yield (begun + first.flatten().cumsum(0) > fitted).view_as(first)
+        begun += int(first.sum())
 
 
 class Streams:
@@ -104,23 +104,21 @@ class Streams:
     ) -> None:
         self.model, self.batches, self.states = model, batches, states
         self.first_share = FIRST_SHARE if first_share is None else first_share
-        self.held = held_out([first_tokens(batch) for batch in batches])
-        self.holds_out = any(held.any() for held in self.held)
+        self.holds_out = any(held.any() for held in held_out(batches))
 
     @torch.no_grad()
     def passages(self) -> Iterator[Passage]:
         """Yield each batch with its states."""
-        for number, batch in enumerate(self.batches):
+        for number, (batch, held) in enumerate(zip(self.batches, held_out(self.batches), strict=True)):
             inputs = {name: x.to(self.model.device) for name, x in batch.items() if name in MODEL_INPUTS}
             ids = inputs.pop("input_ids")
             states = self.states[number] if number in self.states else (self.model.model.embed_tokens(ids),)
             mask = inputs.get("attention_mask")
             kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
             first = first_tokens(batch).to(kept.device)
-            held = self.held[number].to(kept.device)
             weight = token_weights(first, kept, self.first_share)
             prepare = partial(self.model.model.layer_arguments, states[0], **inputs)
-            yield Passage(number, kept, held, weight, states, prepare)
+            yield Passage(number, kept, held.to(kept.device), weight, states, prepare)
 
     @torch.no_grad()
     def pass_on(self, index: int) -> None:
