@@ -1,13 +1,14 @@
 """What conversions of a real model lose: ours, and TransMLA and MHA2MLA on the same text with as many tokens.
 
     python -m benchmarks.real_conversion
+    python -m benchmarks.real_conversion Qwen2.5-Coder-0.5B-Instruct --name real_conversion_qwen --tokens 16384
     python -m benchmarks.real_conversion meta-llama/Llama-3.2-1B --name llama-3.2-1b --targets mla-512+64
     python -m benchmarks.real_conversion --targets mla-1/4 --methods transmla mha2mla
 
-Without a model it is SmolLM2-135M-Instruct, which `benchmarks.real` builds where it is missing, as it does the text. A
-run may do a part: rows that FILE holds already stay, and a row done again replaces the old one. KL(source || converted)
-and perplexity are of text that neither calibration nor the choice of constants has seen: other pages of the books that
-calibration reads, another book, and source code.
+Without a model it is SmolLM2-135M-Instruct. `benchmarks.real` builds it, Qwen2.5-Coder-0.5B-Instruct and the text where
+they are missing. A run may do a part: rows that FILE holds already stay, and a row done again replaces the old one.
+KL(source || converted) and perplexity are of text that neither calibration nor the choice of constants has seen: other
+pages of the books that calibration reads, another book, and source code.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from modeling_gqa.conversion.text.packing import read_batches
 
 from .measure import describe_machine
 from .peers import mha2mla, transmla
-from .real import real_model, real_text
+from .real import MODELS, SMOLLM2, real_model, real_text
 from .report import RESULTS, kebab_shown, print_machine, print_table, write
 
 TARGETS = ("mla-1/2", "mla-1/4", "mla-1/8", "mqa")
@@ -240,7 +241,7 @@ def stored_rows(path: Path, settings: dict) -> list[dict]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", help="a folder, or a name on the Hub; SmolLM2-135M-Instruct by default")
+    parser.add_argument("model", nargs="?", help="a folder, a name on the Hub, or one that `make real` builds")
     parser.add_argument("--name", default="real_conversion", help="of the file of results in benchmarks/results")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the file of results, in place of --name")
     parser.add_argument("--text", type=Path, help="folder of the text; that of `make real` by default")
@@ -295,7 +296,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     """Measure, print and write what the command line asks for; returns all rows of the file."""
     options = parse(arguments)
     path = options.json or RESULTS / f"{options.name}.json"
-    folder, text = options.model or str(real_model()), options.text or real_text()
+    built = options.model is None or options.model in MODELS
+    folder = str(real_model(options.model or SMOLLM2)) if built else options.model
+    text = options.text or real_text()
     name = Path(folder).name
     settings = {"model": name, "tokens": options.tokens, "evaluation_tokens": options.evaluation_tokens}
     settings["length"] = options.length
