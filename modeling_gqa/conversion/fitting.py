@@ -70,7 +70,10 @@ def fit(text: Streams, index: int, attention: Attention, refit: bool = True, tri
 
 
 def examples(text: Streams, index: int) -> Iterator[Example]:
-    """Yield what `refine` trains layer `index` on, some rows of a batch at a time, over and over."""
+    """Yield what `refine` trains layer `index` on, some rows of a batch at a time, over and over.
+
+    Tokens that are held out count nothing.
+    """
     norm = text.model.model.layers[index].input_layernorm
     while True:
         for passage in text.passages():

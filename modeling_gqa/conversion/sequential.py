@@ -118,19 +118,17 @@ def convert_layers(
     changed = changed_layers(model.config, target)
     lossy = [index for index in changed if not is_exact(model.config, target, index)]
     blank = blank_statistics(model.config, changed, model.device)
-    rate = LEARNING_RATES[0]
     last = max((index for index in lossy if text and index not in done), default=-1)  # that needs the text
     with streams(model, text) if text and last >= 0 else nullcontext() as streaming:
         for index in progress(range(len(fields)) if text and lossy else changed):
             if index in changed:
                 new = known = done.get(index)
                 if streaming and index in lossy and index <= last:
-                    new = convert_on_text(model, index, fields[index], streaming, setting, rate, known)
+                    new = convert_on_text(model, index, fields[index], streaming, setting, known)
                 elif known is None:
                     new = convert_layer(model, index, fields[index], blank[index], setting, index in lossy)
                 if known is None:
                     done[index] = new
-                rate = new.learning_rate or rate  # what helps one layer is likely to help the next
                 fields[index] = {**fields[index], **new.fields}
             else:
                 fields[index] = {**before[index], **rotation(fields[index])}
@@ -145,12 +143,11 @@ def convert_on_text(
     fields: Fields,
     text: Streams,
     setting: Setting,
-    first_rate: float,
     known: NewLayer | None,
 ) -> NewLayer:
     """Convert layer `index` for the states that `text` is in, and send these through the result.
 
-    `first_rate` is as for `best_attention`. `known` is the result where it was found before.
+    `known` is the result where it was found before.
     """
     statistics = text.see(index, root=setting.metric == "root")
     if known is None and setting.share_cache and setting.refit and fields["attention_kind"] == "mla":
@@ -159,38 +156,33 @@ def convert_on_text(
         new = known or convert_layer(model, index, fields, statistics, setting, True)
     attention = new_attention(model, index, new)
     if known is None:
-        attention, rate, ridge = best_attention(text, index, attention, setting, first_rate)
+        attention, rate, ridge = best_attention(text, index, attention, setting)
         new = new._replace(state=dict(attention.state_dict()), learning_rate=rate, ridge=ridge)
-    else:
-        text.send(index, attention)
+    text.send(index, attention)
     text.finish(index, attention)
     return new
 
 
 def best_attention(
-    text: Streams, index: int, attention: Attention, setting: Setting, first_rate: float
+    text: Streams, index: int, attention: Attention, setting: Setting
 ) -> tuple[Attention, float | None, float | None]:
     """Return the new attention of layer `index` after the steps of `setting` that help.
 
-    Gradient steps and the fit of the output projection are judged on documents that they have not seen. Each is dropped
-    where the stream's error there is not less with it. Other learning rates are tried where `first_rate`, one of
-    `LEARNING_RATES`, is dropped. The states of `text` are sent through the result.
+    Gradient steps, with each of `LEARNING_RATES`, and the fit of the output projection are judged on documents that
+    they have not seen. Each is dropped where the stream's error there is not less with it.
 
     Returns:
         The attention, the learning rate of the gradient steps and the ridge of the fit; `None` for what was dropped.
     """
-    untrained = copy.deepcopy(attention)
+    untrained, best = copy.deepcopy(attention), None
     error, ridge = fit(text, index, attention, setting.refit)
-    rates = sorted(LEARNING_RATES, key=lambda rate: rate != first_rate) if setting.refine and text.holds_out else ()
-    for rate in rates:
+    for rate in LEARNING_RATES if setting.refine and text.holds_out else ():
         trained = copy.deepcopy(untrained)
         refine(trained, examples(text, index), setting.refine * steps(text), rate)
-        trained_error, trained_ridge = fit(text, index, trained, setting.refit)
-        if trained_error < error:
-            return trained, rate, trained_ridge
-    if rates:
-        text.send(index, attention)
-    return attention, None, ridge
+        found = fit(text, index, trained, setting.refit)
+        if found.error < error:
+            attention, best, (error, ridge) = trained, rate, found
+    return attention, best, ridge
 
 
 def best_division(
