@@ -3,6 +3,7 @@
 Shapes: B rows, T tokens.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -50,8 +51,9 @@ def fit(text: Streams, index: int, attention: Attention, refit: bool = True, tri
         trial: as for `Streams.attend`: the fit is made on these tokens alone, and with those held out in them.
     """
     fitted, held = Regression(attention.o_proj), Regression(attention.o_proj)
-    for passage, heads in text.attend(index, attention, trial):
-        hidden, after = passage.states[:2]
+    # Not for `finish`: what is tried here need not be what is kept.
+    for passage, heads in text.attend(index, attention, math.inf if trial is None else trial):
+        hidden, after = passage.states
         residual, weights = after - hidden - attention.o_proj(heads), token_weights(passage)
         for sums, chosen in ((fitted, passage.kept & ~passage.held), (held, passage.kept & passage.held)):
             if chosen.any():
@@ -77,7 +79,7 @@ def examples(text: Streams, index: int) -> Iterator[Example]:
     norm = text.model.model.layers[index].input_layernorm
     while True:
         for passage in text.passages():
-            hidden, after = passage.states[:2]
+            hidden, after = passage.states
             weight, mask = token_weights(passage) * ~passage.held, passage.arguments[index]["attention_mask"]
             whole = not (mask is None or isinstance(mask, torch.Tensor))  # masks of flex attention are not cut
             for own in [slice(None)] if whole else pieces(passage.kept):
@@ -135,7 +137,9 @@ def refit_outputs(
         for index in progress(range(len(source.model.layers))):
             if index in changed:
                 text.see(index)
-                fit(text, index, converted.model.layers[index].self_attn)
-                text.finish(index, converted.model.layers[index].self_attn)
+                attention = converted.model.layers[index].self_attn
+                fit(text, index, attention)
+                text.send(index, attention)
+                text.finish(index, attention)
             else:
                 text.pass_on(index)

@@ -164,7 +164,7 @@ class Streams:
                 attention(layer.input_layernorm(passage.states[0]), **passage.arguments[index])
                 (heads,) = given
                 if trial is None:
-                    self.states[passage.number] = (*passage.states[:2], heads)
+                    self.states[passage.number] = (*passage.states, heads)
                 yield passage, heads
                 seen += passage.kept.numel()
                 if trial is not None and seen >= trial:
