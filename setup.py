@@ -2,12 +2,4 @@
 
 from setuptools import find_packages, setup
 
-training = [f"modeling_gqa.training.{name}" for name in find_packages("training")]
-setup(
-    packages=[
-        *find_packages(include=["modeling_gqa*"]),
-        "modeling_gqa.training",
-        *training,
-        "modeling_gqa.configuration",
-    ]
-)
+setup(packages=[*find_packages(include=["modeling_gqa*"]), "modeling_gqa.scripts", "modeling_gqa.configuration"])

@@ -28,12 +28,12 @@ import torch
 from transformers import AutoTokenizer
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.accounting import cache_bytes_per_token
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, target_config
+from modeling_gqa.conversion.measuring import predicted_states
 from modeling_gqa.conversion.sequential import assemble
+from modeling_gqa.conversion.streams import collect
 from modeling_gqa.conversion.targets import configuration, layer_fields
-from modeling_gqa.conversion.text.measuring import predicted_states
-from modeling_gqa.conversion.text.streams import collect
+from modeling_gqa.costs import cache_bytes_per_token
 from training.uptrain import uptrain as healing
 
 from .conversion_baselines import convert_baseline, mean_key, real_rotation

@@ -25,9 +25,9 @@ from transformers import DynamicCache
 from transformers.generation import StoppingCriteria
 
 from modeling_gqa import ATTENTION_CLASSES
-from modeling_gqa.accounting import cache_bytes, cache_bytes_per_token, count_parameters, decode_flops, decode_weights
 from modeling_gqa.cache_layers import grow_in_place
-from modeling_gqa.reporting.measuring import filled_cache
+from modeling_gqa.costs import cache_bytes, cache_bytes_per_token, count_parameters, decode_flops, decode_weights
+from modeling_gqa.costs.measuring import filled_cache
 
 from . import attention
 from .measure import describe_machine, floor_milliseconds, milliseconds, ratio

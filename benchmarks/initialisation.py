@@ -21,9 +21,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa.attention_latent import LatentAttention
+from modeling_gqa.common.errors import UserError
 from modeling_gqa.layers import GQARMSNorm
-from training.console import main
-from training.errors import RecipeError
+from modeling_gqa.training.console import main
 
 SCALED = "scaled"  # in the names of the models whose gains begin at sqrt(hidden / rank)
 LATENTS = {"quarter": 56, "eighth": 24}  # of the cache of tiny-mha, with rotary keys of 8
@@ -35,7 +35,7 @@ def compare_gains(argv: list[str]) -> None:
     from training.compare import compare
 
     if not argv or argv[0].startswith("-"):
-        raise RecipeError("name a folder: python -m benchmarks.initialisation FOLDER [--option of compare ...]")
+        raise UserError("name a folder: python -m benchmarks.initialisation FOLDER [--option of compare ...]")
     folder, *options = argv
     sizes = {"attention_kind": "mla", "qk_rope_head_dim": 8}
     kinds = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from modeling_gqa.reporting.measuring import machine_name, matmul_rate, read_bandwidth, seconds
+from modeling_gqa.costs.measuring import machine_name, matmul_rate, read_bandwidth, seconds
 
 
 def in_turn(functions: dict[str, Callable[[], object]], device: str, budget: float) -> dict[str, list[float]]:

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 import torch
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.common.errors import UserError
 from modeling_gqa.conversion import target_config
+from modeling_gqa.conversion.calibration import MODEL_INPUTS, Batch, evaluating, hooks
 from modeling_gqa.conversion.layers.heads import Heads, read_heads, rotary_fields
 from modeling_gqa.conversion.layers.latent import leading_vectors
 from modeling_gqa.conversion.layers.moments import Statistics
 from modeling_gqa.conversion.sequential import State, assemble
+from modeling_gqa.conversion.streams import collect
 from modeling_gqa.conversion.targets import Fields, configuration, layer_fields
-from modeling_gqa.conversion.text.calibration import MODEL_INPUTS, Batch, evaluating, hooks
-from modeling_gqa.conversion.text.streams import collect
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ def mha2mla(
 
 
 def plain_heads(model: GQAForCausalLM, index: int) -> Heads:
-    """Return layer `index` of `model`; raises `ConversionError` where its heads are normed or not grouped attention."""
+    """Return layer `index` of `model`; raises `UserError` where its heads are normed or not grouped attention."""
     if model.config.per_layer_config[index].attention_kind == "mla":
-        raise ConversionError(f"layer {index} is MLA, and these methods convert grouped attention")
+        raise UserError(f"layer {index} is MLA, and these methods convert grouped attention")
     heads = read_heads(model, index)
     if heads.q_norm is not None:
-        raise ConversionError("qk_norm=True: neither TransMLA nor MHA2MLA converts normed heads")
+        raise UserError("qk_norm=True: neither TransMLA nor MHA2MLA converts normed heads")
     return heads
 
 
@@ -147,11 +147,11 @@ def rorope(heads: Heads, seen: Statistics, size: int, freqfold: int) -> PartialR
     """
     n, groups, head_dim = heads.planes, len(heads.k), heads.k.shape[1]
     if n % freqfold:
-        raise ConversionError(f"freqfold={freqfold} does not divide the {n} rotary planes of a head")
+        raise UserError(f"freqfold={freqfold} does not divide the {n} rotary planes of a head")
     folds = n // freqfold
     kept, rest = divmod(size // 2, folds)
     if size % 2 or rest or not 0 < kept <= groups * freqfold or (kept % freqfold and freqfold % kept):
-        raise ConversionError(
+        raise UserError(
             f"qk_rope_head_dim={size} does not give {folds} folds of {freqfold} frequencies an equal number of "
             "components each that divides them, or is a multiple of them"
         )
@@ -234,7 +234,7 @@ def plane_norms(model: GQAForCausalLM, batches: Iterable[Batch]) -> list[torch.T
             tokens += int(kept.sum())
             model.model(**inputs, use_cache=False)
     if not tokens:
-        raise ConversionError("the calibration text is empty")
+        raise UserError("the calibration text is empty")
     pairs = [(sums[i, "q_proj"] / tokens, sums[i, "k_proj"] / tokens) for i in range(len(model.model.layers))]
     return [query.unflatten(0, (len(key), -1)).sum(1) * key for query, key in pairs]
 
@@ -244,7 +244,7 @@ def largest_planes(heads: Heads, norms: torch.Tensor, size: int) -> PartialRope:
     n, groups, head_dim = heads.planes, len(heads.k), heads.k.shape[1]
     kept, rest = divmod(size, 2 * groups)
     if rest or not 0 < kept <= n:
-        raise ConversionError(f"qk_rope_head_dim={size} does not give {groups} key/value heads equal numbers of planes")
+        raise UserError(f"qk_rope_head_dim={size} does not give {groups} key/value heads equal numbers of planes")
     plane = norms.argsort(dim=1, descending=True, stable=True)[:, :kept].sort(dim=1).values  # (G, P / 2 G)
     first = (plane + head_dim * torch.arange(groups, device=plane.device)[:, None]).flatten()
     rotated, every = torch.cat((first, first + n)), torch.eye(groups * head_dim).to(heads.k)
@@ -262,7 +262,7 @@ def weight_latent(heads: Heads, partial: PartialRope, rank: int, svd: str) -> Lo
         parts = [truncated_svd(keys, rank // 2), truncated_svd(values, rank - rank // 2)]
         down, up = torch.cat([part[0] for part in parts]), torch.block_diag(*(part[1] for part in parts))
     else:
-        raise ConversionError(f"svd={svd!r} is unknown: choose joint or split")
+        raise UserError(f"svd={svd!r} is unknown: choose joint or split")
     down = torch.nn.functional.pad(down, (0, 1))  # biases are kept aside
     return LowRank(down, up[: len(keys)], up[len(keys) :], heads.v_bias.flatten())
 

@@ -14,9 +14,9 @@ import torch
 from transformers import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
 
-from modeling_gqa.accounting import prefill_flops
 from modeling_gqa.attention_functions import sdpa_attention_forward
 from modeling_gqa.attention_latent import pad_heads
+from modeling_gqa.costs import prefill_flops
 
 from .measure import describe_machine, floor_milliseconds, in_turn, milliseconds, ratio
 from .models import BASELINES, Sizes, make_pair

@@ -26,13 +26,13 @@ import torch
 from transformers import AutoTokenizer
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.accounting import cache_bytes_per_token
-from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.common.errors import UserError
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, load_source, target_config
+from modeling_gqa.conversion.calibration import Batch, evaluating
 from modeling_gqa.conversion.fitting import refit_outputs
-from modeling_gqa.conversion.text.calibration import Batch, evaluating
-from modeling_gqa.conversion.text.measuring import predicted_states
-from modeling_gqa.conversion.text.packing import read_batches
+from modeling_gqa.conversion.measuring import predicted_states
+from modeling_gqa.costs import cache_bytes_per_token
+from modeling_gqa.data.packing import read_batches
 
 from .measure import describe_machine
 from .peers import mha2mla, transmla
@@ -259,7 +259,7 @@ def measured_row(bench: Bench, target: Target, method: str) -> dict | None:
     begin = time.perf_counter()
     try:
         converted = METHODS[method](bench, target)
-    except ConversionError as error:
+    except UserError as error:
         print(f"{target.name:10} {method:20} {error}", flush=True)
         return None
     if converted is None:

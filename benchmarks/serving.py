@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.accounting import count_parameters, decode_flops, prefill_flops
 from modeling_gqa.conversion import export_checkpoint
+from modeling_gqa.costs import count_parameters, decode_flops, prefill_flops
 
 from .measure import describe_machine
 from .models import Sizes, make_config

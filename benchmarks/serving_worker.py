@@ -74,7 +74,7 @@ class Transformers:
         from transformers import AutoModelForCausalLM
 
         import modeling_gqa  # noqa: F401
-        from modeling_gqa.accounting import cache_bytes_per_token
+        from modeling_gqa.costs import cache_bytes_per_token
 
         dtype = getattr(torch, options["dtype"])
         self.model: Any = AutoModelForCausalLM.from_pretrained(options["model"], dtype=dtype)

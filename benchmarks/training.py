@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from modeling_gqa.accounting import training_flops
+from modeling_gqa.costs import training_flops
 
 from .measure import describe_machine, floor_milliseconds, in_turn, milliseconds, peak_bytes, ratio, reset_peak
 from .models import BASELINES, Sizes, make_pair

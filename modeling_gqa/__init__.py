@@ -2,7 +2,7 @@
 
 import transformers
 
-from . import accounting
+from . import costs
 from .configuration_gqa import GQAConfig
 from .modeling_gqa import (
     ATTENTION_CLASSES,
@@ -30,5 +30,5 @@ __all__ = [
     "GQAForTokenClassification",
     "GQAModel",
     "GQAPreTrainedModel",
-    "accounting",
+    "costs",
 ]

@@ -22,14 +22,7 @@ from .attention_functions import (
 from .cache_layers import is_paged
 from .compatibility import is_tracing, logger
 from .configuration_gqa import GQAConfig
-from .layers import (
-    GQAHeadLinear,
-    GQARMSNorm,
-    is_plain_linear,
-    multiply_by_head,
-    rotate,
-    select_frequencies,
-)
+from .layers import GQAHeadLinear, GQARMSNorm, is_plain_linear, multiply_by_head, rotate, select_frequencies
 
 # DeepSeek's latent norms use this whatever `rms_norm_eps` says; its checkpoints must keep their function here.
 LATENT_NORM_EPS = 1e-6

@@ -24,8 +24,8 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from modeling_gqa import GQAConfig
-from modeling_gqa.accounting.kernels import PROMPT_SIZES, reads_prompts
 from modeling_gqa.attention_latent import LatentAttention
+from modeling_gqa.costs.kernels import PROMPT_SIZES, reads_prompts
 from modeling_gqa.integrations import refuse_uneven
 from modeling_gqa.layers import GQAHeadLinear
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.accounting import (
+from modeling_gqa.costs import (
     cache_bytes,
     cache_bytes_per_token,
     count_parameters,

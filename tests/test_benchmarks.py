@@ -25,7 +25,7 @@ from benchmarks import (
     training,
 )
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from training.publish import repository
+from modeling_gqa.training.publish import repository
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 

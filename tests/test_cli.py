@@ -24,11 +24,11 @@ from typer.testing import CliRunner
 
 import modeling_gqa
 from modeling_gqa import GQAConfig
+from modeling_gqa.checkpoints.checkpoint import Checkpoint
 from modeling_gqa.command_line import console
 from modeling_gqa.command_line import conversion as commands
 from modeling_gqa.command_line import main as command
 from modeling_gqa.common.errors import install_extra
-from modeling_gqa.conversion.checkpoints.checkpoint import Checkpoint
 from modeling_gqa.conversion.command import job
 from modeling_gqa.conversion.command.options import Options
 from modeling_gqa.conversion.command.report import FORMAT_VERSION, Report, TextReport

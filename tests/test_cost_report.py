@@ -9,16 +9,15 @@ import torch
 from small_models import MODELS, make_config
 from typer.testing import CliRunner
 
-from modeling_gqa import GQAConfig, accounting
-from modeling_gqa.accounting import Machine, Model
+from modeling_gqa import GQAConfig, costs
 from modeling_gqa.command_line import console
 from modeling_gqa.command_line import main as command
-from modeling_gqa.reporting import costs, measuring
-from modeling_gqa.reporting.configurations import find_model
-from modeling_gqa.reporting.measuring import MeasuredToken, machine_name, measure_decoding
-from modeling_gqa.reporting.pictures import COLORS, plot_costs
-from modeling_gqa.reporting.results import write_json
-from modeling_gqa.reporting.tables import Table, in_bytes, with_prefix
+from modeling_gqa.common.pictures import COLORS, plot_costs
+from modeling_gqa.common.results import write_json
+from modeling_gqa.common.tables import Table, in_bytes, with_prefix
+from modeling_gqa.costs import Machine, Model, comparison, measuring
+from modeling_gqa.costs.configurations import find_model
+from modeling_gqa.costs.measuring import MeasuredToken, machine_name, measure_decoding
 
 MACHINE = ("--bandwidth", "3350", "--rate", "989")
 
@@ -56,7 +55,7 @@ def test_json_is_the_report():
     machine = Machine(3350e9, 989e12)
     for name, shown in zip(("llama-3-8b", "tiny-mla"), found["models"], strict=True):
         options = {"contexts": [4096], "batch_sizes": [4], "memory": 80 * 2**30, "machine": machine}
-        assert shown == json.loads(json.dumps(accounting.report(find_model(name)[0], **options).to_dict()))
+        assert shown == json.loads(json.dumps(costs.report(find_model(name)[0], **options).to_dict()))
     assert [(x["model"], x["other"], x["batch_size"]) for x in found["comparisons"]] == [
         ("tiny-mla", "llama-3-8b", rows) for rows in (1, 4, 8, 64)
     ]
@@ -72,7 +71,7 @@ def test_options_make_one_more_configuration():
     (alone,) = in_json("--hidden-size", 512, "--num-attention-heads", 8)["models"]
     config = GQAConfig(hidden_size=512, num_attention_heads=8)
     assert alone["name"] == "default, hidden_size=512, num_attention_heads=8"
-    assert alone["parameters"] == accounting.count_parameters(config)
+    assert alone["parameters"] == costs.count_parameters(config)
     assert [model["name"] for model in in_json()["models"]] == ["default"]
     (kind,) = in_json("--hidden-size", 384, "--attention-kind", "mqa")["models"]
     assert (kind["name"], kind["layers"][0]["cached_numbers"]) == ("default, mqa", 2 * 384 // 12)
@@ -165,14 +164,14 @@ def test_ranges_in_words():
         ((7, 100),): "from 7 tokens on",
         ((1, 7), (50, 60), (90, 100)): "up to 7 tokens and from 50 to 60 tokens and from 90 tokens on",
     }.items():
-        assert costs.describe_ranges(ranges, 100) == said
+        assert comparison.describe_ranges(ranges, 100) == said
 
 
 def test_measured_in_words():
     """From where on the other decoded faster; ranges need not be of one piece."""
     token = lambda rows, context, ratio: MeasuredToken(rows, context, {"a": 1.0, "b": ratio}, {"a": 1.0, "b": ratio})  # noqa: E731
     measured = [token(1, 10, 1.2), token(1, 20, 0.9), token(8, 10, 0.5), token(8, 20, 0.4), token(9, 10, 2.0)]
-    assert costs.describe_measured(measured, "b") == (
+    assert comparison.describe_measured(measured, "b") == (
         "Measured, b decoded faster than a: at 1 row at 20 tokens and not at 10; at 8 rows at all of 10 and 20 tokens; "
         "at 9 rows nowhere up to 10 tokens."
     )
@@ -247,8 +246,8 @@ def test_picture_shows_cache_and_bound():
     figure = plot_costs(models, machine, 4, 300, torch.float32)
     cache, bound = figure.axes
     for axis, value in (
-        (cache, lambda config: accounting.cache_bytes(config, 4, 300, torch.float32) / 2**20),
-        (bound, lambda config: 1000 * accounting.decode_seconds(config, machine, 4, 300, torch.float32)),
+        (cache, lambda config: costs.cache_bytes(config, 4, 300, torch.float32) / 2**20),
+        (bound, lambda config: 1000 * costs.decode_seconds(config, machine, 4, 300, torch.float32)),
     ):
         assert [line.get_ydata()[-1] for line in axis.lines] == [value(model.config) for model in models]
         assert sorted(text.get_text() for text in axis.texts) == sorted(model.name for model in models)

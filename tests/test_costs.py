@@ -10,11 +10,11 @@ from small_models import make_config, make_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
-from modeling_gqa import ATTENTION_CLASSES, GQAConfig, accounting
-from modeling_gqa.accounting import Experts, Machine, Model, report
-from modeling_gqa.common.errors import ConversionError
+from modeling_gqa import ATTENTION_CLASSES, GQAConfig, costs
+from modeling_gqa.common.errors import UserError
 from modeling_gqa.common.files import CONFIGURATION
-from modeling_gqa.reporting.configurations import PRESETS, changed, find_model
+from modeling_gqa.costs import Experts, Machine, Model, report
+from modeling_gqa.costs.configurations import PRESETS, changed, find_model
 
 PUBLISHED = sorted(path.parent.name for path in (CONFIGURATION / "published").glob("*/config.json"))
 # Parameters as the models' cards and papers count them, to the digit.
@@ -130,7 +130,7 @@ def test_totals_are_sums_of_layers(model_name):
     assert found.attention_parameters == sum(layer.attention_parameters for layer in layers)
     assert found.mlp_parameters == sum(layer.mlp_parameters for layer in layers)
     parts = (found.attention_parameters, found.mlp_parameters, found.embedding_parameters, found.norm_parameters)
-    assert found.parameters == found.parameters_per_token == sum(parts) == accounting.count_parameters(config)
+    assert found.parameters == found.parameters_per_token == sum(parts) == costs.count_parameters(config)
     head = 2 * config.hidden_size * config.vocab_size
     for cost in found.contexts:
         rows, tokens = cost.batch_size, cost.context
@@ -160,15 +160,15 @@ def test_experts_parameters(with_experts):
     config, model = with_experts
     with torch.device("meta"):
         stock = AutoModelForCausalLM.from_config(config)
-    assert accounting.count_parameters(model) == stock.num_parameters()
+    assert costs.count_parameters(model) == stock.num_parameters()
     assert 0 < len(model.experts) <= config.num_hidden_layers
     found = report(model)
     assert json.dumps(found.to_dict())
     chosen, number = config.num_experts_per_tok, next(iter(model.experts.values())).number
     routed = len(model.experts) * number * 3 * config.hidden_size * getattr(config, "moe_intermediate_size", 58)
     assert found.parameters_per_token == found.parameters - routed * (number - chosen) // number
-    one, many = (accounting.decode_bytes(model, rows, 5, torch.float32) for rows in (1, 500))
-    caches = [accounting.cache_bytes(model, rows, 5, torch.float32) for rows in (1, 500)]
+    one, many = (costs.decode_bytes(model, rows, 5, torch.float32) for rows in (1, 500))
+    caches = [costs.cache_bytes(model, rows, 5, torch.float32) for rows in (1, 500)]
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     assert one - caches[0] == 4 * (found.parameters_per_token - embedding + config.hidden_size)
     assert many - caches[1] == 4 * found.parameters
@@ -207,7 +207,7 @@ def test_windows_of_qwen3_moe(tmp_path):
 )
 def test_experts_that_cannot_be(model_type, fields, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS[model_type] | SMALL | {"model_type": model_type} | fields))
-    with pytest.raises(ConversionError, match=r"experts of width .* cannot be"):
+    with pytest.raises(UserError, match=r"experts of width .* cannot be"):
         find_model(str(tmp_path))
 
 
@@ -224,7 +224,7 @@ def test_experts_operations(with_experts):
     stock = AutoModelForCausalLM.from_config(config).eval()
     with FlopCounterMode(display=False) as counter:
         stock(torch.randint(3, 101, (2, 9), generator=torch.Generator().manual_seed(0)), logits_to_keep=1)
-    assert accounting.prefill_flops(model, 2, 9) == counter.get_total_flops()
+    assert costs.prefill_flops(model, 2, 9) == counter.get_total_flops()
 
 
 def test_experts_read():
@@ -244,16 +244,16 @@ def test_experts_read():
 def test_bound():
     """The longer of reading weights and cache and of computing, with the weights read once for all rows."""
     config = make_config("mla")
-    weights, cache = accounting.decode_weights(config), accounting.cache_bytes(config, 4, 50, torch.float32)
-    flops = accounting.decode_flops(config, 4, 50)
+    weights, cache = costs.decode_weights(config), costs.cache_bytes(config, 4, 50, torch.float32)
+    flops = costs.decode_flops(config, 4, 50)
     nbytes = (weights + (0 if config.tie_word_embeddings else 3 * config.hidden_size)) * 4 + cache
     slow_reading, slow_computing = Machine(bandwidth=10.0, rate=1e18), Machine(bandwidth=1e18, rate=10.0)
     for machine, seconds in ((slow_reading, nbytes / 10), (slow_computing, flops / 10)):
-        assert accounting.decode_seconds(config, machine, 4, 50, torch.float32) == pytest.approx(seconds)
+        assert costs.decode_seconds(config, machine, 4, 50, torch.float32) == pytest.approx(seconds)
         cost = report(config, contexts=[50], batch_sizes=[4], dtype=torch.float32, machine=machine).contexts[0]
         assert cost.decode_seconds == pytest.approx(seconds)
     slow = report(config, contexts=[2], dtype=torch.float32, machine=slow_reading).contexts[0]
-    prompt_weights = accounting.decode_weights(config, 2) * 4
+    prompt_weights = costs.decode_weights(config, 2) * 4
     assert (slow.prefill_seconds, slow.training_seconds) == (prompt_weights / 10, 2 * prompt_weights / 10)
 
 
@@ -277,22 +277,22 @@ def test_bounds_count_no_hidden_scores(model_name):
 @pytest.mark.parametrize("name", ["gqa", "mla", "mixed-window"])
 def test_memory(name):
     """One more token, or one more row, does not fit."""
-    config, weights = make_config(name), accounting.count_parameters(make_config(name)) * 2
+    config, weights = make_config(name), costs.count_parameters(make_config(name)) * 2
     for memory in (weights - 1, weights, weights + 5_000, weights + 50_001, weights + 10**7):
-        fits = lambda rows, tokens, memory=memory: weights + accounting.cache_bytes(config, rows, tokens) <= memory  # noqa: E731
-        longest = accounting.longest_context(config, memory, 3)
+        fits = lambda rows, tokens, memory=memory: weights + costs.cache_bytes(config, rows, tokens) <= memory  # noqa: E731
+        longest = costs.longest_context(config, memory, 3)
         assert longest is None or (not fits(3, longest + 1) and (longest == 0 or fits(3, longest)))
         shown = report(config, contexts=[9], batch_sizes=[3], memory=memory).contexts[0]
         assert shown.fits == fits(3, 9)
-        batch = accounting.largest_batch(config, memory, 9)
+        batch = costs.largest_batch(config, memory, 9)
         assert not fits(batch + 1, 9) and (batch == 0 or fits(batch, 9))
 
 
 def test_memory_of_windows_is_bounded():
     config = make_config("gqa", sliding_window=5)
-    most = accounting.count_parameters(config) * 2 + accounting.cache_bytes(config, 2, 10**6)
-    assert accounting.longest_context(config, most, 2) is None
-    assert accounting.longest_context(config, most - 1, 2) == 4
+    most = costs.count_parameters(config) * 2 + costs.cache_bytes(config, 2, 10**6)
+    assert costs.longest_context(config, most, 2) is None
+    assert costs.longest_context(config, most - 1, 2) == 4
 
 
 def test_faster_contexts():
@@ -302,11 +302,11 @@ def test_faster_contexts():
     seen = set()
     for rows in (1, 16):
         seconds = {
-            model.name: [accounting.decode_seconds(model, machine, rows, tokens) for tokens in range(1, 301)]
+            model.name: [costs.decode_seconds(model, machine, rows, tokens) for tokens in range(1, 301)]
             for model in models
         }
         for model, other in product(models, models):
-            ranges = accounting.faster_contexts(model, other, machine, rows, longest=300)
+            ranges = costs.faster_contexts(model, other, machine, rows, longest=300)
             inside = {tokens for begin, end in ranges for tokens in range(begin, end + 1)}
             pairs = zip(seconds[model.name], seconds[other.name], strict=True)
             assert inside == {tokens for tokens, (ours, theirs) in enumerate(pairs, 1) if ours < theirs}
@@ -329,10 +329,10 @@ def test_configurations_that_are_found(tmp_path, monkeypatch):
     refs = folder.parents[1] / "refs"
     refs.mkdir()
     (refs / "main").write_text("0123")
-    monkeypatch.setattr("modeling_gqa.reporting.configurations.hf_hub_download", lambda name, file: folder / file)
+    monkeypatch.setattr("modeling_gqa.costs.configurations.hf_hub_download", lambda name, file: folder / file)
     for source in (str(folder), str(folder / "config.json"), "org/name"):
         model, dtype = find_model(source)
-        assert accounting.count_parameters(model) == PARAMETERS["llama-3-8b"]
+        assert costs.count_parameters(model) == PARAMETERS["llama-3-8b"]
         assert dtype == torch.bfloat16
     assert model.name == "org/name"
 
@@ -347,11 +347,11 @@ def test_configurations_that_are_refused(tmp_path):
     }.items():
         path = tmp_path / "config.json"
         path.write_text(content)
-        with pytest.raises(ConversionError, match=said):
+        with pytest.raises(UserError, match=said):
             find_model(str(path))
-    with pytest.raises(ConversionError, match=r"has no config\.json"):
+    with pytest.raises(UserError, match=r"has no config\.json"):
         find_model(str(Path(__file__).parent))
-    with pytest.raises(ConversionError, match="did you mean llama-3-8b"):
+    with pytest.raises(UserError, match="did you mean llama-3-8b"):
         find_model("llama-3-8")
 
 
@@ -360,9 +360,9 @@ def test_changed():
     model = changed(find_model("llama-3-8b")[0], {"attention_kind": "mla"})
     assert (model.config.kv_lora_rank, model.config.qk_rope_head_dim) == (512, 64)
     assert model.name == "llama-3-8b, mla"
-    with pytest.raises(ConversionError, match="not divisible"):
+    with pytest.raises(UserError, match="not divisible"):
         changed(model, {"attention_kind": "gqa", "num_key_value_heads": 7})
-    with pytest.raises(ConversionError, match="experts have sizes of their own"):
+    with pytest.raises(UserError, match="experts have sizes of their own"):
         changed(find_model("deepseek-v3")[0], {"hidden_size": 64})
 
 

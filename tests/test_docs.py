@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from run_page import find_blocks
 
-from modeling_gqa.accounting import kernels
 from modeling_gqa.common.errors import listed
+from modeling_gqa.costs import kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-PACKAGES = ("modeling_gqa", "modeling_gqa.accounting", "modeling_gqa.conversion")
+PACKAGES = ("modeling_gqa", "modeling_gqa.costs", "modeling_gqa.conversion")
 BLOCK = re.compile(r"^( *)```python([^\n]*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 
 

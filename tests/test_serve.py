@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub.errors import CacheNotFound
-from modeling_gqa.training.text.tokenizer import CHAT_TEMPLATE
 from openai import NotFoundError
 from served import serving
 from small_models import MODELS, SIZES, make_model
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.command_line.serving import served_models
+from modeling_gqa.data.tokenizer import CHAT_TEMPLATE
 
 COMMAND = [sys.executable, "-m", "modeling_gqa.command_line"]
 BATCHING = ["--continuous-batching", "--cb-num-blocks", "32", "--cb-max-batch-tokens", "64"]

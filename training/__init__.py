@@ -1,7 +1,7 @@
 """Pretraining and uptraining.
 
 From a checkout: `python -m training.pretrain RECIPE`. Installed, this folder is `modeling_gqa.training`, and the same
-command is `modeling-gqa pretrain RECIPE` or `python -m modeling_gqa.training.pretrain RECIPE`.
+command is `modeling-gqa pretrain RECIPE` or `python -m modeling_gqa.scripts.pretrain RECIPE`.
 """
 
 import os

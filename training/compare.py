@@ -3,12 +3,12 @@
     python -m training.compare compare-quick [--option value ...]
     modeling-gqa compare compare-tiny --seeds 5 --output-dir runs/kinds
 
-The first command is for a checkout; installed, the module is `modeling_gqa.training.compare`. Every field of
+The first command is for a checkout; installed, the module is `modeling_gqa.scripts.compare`. Every field of
 `CompareRecipe` can be set in a recipe's YAML file (`seeds: 3`) and on the command line (`--seeds 3`). The same command
 goes on where it was stopped. Launched several times, on machines that share the folder too, it divides the runs.
 """
 
-from .console import main
+from modeling_gqa.training.console import main
 
 
 def compare(argv: list[str], prog: str | None = None) -> None:
@@ -19,26 +19,26 @@ def compare(argv: list[str], prog: str | None = None) -> None:
         prog: how the script was started, for help and errors.
 
     Raises:
-        RecipeError: an error that the user can correct.
+        UserError: an error that the user can correct.
 
     Example:
         ```python no-run
         # Trains for an hour.
-        from modeling_gqa.training.compare import compare
+        from modeling_gqa.scripts.compare import compare
 
         compare(["compare-quick", "--seeds", "3", "--output-dir", "runs/kinds"])
         ```
     """
     # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
-    from .comparison.candidates import candidates_of, pretraining_of, sizes_table
-    from .comparison.folder import FREE, REPORT, write_outcome, write_tokenizer
-    from .comparison.plan import Comparison
-    from .comparison.recipe import CompareRecipe
-    from .comparison.words import MATCHED, planned
-    from .console import say
-    from .recipe.command_line import load_recipe
-    from .shared.folder import begin, finish, with_runs
-    from .shared.runs import Runs
+    from modeling_gqa.training.comparison.candidates import candidates_of, pretraining_of, sizes_table
+    from modeling_gqa.training.comparison.folder import FREE, REPORT, write_outcome, write_tokenizer
+    from modeling_gqa.training.comparison.plan import Comparison
+    from modeling_gqa.training.comparison.recipe import CompareRecipe
+    from modeling_gqa.training.comparison.words import MATCHED, planned
+    from modeling_gqa.training.console import say
+    from modeling_gqa.training.recipe.command_line import load_recipe
+    from modeling_gqa.training.shared.folder import begin, finish, with_runs
+    from modeling_gqa.training.shared.runs import Runs
 
     recipe, values = load_recipe(argv, CompareRecipe, prog)
     candidates, pretraining = candidates_of(recipe)

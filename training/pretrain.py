@@ -4,12 +4,12 @@
     torchrun --nproc_per_node 8 -m training.pretrain base-124m --preset base-124m-mla --gradient-accumulation-steps 2
     modeling-gqa pretrain tiny --preset tiny-mla --max-steps 600
 
-The first two commands are for a checkout; installed, the module is `modeling_gqa.training.pretrain`. Every field of
+The first two commands are for a checkout; installed, the module is `modeling_gqa.scripts.pretrain`. Every field of
 `Recipe` and of transformers' `TrainingArguments` can be set in a recipe's YAML file (`max_steps: 600`) and on the
 command line (`--max-steps 600`). `--help` shows them and ends with what a run writes, deletes and refuses.
 """
 
-from .console import main
+from modeling_gqa.training.console import main
 
 
 def pretrain(argv: list[str], prog: str | None = None) -> None:
@@ -20,12 +20,12 @@ def pretrain(argv: list[str], prog: str | None = None) -> None:
         prog: how the script was started, for help and errors.
 
     Raises:
-        RecipeError: an error that the user can correct.
+        UserError: an error that the user can correct.
 
     Example:
         ```python no-run
         # Trains for a minute.
-        from modeling_gqa.training.pretrain import pretrain
+        from modeling_gqa.scripts.pretrain import pretrain
 
         pretrain(["tiny", "--preset", "tiny-mla", "--max-steps", "100", "--output-dir", "runs/example"])
         ```
@@ -33,10 +33,10 @@ def pretrain(argv: list[str], prog: str | None = None) -> None:
     # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
     from transformers import AutoModelForCausalLM, set_seed
 
-    from .recipe.command_line import load_recipe
-    from .recipe.model import check_training, load_config, warn_of_weights
-    from .run import open_run, train
-    from .trainer.pretraining import PretrainTrainer
+    from modeling_gqa.training.recipe.command_line import load_recipe
+    from modeling_gqa.training.recipe.model import check_training, load_config, warn_of_weights
+    from modeling_gqa.training.run import open_run, train
+    from modeling_gqa.training.trainer.pretraining import PretrainTrainer
 
     recipe, values = load_recipe(argv, prog=prog)
     config = load_config(recipe)

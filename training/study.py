@@ -9,7 +9,7 @@ key/value heads (figures 6 and 3). The three share a folder, and what they train
 stopped.
 """
 
-from .console import main
+from modeling_gqa.training.console import main
 
 
 def study(argv: list[str], prog: str | None = None) -> None:
@@ -20,30 +20,30 @@ def study(argv: list[str], prog: str | None = None) -> None:
         prog: how the script was started, for help and errors.
 
     Raises:
-        RecipeError: an error that the user can correct.
+        UserError: an error that the user can correct.
 
     Example:
         ```python no-run
         # Needs a trained model, and trains for minutes.
-        from modeling_gqa.training.study import study
+        from modeling_gqa.scripts.study import study
 
         study(["uptraining", "study-quick", "--source", "runs/tiny-mha/final"])
         ```
     """
     # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
-    from .errors import RecipeError
-    from .recipe.command_line import load_recipe
-    from .shared.folder import begin, finish, with_runs
-    from .shared.runs import Runs
-    from .studies.recipe import STUDIES, StudyRecipe
-    from .studies.report import FREE, write_findings
-    from .studies.students import convert_students, open_study, values_of_runs
+    from modeling_gqa.common.errors import UserError
+    from modeling_gqa.training.recipe.command_line import load_recipe
+    from modeling_gqa.training.shared.folder import begin, finish, with_runs
+    from modeling_gqa.training.shared.runs import Runs
+    from modeling_gqa.training.studies.recipe import STUDIES, StudyRecipe
+    from modeling_gqa.training.studies.report import FREE, write_findings
+    from modeling_gqa.training.studies.students import convert_students, open_study, values_of_runs
 
     command = prog or "python -m training.study"
     if not argv or argv[0] not in STUDIES:
         shown = f", not {argv[0]}" if argv and not argv[0].startswith("-") else ""
         if "--help" not in argv and "-h" not in argv:
-            raise RecipeError(f"name a study first: {command} {{{','.join(STUDIES)}}} RECIPE{shown}")
+            raise UserError(f"name a study first: {command} {{{','.join(STUDIES)}}} RECIPE{shown}")
         argv = ["STUDY", *argv]
     name, *rest = argv
     recipe, values = load_recipe(rest, StudyRecipe, f"{command} {name}")

@@ -11,7 +11,7 @@ teacher's predictions and on the next-token loss. Without a teacher it is the up
 result are as in pretraining.
 """
 
-from .console import main
+from modeling_gqa.training.console import main
 
 
 def uptrain(argv: list[str], prog: str | None = None) -> None:
@@ -22,12 +22,12 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
         prog: how the script was started, for help and errors.
 
     Raises:
-        RecipeError: an error that the user can correct.
+        UserError: an error that the user can correct.
 
     Example:
         ```python no-run
         # Needs a converted model and its source, and trains for minutes.
-        from modeling_gqa.training.uptrain import uptrain
+        from modeling_gqa.scripts.uptrain import uptrain
 
         uptrain(["uptrain-tiny", "--student", "runs/converted", "--max-steps", "100"])
         ```
@@ -35,12 +35,12 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
     # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
     from transformers import set_seed
 
-    from .pair import check_tokenizers, load_pair
-    from .recipe.command_line import load_recipe
-    from .recipe.model import check_length, check_training
-    from .recipe.uptraining import UptrainRecipe
-    from .run import open_run, train
-    from .trainer.uptraining import UptrainTrainer
+    from modeling_gqa.training.recipe.command_line import load_recipe
+    from modeling_gqa.training.recipe.model import check_length, check_training
+    from modeling_gqa.training.recipe.uptraining import UptrainRecipe
+    from modeling_gqa.training.run import open_run, train
+    from modeling_gqa.training.teacher_student import check_tokenizers, load_pair
+    from modeling_gqa.training.trainer.uptraining import UptrainTrainer
 
     recipe, values = load_recipe(argv, UptrainRecipe, prog)
     student, teacher = load_pair(recipe)

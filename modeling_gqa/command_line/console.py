@@ -15,9 +15,9 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBars
 from safetensors import SafetensorError
 
-from ..common.errors import ConversionError
+from ..common.errors import UserError
 from ..common.progress import Progress, ShowProgress, followed, progress_lines
-from ..conversion.kept import layers_folder
+from ..conversion.layer_store import layers_folder
 
 # Paths may hold brackets and colons, so markup and emoji are off.
 out = Console(soft_wrap=False, markup=False, emoji=False)
@@ -45,7 +45,7 @@ def user_errors(target: Path | None = None) -> Iterator[None]:
 
     try:
         yield
-    except (ConversionError, StrictDataclassError, SafetensorError) as error:
+    except (UserError, StrictDataclassError, SafetensorError) as error:
         # A field's own check is the cause of what the configuration class raises.
         stop(str(error.__cause__ if isinstance(error, StrictDataclassError) else error))
     except OSError as error:

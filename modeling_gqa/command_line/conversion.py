@@ -7,15 +7,15 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from ..conversion.checkpoints.exporting import export_checkpoint
-from ..conversion.checkpoints.gguf import is_gguf
-from ..conversion.checkpoints.importing import import_checkpoint
+from ..checkpoints.exporting import export_checkpoint
+from ..checkpoints.gguf import is_gguf
+from ..checkpoints.importing import import_checkpoint
+from ..common.results import to_json
+from ..common.tables import Table, cached, share
 from ..conversion.command.inspection import inspect_checkpoint
 from ..conversion.command.job import Job
 from ..conversion.command.options import IGNORE_FIELD, Source, Target, with_options
 from ..conversion.command.report import Report, describe_cost, layers_table, runs, summary, warning
-from ..reporting.results import to_json
-from ..reporting.tables import Table, cached, share
 from .console import err, out, printable, progress_bars, saved, user_errors
 
 FORCE = (

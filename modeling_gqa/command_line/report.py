@@ -9,16 +9,16 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from ..accounting import Machine, Model, report
 from ..common.device import usable_device
-from ..common.errors import ConversionError
+from ..common.errors import UserError
+from ..common.pictures import check_picture, plot_costs, save
+from ..common.results import to_json
+from ..common.tables import Table
 from ..conversion.command.options import Kind
-from ..reporting.configurations import PRESETS, changed, find_model
-from ..reporting.costs import Costs, compare
-from ..reporting.measuring import measure_decoding, measure_machine
-from ..reporting.pictures import check_picture, plot_costs, save
-from ..reporting.results import to_json
-from ..reporting.tables import Table
+from ..costs import Machine, Model, report
+from ..costs.comparison import Costs, compare
+from ..costs.configurations import PRESETS, changed, find_model
+from ..costs.measuring import measure_decoding, measure_machine
 from .console import out, printable, progress_bars, user_errors
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -128,7 +128,7 @@ def report_(
         models, named = find_models(configs or [], {name: value for name, value in sizes.items() if value is not None})
         precision = getattr(torch, dtype) if dtype != "auto" else named or torch.bfloat16
         if device and not measure:
-            raise ConversionError("--device says what --measure measures: give both, or neither")
+            raise UserError("--device says what --measure measures: give both, or neither")
         where = usable_device(device) if measure else ""
         check_positive({"--memory": memory, "--bandwidth": bandwidth, "--rate": rate})
         machine = find_machine(bandwidth, rate, measure, where, precision)
@@ -169,20 +169,20 @@ def find_models(sources: list[str], sizes: dict[str, Any]) -> tuple[list[Model],
 
 
 def check_positive(options: dict[str, float | None]) -> None:
-    """Raise `ConversionError` for an option that is not more than 0, or larger than any machine."""
+    """Raise `UserError` for an option that is not more than 0, or larger than any machine."""
     for name, value in options.items():
         if value is not None and not 0 < value <= MOST:
-            raise ConversionError(f"{name} {value:g} must be more than 0, and at most {MOST:g}")
+            raise UserError(f"{name} {value:g} must be more than 0, and at most {MOST:g}")
 
 
 def find_machine(
     bandwidth: float | None, rate: float | None, measure: bool, device: str, dtype: torch.dtype
 ) -> Machine | None:
-    """Return the machine that the options describe, or this one; raises `ConversionError` for half of a description."""
+    """Return the machine that the options describe, or this one; raises `UserError` for half of a description."""
     if measure:
         if bandwidth or rate:
-            raise ConversionError("--measure measures bandwidth and rate: leave out --bandwidth and --rate")
+            raise UserError("--measure measures bandwidth and rate: leave out --bandwidth and --rate")
         return measure_machine(device, dtype)
     if (bandwidth is None) != (rate is None):
-        raise ConversionError("a bound needs both --bandwidth and --rate")
+        raise UserError("a bound needs both --bandwidth and --rate")
     return Machine(bandwidth * GB, rate * TERA) if bandwidth and rate else None

@@ -61,7 +61,7 @@ def served_models(manager: Any) -> Any:
     from fastapi import HTTPException
     from huggingface_hub.errors import CacheNotFound
 
-    from ..common.errors import ConversionError
+    from ..common.errors import UserError
     from ..common.files import refuse_mistyped
 
     started = int(time.time())
@@ -70,7 +70,7 @@ def served_models(manager: Any) -> Any:
         def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
             try:
                 refuse_mistyped(model_id_and_revision.split("@", 1)[0])
-            except ConversionError as error:
+            except UserError as error:
                 raise HTTPException(404, str(error)) from None
             return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
 

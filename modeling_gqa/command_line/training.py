@@ -20,10 +20,10 @@ def run_script(name: str, arguments: list[str]) -> None:
     from ..training.console import main
 
     def script(argv: list[str]) -> None:
-        from ..training.compare import compare
-        from ..training.pretrain import pretrain
-        from ..training.study import study
-        from ..training.uptrain import uptrain
+        from ..scripts.compare import compare
+        from ..scripts.pretrain import pretrain
+        from ..scripts.study import study
+        from ..scripts.uptrain import uptrain
 
         scripts = {"pretrain": pretrain, "uptrain": uptrain, "compare": compare, "study": study}
         scripts[name](argv, f"modeling-gqa {name}")

@@ -11,22 +11,31 @@ LONGEST_LINE = 400  # characters
 INSTALL = "pip install '.{extras}' in a checkout of modeling_gqa"
 
 
-class ConversionError(ValueError):
-    """Raised for a checkpoint, text, field or size that cannot be read, imported, exported or converted.
+class UserError(ValueError):
+    """Raised for what a user can correct: a file, text, field, size, recipe or option.
 
-    Its message is one line that says what is wrong and what to do.
+    The commands print its message in one line, without a traceback.
+
+    Args:
+        message: says what is wrong and what to do; line breaks become spaces.
 
     Example:
         ```python
         from modeling_gqa import GQAConfig
-        from modeling_gqa.conversion import ConversionError, target_config
+        from modeling_gqa.common.errors import UserError
+        from modeling_gqa.conversion import target_config
 
         try:
             target_config(GQAConfig(num_attention_heads=8), "gqa", num_key_value_heads=3)
-        except ConversionError as error:
+        except UserError as error:
             print(error)  # num_key_value_heads=3 does not divide the 8 query heads: choose one of 1, 2, 4, 8
         ```
     """
+
+    exit_code = 1
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(" ".join(str(message).split()))
 
 
 def install_extra(extra: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
-from .errors import ConversionError, one_line
+from .errors import UserError, one_line
 
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 NEARLY = 0.75  # share of characters in common, as difflib counts, at which a name is taken for another one mistyped
@@ -18,7 +18,7 @@ CONFIGURATION = next((folder for folder in _PLACES if folder.is_dir()), _PLACES[
 
 
 def refuse_mistyped(source: str | Path, names: Iterable[str] = ()) -> None:
-    """Raise `ConversionError` where there is nothing at `source` and it looks like a path: the Hub is not asked for it.
+    """Raise `UserError` where there is nothing at `source` and it looks like a path: the Hub is not asked for it.
 
     It looks like one if it cannot be a name on the Hub, if the folder before its last slash exists, or if a folder here
     or one of `names` is spelled nearly like it. A name whose model lies in the Hub's cache is none.
@@ -34,14 +34,12 @@ def refuse_mistyped(source: str | Path, names: Iterable[str] = ()) -> None:
     hint = f" (did you mean {near}?)" if near else ""
     give = "give the folder of a checkpoint, or a model's name on the Hub"
     if not HUB_NAME.fullmatch(str(source)):
-        raise ConversionError(f"{source} does not exist{hint}: {give}")
+        raise UserError(f"{source} does not exist{hint}: {give}")
     nearly = difflib.SequenceMatcher(None, str(source).lower(), near.lower()).ratio() >= NEARLY
     if not nearly and (len(path.parts) == 1 or not path.parent.is_dir()):
         return
     if not isinstance(try_to_load_from_cache(str(source), "config.json"), str):
-        raise ConversionError(
-            f"{source} does not exist{hint}: {give}; if it is one, fetch it first: hf download {source}"
-        )
+        raise UserError(f"{source} does not exist{hint}: {give}; if it is one, fetch it first: hf download {source}")
 
 
 def nearest(path: Path) -> Path | None:
@@ -64,7 +62,7 @@ def nearest(path: Path) -> Path | None:
 
 
 def within(folder: Path, path: Path) -> Path:
-    """Return `path`, which a checkpoint in `folder` names; raises `ConversionError` where it leads out of the folder.
+    """Return `path`, which a checkpoint in `folder` names; raises `UserError` where it leads out of the folder.
 
     Otherwise the author of a checkpoint could make this package read any of the user's files. Links into the blobs of a
     Hub cache are followed.
@@ -72,10 +70,10 @@ def within(folder: Path, path: Path) -> Path:
     try:
         home, real = folder.resolve(), path.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, and strings that are no path
-        raise ConversionError(f"{path} cannot be read: {one_line(error)}") from error
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
     blobs = home.parents[1] / "blobs" if home.parent.name == "snapshots" else home
     if not (real.is_relative_to(home) or real.is_relative_to(blobs)):
-        raise ConversionError(
+        raise UserError(
             f"{path} leads out of the checkpoint, to {real}: put the file itself into {folder} if you trust it"
         )
     return path

@@ -3,19 +3,19 @@
 import warnings
 from typing import Any
 
-from ..common.errors import ConversionError
+from ..checkpoints.checkpoint import load_source
+from ..checkpoints.exporting import export_checkpoint, export_config
+from ..checkpoints.families import import_config
+from ..checkpoints.importing import import_checkpoint
+from ..common.errors import UserError
 from .allocation import allocate
-from .checkpoints.checkpoint import load_source
-from .checkpoints.exporting import export_checkpoint, export_config
-from .checkpoints.families import import_config
-from .checkpoints.importing import import_checkpoint
 from .convert import METHODS, convert_model
+from .measuring import compare_predictions, layer_errors
 from .targets import target_config
-from .text.measuring import compare_predictions, layer_errors
 
 __all__ = [
     "METHODS",
-    "ConversionError",
+    "UserError",
     "allocate",
     "compare_predictions",
     "convert_model",

@@ -16,16 +16,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..accounting import cache_bytes_per_token
 from ..attention import Attention
-from ..common.errors import ConversionError
+from ..common.errors import UserError
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
+from ..costs import cache_bytes_per_token
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
+from .calibration import Batch, first_batches
 from .fitting import fit
 from .layers.latent import divided
+from .measuring import compare_states, predicted_positions, predicted_states
 from .placement import check_placement
 from .sequential import Setting, best_division, convert_layer, new_attention, read_latent_source
+from .streams import Streams, streams
 from .targets import (
     Fields,
     check_kind,
@@ -38,9 +41,6 @@ from .targets import (
     layer_head_dim,
     rotary_planes,
 )
-from .text.calibration import Batch, first_batches
-from .text.measuring import compare_states, predicted_positions, predicted_states
-from .text.streams import Streams, streams
 
 # Cache sizes that are considered for an MLA layer, as shares of its present one.
 SHARES = tuple(part / 48 for part in range(2, 37))
@@ -95,14 +95,14 @@ def allocate(
         progress: wraps the iteration over the layers.
 
     Raises:
-        ConversionError: the budget is too small, the kind has no sizes to choose, or the model is spread over devices.
+        UserError: the budget is too small, the kind has no sizes to choose, or the model is spread over devices.
 
     Example:
         ```python
         import torch
 
         from modeling_gqa import GQAConfig, GQAForCausalLM
-        from modeling_gqa.accounting import cache_bytes_per_token
+        from modeling_gqa.costs import cache_bytes_per_token
         from modeling_gqa.conversion import allocate
 
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -134,12 +134,12 @@ def smallest_target(
     """Return the smallest configuration that `allocate` could choose.
 
     Raises:
-        ConversionError: even this one is beyond the budget, or the kind has no sizes to choose.
+        UserError: even this one is beyond the budget, or the kind has no sizes to choose.
     """
     if attention_kind not in ("gqa", "mla"):
-        raise ConversionError(f"a budget chooses sizes of gqa or mla, and {attention_kind} has none to choose")
+        raise UserError(f"a budget chooses sizes of gqa or mla, and {attention_kind} has none to choose")
     if config.rope_parameters["rope_type"] == "longrope":
-        raise ConversionError("a budget makes layers differ, which a model with rope_type 'longrope' cannot have")
+        raise UserError("a budget makes layers differ, which a model with rope_type 'longrope' cannot have")
     fields = layer_fields(config)
     for index in chosen_layers(config, layers):
         check_kind(config.per_layer_config[index], index)
@@ -147,7 +147,7 @@ def smallest_target(
     target = configuration(config, fields)
     least = cache_bytes_per_token(target, dtype)
     if bytes_per_token < least:
-        raise ConversionError(
+        raise UserError(
             f"a budget of {bytes_per_token} bytes per token is too small: the least with {attention_kind} in these "
             f"layers is {least}, and the source takes {cache_bytes_per_token(config, dtype)}"
         )

@@ -10,24 +10,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..common.errors import ConversionError, did_you_mean
+from ..common.errors import UserError, did_you_mean
 from ..common.progress import ShowProgress, no_progress
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 from ..modeling_gqa import GQAForCausalLM
-from .kept import Kept
+from .calibration import Batch, scratch
+from .layer_store import Kept
 from .placement import check_placement
 from .search import Search
 from .sequential import NewLayer, Setting
-from .targets import (
-    BOOKKEEPING_FIELDS,
-    Fields,
-    check_ours,
-    layer_fields,
-    layer_frequencies,
-    lossy_layers,
-)
-from .text.calibration import Batch, scratch
+from .targets import BOOKKEEPING_FIELDS, Fields, check_ours, layer_fields, layer_frequencies, lossy_layers
 
 # "auto" compares settings on at most this number of tokens, on which two settings differ by more than two texts.
 SELECTION_TOKENS = 16384
@@ -91,7 +84,7 @@ def convert_model(
         that name in `conversion.json`.
 
     Raises:
-        ConversionError: this cannot be converted, and why.
+        UserError: this cannot be converted, and why.
 
     Example:
         ```python
@@ -135,17 +128,17 @@ def convert_model(
 
 
 def check_source(model: GQAForCausalLM, target: GQAConfig, method: str) -> None:
-    """Raise `ConversionError` for another model than this package's, one that is spread, and unknown methods."""
+    """Raise `UserError` for another model than this package's, one that is spread, and unknown methods."""
     check_ours(model.config)
     check_placement(model)
     if method not in METHODS:
         near = did_you_mean(str(method), METHODS)
-        raise ConversionError(f"method={method!r} is unknown{near}: choose one of {', '.join(METHODS)}")
+        raise UserError(f"method={method!r} is unknown{near}: choose one of {', '.join(METHODS)}")
     check_same_model(model.config, target)
 
 
 def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
-    """Raise `ConversionError` where two configurations differ in more than their attention."""
+    """Raise `UserError` where two configurations differ in more than their attention."""
     skipped = BOOKKEEPING_FIELDS | set(PER_LAYER_FIELDS)
     ours, theirs = (
         {name: value for name, value in c.to_dict().items() if name not in skipped} for c in (source, target)
@@ -154,7 +147,7 @@ def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
         values["rope_parameters"] = {k: v for k, v in values["rope_parameters"].items() if k != "partial_rotary_factor"}
     for name in sorted(ours.keys() | theirs.keys()):
         if ours.get(name) != theirs.get(name):
-            raise ConversionError(
+            raise UserError(
                 f"the target's {name}={theirs.get(name)!r} differs from the source's {ours.get(name)!r}: a conversion "
                 "changes the attention alone; build the target with `target_config`"
             )
@@ -164,16 +157,16 @@ def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
             names += ["head_dim"]
         for name in names:
             if getattr(before, name) != getattr(after, name):
-                raise ConversionError(
+                raise UserError(
                     f"layer {index}: the target's {name}={getattr(after, name)!r} differs from the source's "
                     f"{getattr(before, name)!r}: build the target with `target_config`"
                 )
         if "head_dim" in names and layer_frequencies(before) != layer_frequencies(after):
-            raise ConversionError(f"layer {index}: the target rotates with other frequencies than the source")
+            raise UserError(f"layer {index}: the target rotates with other frequencies than the source")
 
 
 def check_method(method: str, to_mla: set[bool], refit: bool | None, refine: int | None, calibrated: bool) -> None:
-    """Raise `ConversionError` for a method that does not suit the layers that change with loss.
+    """Raise `UserError` for a method that does not suit the layers that change with loss.
 
     Args:
         method, refit, refine: as for `convert_model`.
@@ -181,11 +174,11 @@ def check_method(method: str, to_mla: set[bool], refit: bool | None, refine: int
         calibrated: whether there is text to calibrate on.
     """
     for name in [name for name, value in (("refit", refit), ("refine", refine)) if value and to_mla and not calibrated]:
-        raise ConversionError(f"{name} needs calibration text")
+        raise UserError(f"{name} needs calibration text")
     if refine is not None and refine < 0:
-        raise ConversionError(f"refine={refine} must not be negative")
+        raise UserError(f"refine={refine} must not be negative")
     if to_mla == {True} and method not in ("auto", "lowrank"):
-        raise ConversionError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
+        raise UserError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
 
 
 def first_setting(
@@ -227,9 +220,7 @@ def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
             for row in range(len(batch["input_ids"]))
         ]
     if len(batches) < 4:
-        raise ConversionError(
-            f"{len(batches)} rows of text are too few for auto to choose by: give 4, or name a method"
-        )
+        raise UserError(f"{len(batches)} rows of text are too few for auto to choose by: give 4, or name a method")
     held_out = len(batches) // 4
     while held_out > 1 and sum(batch["input_ids"].numel() for batch in batches[-held_out:]) > SELECTION_TOKENS:
         held_out -= 1

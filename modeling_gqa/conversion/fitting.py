@@ -12,11 +12,11 @@ import torch
 from ..attention import Attention
 from ..common.progress import Progress
 from ..modeling_gqa import GQAForCausalLM
+from .calibration import Batch, evaluating
 from .layers.refine import Example
 from .layers.refit import RIDGES, Regression
+from .streams import Passage, Streams, held_out, streams
 from .targets import changed_layers
-from .text.calibration import Batch, evaluating
-from .text.streams import Passage, Streams, held_out, streams
 
 STEP_TOKENS = 1024  # of a gradient step
 LEAST_POWER = 0.01  # of a token's states that an error is compared with, as a share of the median

@@ -8,12 +8,12 @@ import torch
 from ..common.progress import ShowProgress, no_progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
-from .kept import Kept
+from .calibration import Batch, evaluating, first_batches
+from .layer_store import Kept
 from .layers.latent import ALPHAS
+from .measuring import compare_predictions, predicted_states
 from .sequential import NewLayer, Setting, assemble, convert_layers
 from .targets import Fields, configuration
-from .text.calibration import Batch, evaluating, first_batches
-from .text.measuring import compare_predictions, predicted_states
 
 # Tokens that a setting is tried on where trials are made without gradient steps.
 CANDIDATE_TOKENS = 16384

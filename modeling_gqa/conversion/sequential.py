@@ -16,10 +16,11 @@ import torch
 from transformers.initialization import no_init_weights
 
 from ..attention import Attention
-from ..common.errors import ConversionError
+from ..common.errors import UserError
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
+from .calibration import Batch
 from .fitting import examples, fit, steps
 from .layers.grouping import contiguous, merge_heads, regrouped
 from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
@@ -27,9 +28,8 @@ from .layers.latent import ALPHAS, divided, to_latent
 from .layers.moments import Moments, Statistics, blank_statistics, compute_moments
 from .layers.normed import latent_source
 from .layers.refine import LEARNING_RATES, refine
+from .streams import Streams, streams
 from .targets import Fields, changed_layers, configuration, is_exact, latent_fields, layer_fields
-from .text.calibration import Batch
-from .text.streams import Streams, streams
 
 State = dict[str, torch.Tensor]
 LatentSource = tuple[Heads, Moments]
@@ -277,7 +277,7 @@ def new_attention(model: GQAForCausalLM, index: int, new: NewLayer) -> Attention
 
 @contextmanager
 def living_layer(index: int) -> Iterator[State]:
-    """Raise `ConversionError` for a layer whose projections are zero, as pruned and grown models have them.
+    """Raise `UserError` for a layer whose projections are zero, as pruned and grown models have them.
 
     Such a layer has no direction in which its keys, values or outputs vary, so there is none to keep. Yields a dict, to
     be filled with the layer's new parameters.
@@ -287,9 +287,9 @@ def living_layer(index: int) -> Iterator[State]:
     try:
         yield state
     except torch.linalg.LinAlgError as error:
-        raise ConversionError(dead) from error
+        raise UserError(dead) from error
     if not all(tensor.isfinite().all() for tensor in state.values()):
-        raise ConversionError(dead)
+        raise UserError(dead)
 
 
 def fewer_heads(
@@ -325,10 +325,10 @@ def rotation(fields: Fields) -> Fields:
 
 
 def refuse_other_sizes(index: int, wanted: Fields, found: Fields) -> None:
-    """Raise `ConversionError` where a head has another size than the target says."""
+    """Raise `UserError` where a head has another size than the target says."""
     for name in ("qk_nope_head_dim", "v_head_dim", "head_dim"):
         if name in found and wanted[name] != found[name]:
-            raise ConversionError(
+            raise UserError(
                 f"layer {index}: {name}={wanted[name]} of the target cannot be had: this source's heads make it "
                 f"{found[name]}; build the target with `target_config`"
             )

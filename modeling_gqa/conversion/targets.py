@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 
 from ..attention import GroupedAttention
 from ..attention_latent import LatentAttention
-from ..common.errors import ConversionError, did_you_mean, one_line
+from ..common.errors import UserError, did_you_mean, one_line
 from ..configuration_checks import NORMED_FIELDS
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
@@ -39,7 +39,7 @@ def configuration(config: GQAConfig, layers: list[Fields]) -> GQAConfig:
     The values that most layers share become global fields; layers that differ stand in `per_layer_config`.
 
     Raises:
-        ConversionError: these layers cannot be one model.
+        UserError: these layers cannot be one model.
     """
     rope = dict(config.rope_parameters)
     if any(layer["attention_kind"] == "mla" for layer in layers) and rope.pop("partial_rotary_factor", 1.0) != 1.0:
@@ -59,7 +59,7 @@ def configuration(config: GQAConfig, layers: list[Fields]) -> GQAConfig:
     try:
         return GQAConfig.from_dict({**values, **({"per_layer_config": differing} if differing else {})})
     except (StrictDataclassError, ValueError) as error:
-        raise ConversionError(one_line(error)) from error
+        raise UserError(one_line(error)) from error
 
 
 def target_config(
@@ -87,7 +87,7 @@ def target_config(
             `convert_model(share_cache=True)` can find better shares.
 
     Raises:
-        ConversionError: a size is missing, superfluous or impossible.
+        UserError: a size is missing, superfluous or impossible.
 
     Example:
         ```python
@@ -102,19 +102,19 @@ def target_config(
     check_ours(config)
     if attention_kind not in KNOWN_KINDS:
         near, known = did_you_mean(str(attention_kind), KNOWN_KINDS), ", ".join(KNOWN_KINDS)
-        raise ConversionError(f"attention_kind={attention_kind!r} is unknown{near}: choose one of {known}")
+        raise UserError(f"attention_kind={attention_kind!r} is unknown{near}: choose one of {known}")
     fields = layer_fields(config)
     chosen = chosen_layers(config, layers)
     sizes = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim, "cache_size": cache_size}
     given = {name: value for name, value in sizes.items() if value is not None}
     for name, size in {**sizes, "num_key_value_heads": num_key_value_heads}.items():
         if size is not None and size <= 0:
-            raise ConversionError(f"{name}={size} must be positive")
+            raise UserError(f"{name}={size} must be positive")
     if attention_kind != "mla" and given:
         name, value = next(iter(given.items()))
-        raise ConversionError(f"{name}={value} belongs to MLA, and the target is {attention_kind}")
+        raise UserError(f"{name}={value} belongs to MLA, and the target is {attention_kind}")
     if attention_kind == "mla" and num_key_value_heads is not None:
-        raise ConversionError(f"num_key_value_heads={num_key_value_heads} belongs to GQA, and the target is mla")
+        raise UserError(f"num_key_value_heads={num_key_value_heads} belongs to GQA, and the target is mla")
     for index in chosen:
         check_kind(config.per_layer_config[index], index)
         if attention_kind == "mla":
@@ -125,19 +125,19 @@ def target_config(
 
 
 def check_ours(config: PreTrainedConfig) -> None:
-    """Raise `ConversionError` for a configuration of another class than `GQAConfig`."""
+    """Raise `UserError` for a configuration of another class than `GQAConfig`."""
     if config.model_type != GQAConfig.model_type:
-        raise ConversionError(
+        raise UserError(
             f"this is a {config.model_type} model: import it first, with `load_source` or `modeling-gqa import`"
         )
 
 
 def chosen_layers(config: GQAConfig, layers: Sequence[int] | None) -> list[int]:
-    """Return the indices in `layers` sorted and each once, or all for `None`; raises `ConversionError` out of range."""
+    """Return the indices in `layers` sorted and each once, or all for `None`; raises `UserError` out of range."""
     number = config.num_hidden_layers
     for index in layers or ():
         if not 0 <= index < number:
-            raise ConversionError(f"layers has {index}, but the model's {number} layers are 0 to {number - 1}")
+            raise UserError(f"layers has {index}, but the model's {number} layers are 0 to {number - 1}")
     return list(range(number)) if layers is None else sorted(set(layers))
 
 
@@ -147,14 +147,12 @@ def grouped_fields(config: GQAConfig, index: int, kind: str, key_value_heads: in
     heads = layer.num_attention_heads
     fixed = {"mha": heads, "mqa": 1}.get(kind, key_value_heads)
     if fixed is None:
-        raise ConversionError("num_key_value_heads must be given for gqa")
+        raise UserError("num_key_value_heads must be given for gqa")
     if key_value_heads not in (None, fixed):
-        raise ConversionError(
-            f"num_key_value_heads={key_value_heads} contradicts {kind}, which has {fixed}: leave it out"
-        )
+        raise UserError(f"num_key_value_heads={key_value_heads} contradicts {kind}, which has {fixed}: leave it out")
     if heads % fixed:
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise ConversionError(
+        raise UserError(
             f"num_key_value_heads={fixed} does not divide the {heads} query heads: choose one of {divisors}"
         )
     fields: Fields = {"attention_kind": kind, "num_key_value_heads": fixed}
@@ -178,7 +176,7 @@ def latent_fields(
     """
     layer = config.per_layer_config[index]
     if layer.rope_parameters["rope_type"] == "proportional":
-        raise ConversionError("rope_type 'proportional' spreads its frequencies by the head's size, which MLA changes")
+        raise UserError("rope_type 'proportional' spreads its frequencies by the head's size, which MLA changes")
     present = (layer.kv_lora_rank, layer.qk_rope_head_dim)
     if layer.attention_kind == "mla" and (kv_lora_rank, qk_rope_head_dim) == present:
         return {}
@@ -221,30 +219,28 @@ def latent_sizes(
     rank, rope = kv_lora_rank, qk_rope_head_dim
     if cache_size is not None:
         if rank is not None or rope is not None:
-            raise ConversionError(f"cache_size={cache_size} and the sizes it is made of are both given: leave one out")
+            raise UserError(f"cache_size={cache_size} and the sizes it is made of are both given: leave one out")
         if cache_size < 3:
-            raise ConversionError(
-                f"cache_size={cache_size} leaves no room for a latent and a rotary key: 3 is the least"
-            )
+            raise UserError(f"cache_size={cache_size} leaves no room for a latent and a rotary key: 3 is the least")
         rope = min(cache_size // 4 * 2 or 2, most)
         rank = cache_size - rope
     elif rank is None and key_heads == 1 and layer.attention_kind != "mla":
         rope = 2 * planes if rope is None else rope
         rank = 2 * (head_dim - planes)
     if rank is None:
-        raise ConversionError("mla needs kv_lora_rank (and qk_rope_head_dim), or cache_size")
+        raise UserError("mla needs kv_lora_rank (and qk_rope_head_dim), or cache_size")
     rope = min(max(rank // 2 * 2, 2), most) if rope is None else rope
     sizes = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim, "cache_size": cache_size}
     given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
     largest = max(layer.hidden_size, 2 * key_heads * head_dim)
     if given and rank > largest:
         at_most = largest + (rope if cache_size is not None else 0)
-        raise ConversionError(
+        raise UserError(
             f"{' and '.join(given)}: a latent of {rank} is larger than layer {index}'s input, and than all its "
             f"keys and values: choose at most {at_most}"
         )
     if rope % 2 or rope > most:
-        raise ConversionError(
+        raise UserError(
             f"qk_rope_head_dim={rope} must be even and at most {most}, the rotary dimensions of layer "
             f"{index}'s {key_heads} key/value heads"
         )
@@ -292,17 +288,17 @@ def lossy_layers(source: GQAConfig, target: GQAConfig) -> list[int]:
     """Return the indices of the changed layers that cannot keep their function.
 
     Raises:
-        ConversionError: nothing changes, or a layer cannot be converted at all.
+        UserError: nothing changes, or a layer cannot be converted at all.
     """
     changed = changed_layers(source, target)
     if not changed:
-        raise ConversionError("the target's attention is the source's: there is nothing to convert")
+        raise UserError("the target's attention is the source's: there is nothing to convert")
     for index in changed:
         check_linear(source.per_layer_config[index], index)
     lossy = [index for index in changed if not is_exact(source, target, index)]
     to_mla = [index for index in lossy if target.per_layer_config[index].attention_kind == "mla"]
     if to_mla and source.rope_parameters["rope_type"] == "longrope" and source.num_hidden_layers > 1:
-        raise ConversionError(
+        raise UserError(
             "rope_type 'longrope' lists a factor per rotary dimension, and in MLA each layer keeps other frequencies: "
             "convert this model to fewer key/value heads instead"
         )
@@ -341,32 +337,32 @@ def latent_input(layer: GQAConfig) -> int:
 
 
 def check_kind(layer: GQAConfig, index: int) -> None:
-    """Raise `ConversionError` for a layer of a kind that is not in `KNOWN_KINDS`."""
+    """Raise `UserError` for a layer of a kind that is not in `KNOWN_KINDS`."""
     if layer.attention_kind not in KNOWN_KINDS:
-        raise ConversionError(
+        raise UserError(
             f"layer {index} has attention_kind={layer.attention_kind!r}, which conversions do not know: they know "
             f"{', '.join(KNOWN_KINDS)}"
         )
 
 
 def check_before_norms(layer: GQAConfig, index: int) -> None:
-    """Raise `ConversionError` for MLA with qk_norm, which is a result of conversions and not a source."""
+    """Raise `UserError` for MLA with qk_norm, which is a result of conversions and not a source."""
     if layer.attention_kind == "mla" and layer.qk_norm:
-        raise ConversionError(
+        raise UserError(
             f"layer {index} is MLA with an RMSNorm on each head (qk_norm=True), with which no conversion begins: "
             "convert the model that it was made from"
         )
 
 
 def check_linear(layer: GQAConfig, index: int) -> None:
-    """Raise `ConversionError` for a layer that `read_heads` cannot read.
+    """Raise `UserError` for a layer that `read_heads` cannot read.
 
     It reads the kinds in `KNOWN_KINDS`, where keys and values are a linear function of the layer's input.
     """
     check_kind(layer, index)
     check_before_norms(layer, index)
     if layer.attention_kind == "mla" and layer.latent_norm:
-        raise ConversionError(
+        raise UserError(
             f"layer {index} is MLA with an RMSNorm on its latent (latent_norm=True): keys and values are no linear "
             "function of the layer's input, so no other kind of attention equals it"
         )

@@ -10,7 +10,7 @@ import torch
 from small_models import make_batch, make_model
 
 from modeling_gqa.conversion.layers.moments import LOOKED_SHARE, Statistics
-from modeling_gqa.conversion.text.streams import collect
+from modeling_gqa.conversion.streams import collect
 
 BIASES = {"query_bias": True, "key_value_bias": True, "output_bias": False}  # Qwen2's
 PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.6}  # 4 planes and 6 more dimensions

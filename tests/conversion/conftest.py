@@ -2,8 +2,7 @@
 
 import pytest
 
-from modeling_gqa.conversion import convert_model
-from modeling_gqa.conversion.text import streams
+from modeling_gqa.conversion import convert_model, streams
 
 
 @pytest.fixture

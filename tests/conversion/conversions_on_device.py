@@ -11,14 +11,14 @@ import torch
 from attention_oracle import CALIBRATION, random_model
 
 from modeling_gqa.conversion import (
-    ConversionError,
+    UserError,
     allocate,
+    calibration,
     compare_predictions,
     convert_model,
     layer_errors,
     target_config,
 )
-from modeling_gqa.conversion.text import calibration
 
 CASES: list[tuple[str, dict, dict, dict]] = [
     ("gqa", {}, {"attention_kind": "mqa"}, {"method": "lowrank", "refit": True}),
@@ -65,7 +65,7 @@ def spread(device: str) -> None:
         lambda: layer_errors(model, whole, CALIBRATION),
     )
     for call in calls:
-        with pytest.raises(ConversionError, match=rf"on several devices \(cpu, {device}:0\)"):
+        with pytest.raises(UserError, match=rf"on several devices \(cpu, {device}:0\)"):
             call()
 
 

@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.conversion.checkpoints.families import import_config
+from modeling_gqa.checkpoints.families import import_config
 
 # Sizes whose products differ, so that a mistaken transpose or reshape cannot fit.
 SIZES = {

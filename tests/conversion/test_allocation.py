@@ -10,8 +10,7 @@ from attention_oracle import CALIBRATION, random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modeling_gqa.accounting import cache_bytes_per_token
-from modeling_gqa.conversion import ConversionError, allocate, compare_predictions, convert_model, target_config
+from modeling_gqa.conversion import UserError, allocate, compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.allocation import (
     FITTED,
     SizeChoice,
@@ -23,16 +22,11 @@ from modeling_gqa.conversion.allocation import (
     spread,
 )
 from modeling_gqa.conversion.fitting import fit
-from modeling_gqa.conversion.sequential import (
-    ROTARY_STEP,
-    assemble,
-    best_division,
-    convert_layer,
-    new_attention,
-)
+from modeling_gqa.conversion.measuring import predicted_states
+from modeling_gqa.conversion.sequential import ROTARY_STEP, assemble, best_division, convert_layer, new_attention
+from modeling_gqa.conversion.streams import streams
 from modeling_gqa.conversion.targets import configuration, layer_fields
-from modeling_gqa.conversion.text.measuring import predicted_states
-from modeling_gqa.conversion.text.streams import streams
+from modeling_gqa.costs import cache_bytes_per_token
 
 
 def sizes(config) -> list[tuple[str, int, int | None, int | None]]:
@@ -121,7 +115,7 @@ def test_a_small_budget_is_refused_and_the_least_is_enough(kind, layers, least):
     model = uneven_model()
     message = f"a budget of {least - 1} bytes per token is too small: the least with {kind} in these layers is {least}"
     given = {"layers": layers, "dtype": torch.bfloat16}
-    with pytest.raises(ConversionError, match=f"{message}, and the source takes 1008$"):
+    with pytest.raises(UserError, match=f"{message}, and the source takes 1008$"):
         allocate(model, kind, least - 1, CALIBRATION, **given)
     assert cache_bytes_per_token(allocate(model, kind, least, CALIBRATION, **given), torch.bfloat16) == least
 
@@ -137,7 +131,7 @@ def test_a_small_budget_is_refused_and_the_least_is_enough(kind, layers, least):
 )
 def test_impossible_budgets_are_refused(kind, layers, text, message):
     """Kinds without sizes, unknown layers and missing text are refused."""
-    with pytest.raises(ConversionError, match=message):
+    with pytest.raises(UserError, match=message):
         allocate(random_model("gqa"), kind, 1000, text, layers=layers)
 
 

@@ -10,14 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from modeling_gqa.common.errors import ConversionError
-from modeling_gqa.conversion.checkpoints.aside import (
-    check_target,
-    file_written_aside,
-    refuse_overlap,
-    why_kept,
-    written_aside,
-)
+from modeling_gqa.checkpoints.aside import check_target, file_written_aside, refuse_overlap, why_kept, written_aside
+from modeling_gqa.common.errors import UserError
 
 
 def checkpoint(folder, content="old"):
@@ -47,7 +41,7 @@ def test_a_target_appears_when_it_is_complete(tmp_path):
 def test_an_existing_target_needs_force_and_is_replaced_at_the_end(tmp_path):
     target = checkpoint(tmp_path / "target")
     with (
-        pytest.raises(ConversionError, match=r"target exists already: .*\(--force\)"),
+        pytest.raises(UserError, match=r"target exists already: .*\(--force\)"),
         written_aside(target, force=False),
     ):
         pytest.fail("entered")
@@ -99,7 +93,7 @@ def test_a_target_that_appears_meanwhile_is_kept(kind, force, tmp_path):
             kept.parent.mkdir(exist_ok=True)
             kept.write_text("kept")
 
-    with pytest.raises(ConversionError, match="target exists already" if kind == "folder" else "target is a file"):
+    with pytest.raises(UserError, match="target exists already" if kind == "folder" else "target is a file"):
         write()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
     assert names(tmp_path) == ["target"]
@@ -107,7 +101,7 @@ def test_a_target_that_appears_meanwhile_is_kept(kind, force, tmp_path):
 
 def test_a_file_is_no_target(tmp_path):
     (tmp_path / "target").write_text("kept")
-    with pytest.raises(ConversionError, match="target is a file"), written_aside(tmp_path / "target", force=True):
+    with pytest.raises(UserError, match="target is a file"), written_aside(tmp_path / "target", force=True):
         pytest.fail("entered")
     assert (tmp_path / "target").read_text() == "kept"
 
@@ -116,7 +110,7 @@ def test_a_file_is_no_target(tmp_path):
 def test_a_target_around_what_is_read_is_refused(target, tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "link").symlink_to("a/b")
-    with pytest.raises(ConversionError, match="is the text, or holds it"):
+    with pytest.raises(UserError, match="is the text, or holds it"):
         refuse_overlap(tmp_path / "a" / "b", tmp_path / target, "text")
     refuse_overlap(tmp_path / "a" / "b", tmp_path / "a" / "c")
 
@@ -125,7 +119,7 @@ def test_a_target_around_what_is_read_is_refused(target, tmp_path):
 def test_a_target_in_what_is_read_is_refused(target, tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to("a")
-    with pytest.raises(ConversionError, match="lies in the source"):
+    with pytest.raises(UserError, match="lies in the source"):
         refuse_overlap(tmp_path / "a", tmp_path / target)
 
 
@@ -165,7 +159,7 @@ def test_what_is_no_part_of_a_checkpoint_is_kept(name, tmp_path):
     first = name if name.startswith("additional") else name.split("/")[0]
     first = "additional_chat_templates/deep" if "deep" in name else first
     with (
-        pytest.raises(ConversionError, match=rf"holds other things than a checkpoint \({first}\)"),
+        pytest.raises(UserError, match=rf"holds other things than a checkpoint \({first}\)"),
         written_aside(target, True),
     ):
         pytest.fail("entered")
@@ -209,12 +203,12 @@ def test_the_folder_one_is_in_is_kept(inner, tmp_path, monkeypatch):
     target = checkpoint(tmp_path / "target")
     (target / inner).mkdir(exist_ok=True)
     monkeypatch.chdir(target / inner)
-    with pytest.raises(ConversionError, match="is the folder you are in, or holds it"):
+    with pytest.raises(UserError, match="is the folder you are in, or holds it"):
         check_target(target, force=True)
 
 
 def test_a_mount_point_is_kept():
-    with pytest.raises(ConversionError, match=r"^/(dev|proc) is a mount point"):
+    with pytest.raises(UserError, match=r"^/(dev|proc) is a mount point"):
         check_target(next(path for path in map(Path, ("/proc", "/dev")) if os.path.ismount(path)), True)
 
 
@@ -256,7 +250,7 @@ def test_one_process_at_a_time_and_what_a_dead_one_leaves_is_swept(writer, tmp_p
     target = checkpoint(tmp_path / "target")
     before = names(tmp_path)
     with (
-        pytest.raises(ConversionError, match=f"process {process.pid} is writing {target} now"),
+        pytest.raises(UserError, match=f"process {process.pid} is writing {target} now"),
         written_aside(target, force=True),
     ):
         pytest.fail("entered")
@@ -274,7 +268,7 @@ def test_two_writers_in_one_process(tmp_path):
     """The lock also holds within a process, for one target, and not for another."""
     with written_aside(tmp_path / "target"):
         with (
-            pytest.raises(ConversionError, match=f"process {os.getpid()} is writing"),
+            pytest.raises(UserError, match=f"process {os.getpid()} is writing"),
             written_aside(tmp_path / "target"),
         ):
             pytest.fail("entered")
@@ -295,7 +289,7 @@ def weights(tmp_path):
 
 def test_what_was_moved_away_when_the_kill_came_is_put_back(tmp_path):
     left_by_kill(tmp_path, "old", "new")
-    with pytest.raises(ConversionError, match="target exists already"), written_aside(tmp_path / "target"):
+    with pytest.raises(UserError, match="target exists already"), written_aside(tmp_path / "target"):
         pytest.fail("entered")
     assert names(tmp_path) == ["target"] and weights(tmp_path) == "old"
 
@@ -304,7 +298,7 @@ def test_what_was_replaced_when_the_kill_came_is_swept(tmp_path):
     """Killed after the new checkpoint took its place: the next writer removes the old one and keeps the new."""
     left_by_kill(tmp_path, "old")
     checkpoint(tmp_path / "target", content="new")
-    with pytest.raises(ConversionError, match="target exists already"), written_aside(tmp_path / "target"):
+    with pytest.raises(UserError, match="target exists already"), written_aside(tmp_path / "target"):
         pytest.fail("entered")
     assert names(tmp_path) == ["target"] and weights(tmp_path) == "new"
 
@@ -315,7 +309,7 @@ def test_what_was_moved_away_is_kept_where_something_else_took_its_place(tmp_pat
     checkpoint(tmp_path / "target", content="someone's")
     before = names(tmp_path)
     with (
-        pytest.raises(ConversionError, match=r"\.target\.old-12ab is what a killed command had moved"),
+        pytest.raises(UserError, match=r"\.target\.old-12ab is what a killed command had moved"),
         written_aside(tmp_path / "target", force=True),
     ):
         pytest.fail("entered")
@@ -341,7 +335,7 @@ def test_the_users_folders_and_locks_are_kept_whatever_their_names(tmp_path):
         pass
     assert names(tmp_path) == sorted([*before, "target"])
     (tmp_path / ".other.lock").write_text("mine")
-    with pytest.raises(ConversionError, match=r"\.other\.lock is no lock of ours"), written_aside(tmp_path / "other"):
+    with pytest.raises(UserError, match=r"\.other\.lock is no lock of ours"), written_aside(tmp_path / "other"):
         pytest.fail("entered")
     assert (tmp_path / ".other.lock").read_text() == "mine"
 
@@ -391,7 +385,7 @@ def test_stopped_while_cleaning_up(name, tmp_path, monkeypatch):
 )
 def test_what_cannot_be_written_is_said(target, message, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConversionError, match=f"cannot be written: .*{message}"), written_aside(tmp_path / target):
+    with pytest.raises(UserError, match=f"cannot be written: .*{message}"), written_aside(tmp_path / target):
         pytest.fail("entered")
     assert names(tmp_path) == ["file"]
 
@@ -429,9 +423,7 @@ def test_a_folder_that_cannot_be_written_to_is_said():
         folder.chmod(0o555)
         said = as_another_user(write, folder / "target")
         folder.chmod(0o755)
-        assert (
-            isinstance(said, ConversionError) and str(said) == f"{folder}/target cannot be written: permission denied"
-        )
+        assert isinstance(said, UserError) and str(said) == f"{folder}/target cannot be written: permission denied"
         assert names(folder) == ["target"]
 
 
@@ -449,18 +441,18 @@ def test_a_file_appears_when_it_is_complete(tmp_path):
 def test_an_existing_file_needs_force_and_to_be_of_its_kind(tmp_path):
     target = tmp_path / "model.gguf"
     target.write_bytes(b"GGUF old")
-    with pytest.raises(ConversionError, match=r"exists already: .*\(--force\)"), file_written_aside(target):
+    with pytest.raises(UserError, match=r"exists already: .*\(--force\)"), file_written_aside(target):
         pytest.fail("entered")
     with file_written_aside(target, force=True) as path:
         path.write_bytes(b"GGUF new")
         assert target.read_bytes() == b"GGUF old"
     assert target.read_bytes() == b"GGUF new"
     target.write_bytes(b"mine")
-    with pytest.raises(ConversionError, match="is no GGUF file"), file_written_aside(target, force=True):
+    with pytest.raises(UserError, match="is no GGUF file"), file_written_aside(target, force=True):
         pytest.fail("entered")
     target.unlink()
     target.mkdir()
-    with pytest.raises(ConversionError, match="is a folder"), file_written_aside(target, force=True):
+    with pytest.raises(UserError, match="is a folder"), file_written_aside(target, force=True):
         pytest.fail("entered")
     assert names(tmp_path) == ["model.gguf"]
 
@@ -497,7 +489,7 @@ def test_a_file_that_appears_meanwhile_is_kept(tmp_path):
             path.write_bytes(b"GGUF new")
             target.write_bytes(b"GGUF theirs")
 
-    with pytest.raises(ConversionError, match="exists already"):
+    with pytest.raises(UserError, match="exists already"):
         write()
     assert target.read_bytes() == b"GGUF theirs" and names(target.parent) == ["model.gguf"]
     with pytest.raises(KeyboardInterrupt), file_written_aside(tmp_path / "way" / "model.gguf"):

@@ -8,11 +8,10 @@ import torch
 from attention_oracle import CALIBRATION, collected, distance, grouped, layer_inputs, random_model
 from small_models import make_batch
 
-from modeling_gqa.conversion import ConversionError, convert_model, target_config
+from modeling_gqa.conversion import UserError, calibration, convert_model, target_config
+from modeling_gqa.conversion.calibration import Scratch
 from modeling_gqa.conversion.layers.moments import mean_rotation, without_data
-from modeling_gqa.conversion.text import calibration
-from modeling_gqa.conversion.text.calibration import Scratch
-from modeling_gqa.conversion.text.streams import collect
+from modeling_gqa.conversion.streams import collect
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -83,12 +82,12 @@ def test_what_is_not_finite_is_refused(damage):
     model = random_model("gqa")
     if damage == "weight":
         model.model.layers[1].self_attn.k_proj.weight.data[3, 4] = torch.nan
-        with pytest.raises(ConversionError, match=r"layer 1: k_proj\.weight is not finite"):
+        with pytest.raises(UserError, match=r"layer 1: k_proj\.weight is not finite"):
             convert_model(model, target_config(model.config, "mqa"))
     else:
         model.model.layers[0].mlp.down_proj.weight.data[:] = 3e38
         with pytest.raises(
-            ConversionError, match=r"activations are not finite in float32 on the calibration text: its weights"
+            UserError, match=r"activations are not finite in float32 on the calibration text: its weights"
         ):
             convert_model(model, target_config(model.config, "mqa"), CALIBRATION)
 
@@ -186,7 +185,7 @@ def test_a_full_disk_is_said(monkeypatch):
     monkeypatch.setattr(calibration, "IN_MEMORY", 0)
     with open("/dev/full", "r+b", buffering=0) as full:
         files = Scratch(full, torch.device("cpu"))
-        with pytest.raises(ConversionError, match=f"cannot be written to {gettempdir()} .No space.*: set TMPDIR"):
+        with pytest.raises(UserError, match=f"cannot be written to {gettempdir()} .No space.*: set TMPDIR"):
             files[3] = torch.zeros(4)
         assert 3 not in files
 
@@ -202,7 +201,7 @@ def test_the_models_mode_is_kept():
 @pytest.mark.parametrize("batches", [[], [{**make_batch(), "attention_mask": torch.zeros(3, 11, dtype=torch.long)}]])
 def test_no_text_is_refused(batches):
     """No batches, or batches of padding, are refused."""
-    with pytest.raises(ConversionError, match="the calibration text is empty"):
+    with pytest.raises(UserError, match="the calibration text is empty"):
         collected(random_model("gqa"), batches)
 
 

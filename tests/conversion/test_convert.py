@@ -20,20 +20,13 @@ from attention_oracle import (
 )
 from small_models import make_batch, make_config, make_model
 
-from modeling_gqa.conversion import (
-    METHODS,
-    ConversionError,
-    allocate,
-    compare_predictions,
-    convert_model,
-    target_config,
-)
+from modeling_gqa.conversion import METHODS, UserError, allocate, compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.convert import hold_out
-from modeling_gqa.conversion.kept import Kept
+from modeling_gqa.conversion.layer_store import Kept
 from modeling_gqa.conversion.search import Search
 from modeling_gqa.conversion.sequential import Setting, convert_layer
+from modeling_gqa.conversion.streams import FIRST_SHARE, collect
 from modeling_gqa.conversion.targets import layer_fields
-from modeling_gqa.conversion.text.streams import FIRST_SHARE, collect
 
 MLA: dict[str, Any] = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
 
@@ -258,7 +251,7 @@ REFUSED = {
 def test_what_cannot_be_converted_is_refused(name):
     """Each impossible conversion is refused in one line that names the field."""
     config, arguments, message = REFUSED[name]
-    with pytest.raises(ConversionError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         convert_model(make_model("gqa"), config, **arguments)
     assert "\n" not in str(error.value)
 
@@ -266,7 +259,7 @@ def test_what_cannot_be_converted_is_refused(name):
 def test_a_latent_norm_is_refused():
     """MLA with a latent norm is refused, since it is not linear."""
     model = make_model("mla")
-    with pytest.raises(ConversionError, match=r"layer 0 is MLA with an RMSNorm on its latent \(latent_norm=True\)"):
+    with pytest.raises(UserError, match=r"layer 0 is MLA with an RMSNorm on its latent \(latent_norm=True\)"):
         convert_model(model, target(model, "mha"))
 
 
@@ -363,9 +356,9 @@ def test_longrope_is_refused_where_layers_would_rotate_differently():
     rope = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 7, "long_factor": [1.0] * 7}
     rope |= {"original_max_position_embeddings": 16, "rope_theta": 500.0}
     model = random_model("gqa", rope_parameters=rope)
-    with pytest.raises(ConversionError, match="'longrope' lists a factor per rotary dimension"):
+    with pytest.raises(UserError, match="'longrope' lists a factor per rotary dimension"):
         convert_model(model, target(model, "mla", **MLA))
-    with pytest.raises(ConversionError, match="a budget makes layers differ"):
+    with pytest.raises(UserError, match="a budget makes layers differ"):
         allocate(model, "gqa", 9999, CALIBRATION)
     convert_model(model, target(model, "mqa"))
 
@@ -384,7 +377,7 @@ def test_longrope_to_mla_with_room_for_all_planes_is_exact():
 def test_offloaded_weights_are_refused():
     """A model on the meta device is refused."""
     model = random_model("gqa").to("meta")
-    with pytest.raises(ConversionError, match="not in memory"):
+    with pytest.raises(UserError, match="not in memory"):
         convert_model(model, target(model, "mqa"))
 
 
@@ -394,5 +387,5 @@ def test_a_layer_of_zeros_is_named(kind, sizes, projection):
     """As pruned models have, and grown ones whose new layers do nothing yet."""
     model = random_model("gqa")
     getattr(model.model.layers[1].self_attn, projection).weight.data.zero_()
-    with pytest.raises(ConversionError, match="layer 1 has projections of zeros"):
+    with pytest.raises(UserError, match="layer 1 has projections of zeros"):
         convert_model(model, target(model, kind, **sizes), method="lowrank")

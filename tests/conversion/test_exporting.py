@@ -24,13 +24,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
+from modeling_gqa.checkpoints.exporting import export_checkpoint, export_config, inexactness
+from modeling_gqa.checkpoints.families import import_config
+from modeling_gqa.checkpoints.files import open_tensors
+from modeling_gqa.checkpoints.importing import import_checkpoint
 from modeling_gqa.command_line import main as command
-from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.common.errors import UserError
 from modeling_gqa.conversion import convert_model, target_config
-from modeling_gqa.conversion.checkpoints.exporting import export_checkpoint, export_config, inexactness
-from modeling_gqa.conversion.checkpoints.families import import_config
-from modeling_gqa.conversion.checkpoints.files import open_tensors
-from modeling_gqa.conversion.checkpoints.importing import import_checkpoint
 
 pytestmark = pytest.mark.compat
 
@@ -329,7 +329,7 @@ def test_what_engines_would_read_otherwise_is_exported_for_transformers_alone(na
     model = own_model(**fields)
     if model.config.dtype is not None:
         model.to(model.config.dtype)
-    with pytest.raises(ConversionError, match=f"{reason}.*--for transformers"):
+    with pytest.raises(UserError, match=f"{reason}.*--for transformers"):
         export_config(model.config)
     stock = exported(model, tmp_path, engine="transformers")
     assert close(logits(stock.float()), logits(GQAForCausalLM.from_pretrained(tmp_path / "own", dtype=torch.float32)))
@@ -354,7 +354,7 @@ def test_a_card_says_no_more_than_there_is_to_say(tmp_path):
 
 
 def test_another_engine_is_unknown():
-    with pytest.raises(ConversionError, match="engine='vllm' is unknown: give 'transformers'"):
+    with pytest.raises(UserError, match="engine='vllm' is unknown: give 'transformers'"):
         export_config(own_config(), engine="vllm")
 
 
@@ -428,12 +428,12 @@ def test_what_no_class_expresses_is_refused_with_the_reason(name, tmp_path):
     model = own_model(**fields)
     if model.config.dtype is not None:
         model.to(model.config.dtype)
-    with pytest.raises(ConversionError, match=f"cannot be exported to transformers' own classes.*{reason}") as raised:
+    with pytest.raises(UserError, match=f"cannot be exported to transformers' own classes.*{reason}") as raised:
         export_config(model.config)
     assert "\n" not in str(raised.value)
     model.save_pretrained(tmp_path / "own")
     (tmp_path / "stock").mkdir()
-    with pytest.raises(ConversionError, match=reason):
+    with pytest.raises(UserError, match=reason):
         export_checkpoint(tmp_path / "own", tmp_path / "stock", force=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["own", "stock"]
     assert list((tmp_path / "stock").iterdir()) == []
@@ -452,22 +452,22 @@ def test_what_no_class_expresses_is_refused_with_the_reason(name, tmp_path):
     ids=["qwen2", "qwen3", "latent-family", "grouped-family", "mistral", "unknown"],
 )
 def test_a_family_that_does_not_fit_is_refused(fields, family, reason):
-    with pytest.raises(ConversionError, match=reason):
+    with pytest.raises(UserError, match=reason):
         export_config(own_config(**fields), family)
 
 
 def test_only_complete_models_of_ours_are_exported(tmp_path):
     stock = stock_model(stock_config("llama"))
     stock.save_pretrained(tmp_path / "stock")
-    with pytest.raises(ConversionError, match="is a llama model: only modeling_gqa models are exported"):
+    with pytest.raises(UserError, match="is a llama model: only modeling_gqa models are exported"):
         export_checkpoint(tmp_path / "stock", tmp_path / "target")
     model = GQAForCausalLM(import_config(stock.config))
     model.save_pretrained(tmp_path / "own")
-    with pytest.raises(ConversionError, match="is the source, or holds it"):
+    with pytest.raises(UserError, match="is the source, or holds it"):
         export_checkpoint(tmp_path / "own", tmp_path / "own", force=True)
     path = tmp_path / "own" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ConversionError, match="truncated"):
+    with pytest.raises(UserError, match="truncated"):
         export_checkpoint(tmp_path / "own", tmp_path / "target")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["own", "stock"]
 
@@ -477,10 +477,10 @@ def test_the_way_out_is_named_for_converted_mla():
     source = make_config("gqa")
     sizes = {"kv_lora_rank": 28, "qk_rope_head_dim": 28}
     converted, _ = convert_model(make_model("gqa"), target_config(source, "mla", **sizes))
-    with pytest.raises(ConversionError, match=r"not the frequencies of a head of 28 .*: export the source, or convert"):
+    with pytest.raises(UserError, match=r"not the frequencies of a head of 28 .*: export the source, or convert"):
         export_config(converted.config)
     assert export_config(source).model_type == "llama"
     assert export_config(target_config(source, "mqa")).model_type == "llama"
-    with pytest.raises(ConversionError) as raised:
+    with pytest.raises(UserError) as raised:
         export_config(make_config("mixed"))
     assert "export the source" not in str(raised.value)

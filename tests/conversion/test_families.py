@@ -22,8 +22,8 @@ from stock_models import (
 )
 from transformers import CONFIG_MAPPING
 
-from modeling_gqa.common.errors import ConversionError
-from modeling_gqa.conversion.checkpoints.families import FAMILIES, IGNORED_FIELDS, import_config
+from modeling_gqa.checkpoints.families import FAMILIES, IGNORED_FIELDS, import_config
+from modeling_gqa.common.errors import UserError
 
 
 def is_latent(family: str) -> bool:
@@ -157,7 +157,7 @@ def test_every_field_is_followed_refused_or_irrelevant(family, name):
         changes["num_key_value_heads"] = CHANGED[name]
     config = written_config(family, **changes)
     if name in REFUSED[family]:
-        with pytest.raises(ConversionError, match=name) as raised:
+        with pytest.raises(UserError, match=name) as raised:
             import_config(config)
         assert "\n" not in str(raised.value)
         return
@@ -262,7 +262,7 @@ def test_every_rotary_parameter_is_followed(family, rope_type):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_a_field_of_no_family_is_refused_by_name(family, changes, message):
-    with pytest.raises(ConversionError, match=message) as raised:
+    with pytest.raises(UserError, match=message) as raised:
         import_config(build_config(family, **changes))
     assert "\n" not in str(raised.value)
 
@@ -290,7 +290,7 @@ def test_a_field_of_no_family_is_refused_by_name(family, changes, message):
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)[:12],
 )
 def test_a_value_that_a_family_does_not_have_is_refused(family, changes, message):
-    with pytest.raises(ConversionError, match=message):
+    with pytest.raises(UserError, match=message):
         import_config(build_config(family, **changes))
 
 
@@ -317,15 +317,15 @@ def test_what_transformers_writes_beside_a_models_fields_is_accepted(family, nam
 
 
 def test_pruned_heads_are_refused():
-    with pytest.raises(ConversionError, match=r"pruned_heads=\{0: .1.\} is not supported"):
+    with pytest.raises(UserError, match=r"pruned_heads=\{0: .1.\} is not supported"):
         import_config(written_config("llama", pruned_heads={0: [1]}))
 
 
 def test_a_field_can_be_ignored_by_name():
     config = build_config("llama", attention_sinks=4, alibi=True)
-    with pytest.raises(ConversionError, match=r"ignore it with --ignore-field attention_sinks .*'attention_sinks'"):
+    with pytest.raises(UserError, match=r"ignore it with --ignore-field attention_sinks .*'attention_sinks'"):
         import_config(config)
-    with pytest.raises(ConversionError, match="alibi=True is not a field"):
+    with pytest.raises(UserError, match="alibi=True is not a field"):
         import_config(config, ignore_fields=["attention_sinks"])
     assert import_config(config, ignore_fields=["attention_sinks", "alibi"]) == import_config(build_config("llama"))
 
@@ -342,5 +342,5 @@ def test_a_field_can_be_ignored_by_name():
 )
 def test_what_the_function_depends_on_cannot_be_ignored(name, message):
     config = build_config("llama", alibi=True, attn_logit_softcapping=30.0)
-    with pytest.raises(ConversionError, match=message):
+    with pytest.raises(UserError, match=message):
         import_config(config, ignore_fields=[name])

@@ -12,9 +12,8 @@ from huggingface_hub import constants
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 
-from modeling_gqa.common.errors import ConversionError
-from modeling_gqa.conversion.checkpoints import checkpoint, files
-from modeling_gqa.conversion.checkpoints.files import (
+from modeling_gqa.checkpoints import checkpoint, files
+from modeling_gqa.checkpoints.files import (
     check_companions,
     check_finite,
     check_tokenizer,
@@ -23,7 +22,8 @@ from modeling_gqa.conversion.checkpoints.files import (
     open_tensors,
     read_json,
 )
-from modeling_gqa.reporting import configurations
+from modeling_gqa.common.errors import UserError
+from modeling_gqa.costs import configurations
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -43,7 +43,7 @@ def test_a_name_is_found_in_the_offline_cache(tmp_path, monkeypatch):
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("1" * 40)
     assert local_folder("org/name").samefile(snapshot)
-    with pytest.raises(ConversionError, match="org/other is no folder here, and no model of this name") as raised:
+    with pytest.raises(UserError, match="org/other is no folder here, and no model of this name") as raised:
         local_folder("org/other")
     assert "\n" not in str(raised.value)
 
@@ -63,7 +63,7 @@ def test_what_is_fetched_from_the_hub(monkeypatch):
 @pytest.mark.parametrize("source", ["no/such/folder", "/no/such/folder", "../name", "has space"])
 def test_what_is_neither_folder_nor_name_is_refused(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConversionError, match="does not exist: give the folder of a checkpoint"):
+    with pytest.raises(UserError, match="does not exist: give the folder of a checkpoint"):
         local_folder(source)
 
 
@@ -99,7 +99,7 @@ def test_a_mistyped_path_is_refused_without_asking_the_hub(source, tmp_path, mon
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("the Hub was asked"))
     opened = [local_folder, checkpoint.open_checkpoint, partial(checkpoint.open_checkpoint, download=False)]
     for function in (*opened, configurations.find_model):
-        with pytest.raises(ConversionError, match="does not exist") as raised:
+        with pytest.raises(UserError, match="does not exist") as raised:
             function(source)
         meant = MISTYPED[source]
         assert (f"did you mean {meant}?" in str(raised.value)) if meant else "did you mean" not in str(raised.value)
@@ -112,7 +112,7 @@ def test_what_may_be_a_name_on_the_hub_is_asked_for_there(tmp_path, monkeypatch)
     monkeypatch.setattr(files, "snapshot_download", lambda source, **_: f"fetched {source}")
     for name in ("gpt2", "meta-llama/Llama-3.2-1B", "run-1/mla"):
         assert str(local_folder(name)) == f"fetched {name}"
-    with pytest.raises(ConversionError, match="hf download runs/mla"):
+    with pytest.raises(UserError, match="hf download runs/mla"):
         local_folder("runs/mla")
     cached = tmp_path / "hub" / "models--runs--mla"
     (cached / "snapshots" / "1").mkdir(parents=True)
@@ -125,7 +125,7 @@ def test_what_may_be_a_name_on_the_hub_is_asked_for_there(tmp_path, monkeypatch)
 
 def test_a_file_is_no_checkpoint(tmp_path):
     (tmp_path / "weights").touch()
-    with pytest.raises(ConversionError, match="weights is a file: give the folder"):
+    with pytest.raises(UserError, match="weights is a file: give the folder"):
         local_folder(tmp_path / "weights")
 
 
@@ -157,7 +157,7 @@ def test_a_hub_caches_links_are_followed_to_its_blobs_and_no_further(cache, tmp_
     (tmp_path / "mine").write_text("secret")
     (cache / "LICENSE").symlink_to(tmp_path / "mine")
     for read in (lambda: check_companions(cache, 1), lambda: copy_files(cache, tmp_path / "copy", ["LICENSE*"])):
-        with pytest.raises(ConversionError, match=f"LICENSE leads out of the checkpoint, to {tmp_path}/mine: put the"):
+        with pytest.raises(UserError, match=f"LICENSE leads out of the checkpoint, to {tmp_path}/mine: put the"):
             read()
     assert not (tmp_path / "copy" / "LICENSE").exists()
 
@@ -194,7 +194,7 @@ def test_what_may_not_be_read_is_said(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(io, "open", refuse)
     read = {"model.safetensors": open_tensors, "config.json": lambda folder: read_json(folder / name)}
-    with pytest.raises(ConversionError, match=f"{name} cannot be read: permission denied"):
+    with pytest.raises(UserError, match=f"{name} cannot be read: permission denied"):
         read.get(name, lambda folder: check_companions(folder, 9))(tmp_path)
 
 
@@ -208,7 +208,7 @@ def test_sums_that_overflow_are_finite_all_the_same(dtype):
         for others in (largest, torch.zeros(3, 4, dtype=dtype)):
             tensor = others.clone()
             tensor[1, 2] = value
-            with pytest.raises(ConversionError, match=f"^w holds {str(value).lstrip('-')} in {str(dtype)[6:]}: the"):
+            with pytest.raises(UserError, match=f"^w holds {str(value).lstrip('-')} in {str(dtype)[6:]}: the"):
                 check_finite("w", tensor)
 
 
@@ -242,17 +242,17 @@ def test_an_index_that_does_not_tell_the_truth_is_refused(tmp_path):
     write_shards(tmp_path, {"a": "model-1.safetensors", "b": "model-1.safetensors"})
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(index.read_text().replace('"b"', '"c"'))
-    with pytest.raises(ConversionError, match=r"says that model-1\.safetensors holds c, but it does not"):
+    with pytest.raises(UserError, match=r"says that model-1\.safetensors holds c, but it does not"):
         open_tensors(tmp_path)
     index.write_text("not json")
-    with pytest.raises(ConversionError, match=r"index\.json cannot be read"):
+    with pytest.raises(UserError, match=r"index\.json cannot be read"):
         open_tensors(tmp_path)
 
 
 @pytest.mark.parametrize("content", [{}, {"weight_map": None}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}])
 def test_an_index_without_a_map_is_refused(content, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
-    with pytest.raises(ConversionError, match=r"index\.json is damaged, .*: weight_map does not give each tensor"):
+    with pytest.raises(UserError, match=r"index\.json is damaged, .*: weight_map does not give each tensor"):
         open_tensors(tmp_path)
 
 
@@ -261,7 +261,7 @@ def test_a_truncated_file_is_refused(kept, tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
     content = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[:kept])
-    with pytest.raises(ConversionError, match=r"model\.safetensors is truncated or damaged") as raised:
+    with pytest.raises(UserError, match=r"model\.safetensors is truncated or damaged") as raised:
         open_tensors(tmp_path)
     assert "\n" not in str(raised.value)
 
@@ -283,7 +283,7 @@ def test_a_truncated_file_is_refused(kept, tmp_path):
 def test_a_tokenizer_must_fit_the_embedding(name, content, tmp_path):
     (tmp_path / name).write_text(json.dumps(content))
     check_tokenizer(tmp_path, vocab_size=10)
-    with pytest.raises(ConversionError, match=f"does not match: {name} has the token id 9, but vocab_size=9"):
+    with pytest.raises(UserError, match=f"does not match: {name} has the token id 9, but vocab_size=9"):
         check_tokenizer(tmp_path, vocab_size=9)
 
 
@@ -299,7 +299,7 @@ def test_a_tokenizer_must_fit_the_embedding(name, content, tmp_path):
 def test_entries_without_an_id_are_passed_over(content, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     check_tokenizer(tmp_path, vocab_size=10)
-    with pytest.raises(ConversionError, match="has the token id 9, but vocab_size=9"):
+    with pytest.raises(UserError, match="has the token id 9, but vocab_size=9"):
         check_tokenizer(tmp_path, vocab_size=9)
 
 

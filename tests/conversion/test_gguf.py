@@ -14,10 +14,10 @@ from stock_models import GROUPED, SIZES, close, logits, stock_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from modeling_gqa.checkpoints.checkpoint import open_checkpoint
+from modeling_gqa.checkpoints.gguf import GGUFFile
 from modeling_gqa.command_line.main import app
-from modeling_gqa.conversion import ConversionError, import_checkpoint, load_source
-from modeling_gqa.conversion.checkpoints.checkpoint import open_checkpoint
-from modeling_gqa.conversion.checkpoints.gguf import GGUFFile
+from modeling_gqa.conversion import UserError, import_checkpoint, load_source
 
 FIELDS = {**SIZES, "vocab_size": 290, "hidden_size": 96, "intermediate_size": 64, "pad_token_id": None}
 MODELS = {
@@ -246,7 +246,7 @@ REFUSED = {
 def test_what_transformers_does_not_read_is_refused(what, tmp_path):
     options, message = REFUSED[what]
     path = write_gguf(tmp_path / "model.gguf", make_stock("llama"), **options)
-    with pytest.raises(ConversionError, match=message) as raised:
+    with pytest.raises(UserError, match=message) as raised:
         load_source(path)
     assert "\n" not in str(raised.value)
 
@@ -258,7 +258,7 @@ def test_an_entry_can_be_ignored(tmp_path):
     assert run("inspect", path, "--ignore-field", "llama.some.thing").exit_code == 0
     model = load_source(path, torch.float32, ignore_fields=["llama.some.thing"])
     assert close(logits(model, vocabulary=290), logits(stock, vocabulary=290))
-    with pytest.raises(ConversionError, match=r"no field llama.other to ignore"):
+    with pytest.raises(UserError, match=r"no field llama.other to ignore"):
         load_source(path, ignore_fields=["llama.some.thing", "llama.other"])
 
 
@@ -302,7 +302,7 @@ def test_a_damaged_file_is_one_line(damage, tmp_path):
     for command in (("inspect", path), ("import", path, tmp_path / "ours")):
         result = run(*command)
         assert result.exit_code == 1 and result.stderr.count("\n") == 1, result.output
-    with pytest.raises(ConversionError, match=message):
+    with pytest.raises(UserError, match=message):
         open_checkpoint(path)
     assert not (tmp_path / "ours").exists()
 
@@ -316,7 +316,7 @@ def test_the_architecture_is_looked_at_before_the_tokens(tmp_path):
     writer.write_kv_data_to_file()
     writer.close()
     path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(ConversionError, match="'gemma2' is not supported, because it soft-caps"):
+    with pytest.raises(UserError, match="'gemma2' is not supported, because it soft-caps"):
         open_checkpoint(path)
 
 
@@ -329,18 +329,18 @@ def test_inspect_makes_no_tokenizer(tmp_path, monkeypatch):
 
 def test_what_is_said_of_a_folder_and_of_missing_packages(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "model.gguf", make_stock("llama"))
-    with pytest.raises(ConversionError, match=r"but a GGUF file: give the file itself, .*model.gguf"):
+    with pytest.raises(UserError, match=r"but a GGUF file: give the file itself, .*model.gguf"):
         load_source(tmp_path)
     make_stock("llama").save_pretrained(tmp_path / "stock")
     (tmp_path / "stock" / "model.safetensors").unlink()
     shutil.copy(path, tmp_path / "stock")
-    with pytest.raises(ConversionError, match=r"only model.gguf: give that file itself"):
+    with pytest.raises(UserError, match=r"only model.gguf: give that file itself"):
         load_source(tmp_path / "stock")
-    with pytest.raises(ConversionError, match=r"is the source, or holds it|lies in the source"):
+    with pytest.raises(UserError, match=r"is the source, or holds it|lies in the source"):
         import_checkpoint(path, tmp_path)
     make_stock("llama").save_pretrained(tmp_path / "whole")
-    with pytest.raises(ConversionError, match="no GGUF file, and its weights keep their own dtype"):
+    with pytest.raises(UserError, match="no GGUF file, and its weights keep their own dtype"):
         import_checkpoint(tmp_path / "whole", tmp_path / "ours", dtype=torch.float32)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ConversionError, match=r"needs gguf, which is not installed: pip install '\.\[conversion\]'"):
+    with pytest.raises(UserError, match=r"needs gguf, which is not installed: pip install '\.\[conversion\]'"):
         load_source(path)

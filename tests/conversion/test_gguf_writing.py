@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from typer.testing import CliRunner
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
+from modeling_gqa.checkpoints import gguf_writing
+from modeling_gqa.checkpoints.gguf_tokenizer import LLAMA3_WORDS, read_vocabulary
 from modeling_gqa.command_line.main import app
-from modeling_gqa.conversion import ConversionError, export_checkpoint, import_checkpoint
-from modeling_gqa.conversion.checkpoints import gguf_writing
-from modeling_gqa.conversion.checkpoints.gguf_tokenizer import LLAMA3_WORDS, read_vocabulary
-from training.text.tokenizer import CHAT_TEMPLATE, train_tokenizer
+from modeling_gqa.conversion import UserError, export_checkpoint, import_checkpoint
+from modeling_gqa.data.tokenizer import CHAT_TEMPLATE, train_tokenizer
 
 SIZES = {
     "vocab_size": 307,
@@ -238,7 +238,7 @@ REFUSED = {
 def test_what_llama_cpp_does_not_compute_is_refused(name, tmp_path):
     fields, reason = REFUSED[name]
     write_own(tmp_path / "ours", **fields)
-    with pytest.raises(ConversionError, match=reason) as raised:
+    with pytest.raises(UserError, match=reason) as raised:
         export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
     assert "\n" not in str(raised.value)
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
@@ -336,14 +336,14 @@ TOKENIZERS = {
 def test_a_tokenizer_that_llama_cpp_reads_otherwise_is_refused(name, tmp_path):
     make, reason = TOKENIZERS[name]
     write_own(tmp_path / "ours", make())
-    with pytest.raises(ConversionError, match=f"llama.cpp would not tokenize as .* because {reason}") as raised:
+    with pytest.raises(UserError, match=f"llama.cpp would not tokenize as .* because {reason}") as raised:
         export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
     assert "\n" not in str(raised.value) and not (tmp_path / "model.gguf").exists()
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path):
     own_model().save_pretrained(tmp_path / "ours")
-    with pytest.raises(ConversionError, match=r"a GGUF file needs the tokenizer of .*ours, which cannot be loaded"):
+    with pytest.raises(UserError, match=r"a GGUF file needs the tokenizer of .*ours, which cannot be loaded"):
         export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
 
 
@@ -398,6 +398,6 @@ def test_a_full_disk_is_one_line(tmp_path):
 def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     write_own(tmp_path / "ours")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ConversionError, match=r"needs gguf, which is not installed: pip install '\.\[conversion\]'"):
+    with pytest.raises(UserError, match=r"needs gguf, which is not installed: pip install '\.\[conversion\]'"):
         export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]

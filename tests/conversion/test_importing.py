@@ -20,12 +20,12 @@ from stock_models import (
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.common.errors import ConversionError
-from modeling_gqa.conversion.checkpoints import checkpoint
-from modeling_gqa.conversion.checkpoints.checkpoint import load_source, open_checkpoint
-from modeling_gqa.conversion.checkpoints.families import FAMILIES, import_config
-from modeling_gqa.conversion.checkpoints.files import LazyTensor, open_tensors
-from modeling_gqa.conversion.checkpoints.importing import import_checkpoint
+from modeling_gqa.checkpoints import checkpoint
+from modeling_gqa.checkpoints.checkpoint import load_source, open_checkpoint
+from modeling_gqa.checkpoints.families import FAMILIES, import_config
+from modeling_gqa.checkpoints.files import LazyTensor, open_tensors
+from modeling_gqa.checkpoints.importing import import_checkpoint
+from modeling_gqa.common.errors import UserError
 
 pytestmark = pytest.mark.compat
 
@@ -146,12 +146,12 @@ def test_smollm2s_own_fields_are_understood():
 def test_other_families_are_refused_by_name(model_type, reason, tmp_path):
     config = CONFIG_MAPPING[model_type]()
     with pytest.raises(
-        ConversionError,
+        UserError,
         match=f"model_type='{model_type}' is not supported.*{reason}.*llama, mistral, qwen2, qwen3, deepseek_v2",
     ):
         import_config(config)
     config.save_pretrained(tmp_path / "source")
-    with pytest.raises(ConversionError, match=reason):
+    with pytest.raises(UserError, match=reason):
         import_checkpoint(tmp_path / "source", tmp_path / "target")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -307,7 +307,7 @@ def test_a_broken_source_is_one_line_and_leaves_the_target_alone(damage, tmp_pat
     (tmp_path / "secrets" / "secret.jinja").write_text("secret")
     change, message = BROKEN[damage]
     change(source)
-    with pytest.raises(ConversionError, match=message) as raised:
+    with pytest.raises(UserError, match=message) as raised:
         import_checkpoint(source, target, force=True)
     assert "\n" not in str(raised.value)
     if damage not in (
@@ -316,7 +316,7 @@ def test_a_broken_source_is_one_line_and_leaves_the_target_alone(damage, tmp_pat
         "linked-folder",
         "listed-generation",
     ):  # which a model in memory does not have
-        with pytest.raises(ConversionError, match=message):
+        with pytest.raises(UserError, match=message):
             load_source(source)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["secrets", "source", "target"]
     assert (target / "model.safetensors").read_text() == "kept"
@@ -341,14 +341,14 @@ def test_a_target_that_exists_is_replaced_only_by_force(saved, tmp_path):
     source, target = saved(), tmp_path / "target"
     target.mkdir()
     (target / "old").touch()
-    with pytest.raises(ConversionError, match="exists already"):
+    with pytest.raises(UserError, match="exists already"):
         import_checkpoint(source, target)
-    with pytest.raises(ConversionError, match="holds other things than a checkpoint"):
+    with pytest.raises(UserError, match="holds other things than a checkpoint"):
         import_checkpoint(source, target, force=True)
     assert [path.name for path in target.iterdir()] == ["old"]
     (target / "old").unlink()
     (target / "config.json").write_text('{"model_type": "old"}')
-    with pytest.raises(ConversionError, match="is no checkpoint"):
+    with pytest.raises(UserError, match="is no checkpoint"):
         import_checkpoint(source, target, force=True)
     (target / "pytorch_model.bin").touch()
     import_checkpoint(source, target, force=True)
@@ -360,7 +360,7 @@ def test_a_target_that_exists_is_replaced_only_by_force(saved, tmp_path):
 @pytest.mark.parametrize("target", ["source", "."])
 def test_a_target_that_is_or_holds_the_source_is_refused(target, saved, tmp_path):
     source = saved()
-    with pytest.raises(ConversionError, match="is the source, or holds it"):
+    with pytest.raises(UserError, match="is the source, or holds it"):
         import_checkpoint(source, tmp_path / target, force=True)
     assert (source / "config.json").exists()
 
@@ -392,7 +392,7 @@ def test_what_is_computed_or_for_speculative_decoding_is_left_out(tmp_path):
     assert close(logits(load_source(source)), logits(model))
     assert open_checkpoint(source, download=False).family == "deepseek_v3"
     add("model.layers.4.eh_proj.weight", torch.ones(4, 4))(source)
-    with pytest.raises(ConversionError, match=r"model\.layers\.4\.eh_proj"):
+    with pytest.raises(UserError, match=r"model\.layers\.4\.eh_proj"):
         import_checkpoint(source, tmp_path / "again")
 
 
@@ -448,10 +448,10 @@ def test_load_source_keeps_the_dtype_and_refuses_an_incomplete_model_of_ours(sav
     assert load_source(source).dtype == torch.bfloat16
     import_checkpoint(source, tmp_path / "own")
     drop("model.norm.weight")(tmp_path / "own")
-    with pytest.raises(ConversionError, match=r"no tensor model\.norm\.weight"):
+    with pytest.raises(UserError, match=r"no tensor model\.norm\.weight"):
         load_source(tmp_path / "own")
     shutil.rmtree(source)
-    with pytest.raises(ConversionError, match="does not exist"):
+    with pytest.raises(UserError, match="does not exist"):
         load_source(source)
 
 

@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.accounting import cache_bytes_per_token
 from modeling_gqa.conversion import compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.command import memory, sizing
 from modeling_gqa.conversion.command.job import LONGEST_BLOCK
 from modeling_gqa.conversion.command.memory import GIB, count_memory
+from modeling_gqa.costs import cache_bytes_per_token
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256,

@@ -31,8 +31,8 @@ from test_latent import components
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.conversion import ConversionError, allocate, convert_model, load_source, target_config
-from modeling_gqa.conversion.checkpoints.exporting import export_config
+from modeling_gqa.checkpoints.exporting import export_config
+from modeling_gqa.conversion import UserError, allocate, convert_model, load_source, target_config
 from modeling_gqa.conversion.layers.heads import read_heads
 from modeling_gqa.conversion.layers.normed import latent_source
 
@@ -286,7 +286,7 @@ def test_no_conversion_begins_with_the_result():
     other, _ = to_mla(random_model("gqa", **QK_NORM), cache_size=30)
     message = r"layer 0 is MLA with an RMSNorm on each head \(qk_norm=True\), with which no conversion begins"
     for kind, sizes in (("mla", {"cache_size": 20}), ("mha", {}), ("gqa", {"num_key_value_heads": 2})):
-        with pytest.raises(ConversionError, match=message):
+        with pytest.raises(UserError, match=message):
             target_config(other.config, kind, **sizes)
 
 
@@ -294,11 +294,11 @@ def test_a_target_with_other_norms_is_refused():
     model, plain = random_model("gqa", **QK_NORM), random_model("gqa")
     sizes = {"kv_lora_rank": 20, "qk_rope_head_dim": 10}
     for source, target in ((model, plain), (plain, model)):
-        with pytest.raises(ConversionError, match=r"layer 0: the target's qk_norm=.* differs from the source's"):
+        with pytest.raises(UserError, match=r"layer 0: the target's qk_norm=.* differs from the source's"):
             convert_model(source, target_config(target.config, "mla", **sizes), CALIBRATION)
 
 
 def test_no_class_of_transformers_has_it():
     other, _ = to_mla(random_model("gqa", **QK_NORM), kv_lora_rank=28, qk_rope_head_dim=28)
-    with pytest.raises(ConversionError, match=r"deepseek_v3: .*qk_norm=True"):
+    with pytest.raises(UserError, match=r"deepseek_v3: .*qk_norm=True"):
         export_config(other.config)

@@ -22,8 +22,8 @@ from attention_oracle import (
 from small_models import make_model
 
 from benchmarks.peers import assembled, mha2mla, plain_heads, plane_norms, rorope, transmla, unreduced
-from modeling_gqa.common.errors import ConversionError
-from modeling_gqa.conversion.text.streams import collect
+from modeling_gqa.common.errors import UserError
+from modeling_gqa.conversion.streams import collect
 
 
 def causal(x: torch.Tensor, layer: Grouped, scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -188,13 +188,13 @@ def test_rotating_all_planes_changes_nothing_before_the_latent_is_reduced(name):
 def test_what_cannot_be_converted_is_refused():
     model = make_model("gqa")
     for freqfold, size in ((4, 8), (7, 6), (1, 12)):
-        with pytest.raises(ConversionError, match=r"freqfold|qk_rope_head_dim"):
+        with pytest.raises(UserError, match=r"freqfold|qk_rope_head_dim"):
             transmla(model, CALIBRATION, 20, size, freqfold)
-    with pytest.raises(ConversionError, match="equal numbers"):
+    with pytest.raises(UserError, match="equal numbers"):
         mha2mla(model, CALIBRATION, 20, 6)
-    with pytest.raises(ConversionError, match="split"):
+    with pytest.raises(UserError, match="split"):
         mha2mla(model, CALIBRATION, 20, 8, "both")
-    with pytest.raises(ConversionError, match="qk_norm"):
+    with pytest.raises(UserError, match="qk_norm"):
         transmla(make_model("gqa", qk_norm=True), CALIBRATION, 20, 14, 1)
-    with pytest.raises(ConversionError, match="is MLA"):
+    with pytest.raises(UserError, match="is MLA"):
         mha2mla(make_model("mla"), CALIBRATION, 20, 8)

@@ -8,14 +8,7 @@ import pytest
 from attention_oracle import CALIBRATION, random_model
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.conversion import (
-    ConversionError,
-    allocate,
-    compare_predictions,
-    convert_model,
-    layer_errors,
-    target_config,
-)
+from modeling_gqa.conversion import UserError, allocate, compare_predictions, convert_model, layer_errors, target_config
 
 
 def disk_map(model) -> dict[str, str]:
@@ -48,7 +41,7 @@ ENTRIES = {
 @pytest.mark.parametrize("spread", SPREAD.values(), ids=SPREAD)
 def test_spread_models_are_refused(spread, entry, tmp_path):
     model = spread(random_model("mha"), tmp_path)
-    with pytest.raises(ConversionError, match=r"not in memory \(offloaded, .* load the whole model on one device"):
+    with pytest.raises(UserError, match=r"not in memory \(offloaded, .* load the whole model on one device"):
         entry(model)
 
 

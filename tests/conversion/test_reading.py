@@ -14,10 +14,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from modeling_gqa.conversion import ConversionError
-from modeling_gqa.conversion.text import formats
-from modeling_gqa.conversion.text.formats import JSONValues
-from modeling_gqa.conversion.text.reading import find_files, read_documents
+from modeling_gqa.conversion import UserError
+from modeling_gqa.data import formats
+from modeling_gqa.data.formats import JSONValues
+from modeling_gqa.data.reading import find_files, read_documents
 
 TEXTS = ["one\r\ntwo — 漢字 🙂\n", "three", '"four" \\ {[,]}\t', "  "]
 
@@ -141,7 +141,7 @@ REFUSED = {
 @pytest.mark.parametrize(("name", "content", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused_in_one_line_with_its_place(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConversionError) as caught:
+    with pytest.raises(UserError) as caught:
         read(tmp_path / name)
     assert message in str(caught.value) and str(tmp_path / name) in str(caught.value)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
@@ -162,7 +162,7 @@ def test_a_cut_file_is_refused_before_its_first_row(end, message, tmp_path, monk
     monkeypatch.setattr(formats, "CHUNK", 100)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n' * 1000 + end)
-    with pytest.raises(ConversionError, match="a.jsonl, line 1001 " + message):
+    with pytest.raises(UserError, match="a.jsonl, line 1001 " + message):
         next(read_documents(path, "text"))
 
 
@@ -182,7 +182,7 @@ def test_parquet_refusals(tmp_path):
     for kind in (pyarrow.int64(), pyarrow.binary(), pyarrow.list_(pyarrow.string())):
         column = pyarrow.nulls(3, kind)
         pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "type.parquet")
-        with pytest.raises(ConversionError, match=r"type.parquet, row 1: column 'text' holds NoneType in"):
+        with pytest.raises(UserError, match=r"type.parquet, row 1: column 'text' holds NoneType in"):
             read(tmp_path / "type.parquet")
     path = tmp_path / "page.parquet"
     text = [f"{number} {os.urandom(50).hex()}" for number in range(2000)]
@@ -191,7 +191,7 @@ def test_parquet_refusals(tmp_path):
     with path.open("r+b") as file:
         file.seek(place)
         file.write(b"\xff" * 64)
-    with pytest.raises(ConversionError, match=r"^cannot read .*page.parquet behind row \d+: ") as caught:
+    with pytest.raises(UserError, match=r"^cannot read .*page.parquet behind row \d+: ") as caught:
         read(path)
     assert "\n" not in str(caught.value)
 
@@ -204,11 +204,11 @@ def test_an_unreadable_file_and_folder_are_named(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", os.fspath(path))
 
     monkeypatch.setattr(formats, "open", refuse, raising=False)
-    with pytest.raises(ConversionError, match=r"^cannot read .*a.txt: Permission denied$"):
+    with pytest.raises(UserError, match=r"^cannot read .*a.txt: Permission denied$"):
         read(tmp_path / "a.txt")
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: (refuse if "shut" in os.fspath(path) else scandir)(path))
-    with pytest.raises(ConversionError, match=r"^cannot read the folder .*shut: Permission denied$"):
+    with pytest.raises(UserError, match=r"^cannot read the folder .*shut: Permission denied$"):
         find_files([tmp_path])
 
 
@@ -249,11 +249,11 @@ def test_what_is_left_out_of_folders_is_named(tmp_path):
 
 def test_nothing_to_read_says_what_was_left_out(tmp_path):
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(ConversionError, match=r"nothing to read at .* \(not read \(empty\), 1: .*a.txt\): give files"):
+    with pytest.raises(UserError, match=r"nothing to read at .* \(not read \(empty\), 1: .*a.txt\): give files"):
         find_files([tmp_path])
-    with pytest.raises(ConversionError, match=r"a.txt is empty$"):
+    with pytest.raises(UserError, match=r"a.txt is empty$"):
         find_files([tmp_path / "a.txt"])
-    with pytest.raises(ConversionError, match=r"nothing to read at .*missing: give files"):
+    with pytest.raises(UserError, match=r"nothing to read at .*missing: give files"):
         find_files([tmp_path / "missing"])
 
 

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.real import SMOLLM2, cache_folder
 from modeling_gqa.conversion import compare_predictions, convert_model, load_source, target_config
 from modeling_gqa.conversion.command.inspection import inspect_checkpoint
-from modeling_gqa.conversion.text.packing import read_batches
+from modeling_gqa.data.packing import read_batches
 
 FOLDER, TEXT = cache_folder() / SMOLLM2, cache_folder() / "text"
 pytestmark = [

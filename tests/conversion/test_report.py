@@ -8,10 +8,9 @@ import torch
 from huggingface_hub import metadata_load
 from small_models import make_batch, make_model
 
-from modeling_gqa.conversion import ConversionError
+from modeling_gqa.conversion import UserError, measuring
 from modeling_gqa.conversion.command.report import MUCH_KL, describe_layers, warning, write_card, write_report
-from modeling_gqa.conversion.text import measuring
-from modeling_gqa.conversion.text.measuring import compare_predictions, layer_errors, predicted_states
+from modeling_gqa.conversion.measuring import compare_predictions, layer_errors, predicted_states
 
 
 def packed_batch(batch: int = 2, length: int = 13) -> dict[str, torch.Tensor]:
@@ -95,20 +94,20 @@ def test_measure_refuses_what_says_nothing():
     """Text without a token to predict, and logits or perplexities that are not finite, are refused."""
     model = make_model("gqa")
     lonely = {"input_ids": torch.tensor([[5, 6]]), "position_ids": torch.zeros(1, 2, dtype=torch.long)}
-    with pytest.raises(ConversionError, match="no token to measure on"):
+    with pytest.raises(UserError, match="no token to measure on"):
         compare_predictions(model, model, [lonely])
     broken = make_model("gqa")
     broken.lm_head.weight.data[7] = torch.inf
-    with pytest.raises(ConversionError, match=r"logits of the result are not finite in float32 .* damaged"):
+    with pytest.raises(UserError, match=r"logits of the result are not finite in float32 .* damaged"):
         compare_predictions(model, broken, [packed_batch()])
-    with pytest.raises(ConversionError, match=r"logits of the source are not finite in bfloat16 .* damaged"):
+    with pytest.raises(UserError, match=r"logits of the source are not finite in bfloat16 .* damaged"):
         compare_predictions(broken.bfloat16(), model.bfloat16(), [packed_batch()])
-    with pytest.raises(ConversionError, match=r"of the source are not finite in float16 .*--dtype float32 or bfloat16"):
+    with pytest.raises(UserError, match=r"of the source are not finite in float16 .*--dtype float32 or bfloat16"):
         compare_predictions(broken.half(), model.half(), [packed_batch()])
     model.float()
     certain = make_model("gqa")
     certain.lm_head.weight.data *= 1e6
-    with pytest.raises(ConversionError, match="whose perplexity no number holds"):
+    with pytest.raises(UserError, match="whose perplexity no number holds"):
         compare_predictions(model, certain, [packed_batch()])
 
 

@@ -11,7 +11,8 @@ from small_models import make_batch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from modeling_gqa.conversion import (
-    ConversionError,
+    UserError,
+    calibration,
     compare_predictions,
     convert_model,
     sequential,
@@ -20,8 +21,7 @@ from modeling_gqa.conversion import (
 from modeling_gqa.conversion.fitting import fit, refit_outputs
 from modeling_gqa.conversion.layers.moments import product
 from modeling_gqa.conversion.layers.refit import Regression
-from modeling_gqa.conversion.text import calibration
-from modeling_gqa.conversion.text.streams import FIRST_SHARE, first_tokens, held_out, streams
+from modeling_gqa.conversion.streams import FIRST_SHARE, first_tokens, held_out, streams
 
 MLA: dict[str, Any] = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
 
@@ -191,9 +191,9 @@ def test_refining_needs_text_and_steps():
     """Gradient steps without text, or less than none, are refused."""
     model = random_model("mha")
     target = target_config(model.config, "mqa")
-    with pytest.raises(ConversionError, match="refine needs calibration text"):
+    with pytest.raises(UserError, match="refine needs calibration text"):
         convert_model(model, target, refine=3)
-    with pytest.raises(ConversionError, match="refine=-1 must not be negative"):
+    with pytest.raises(UserError, match="refine=-1 must not be negative"):
         convert_model(model, target, CALIBRATION, refine=-1)
 
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.command_line import main as command
-from modeling_gqa.conversion import ConversionError
+from modeling_gqa.conversion import UserError
 from modeling_gqa.conversion.command.options import Options
 from modeling_gqa.conversion.command.serving import (
     describe_elsewhere,
@@ -95,7 +95,7 @@ def test_choice(name, options, sizes, said):
 
 @pytest.mark.parametrize("size", [2049, 99999, 0, -5])
 def test_sizes_that_are_refused_without_the_engine_are_refused_with_it(size):
-    with pytest.raises(ConversionError, match=f"size={size}(: a latent of| is more than layer| must be pos)"):
+    with pytest.raises(UserError, match=f"size={size}(: a latent of| is more than layer| must be pos)"):
         goal("8B", cache_size=size)
 
 

@@ -9,12 +9,12 @@ from small_models import make_config, make_model
 from transformers import LlamaConfig
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, configuration_checks
-from modeling_gqa.accounting import cache_bytes_per_token
 from modeling_gqa.attention import GroupedAttention
-from modeling_gqa.conversion import ConversionError, allocate, convert_model, export_config, target_config
+from modeling_gqa.conversion import UserError, allocate, convert_model, export_config, target_config
 from modeling_gqa.conversion.command.inspection import inspect_checkpoint
 from modeling_gqa.conversion.layers.heads import read_heads
 from modeling_gqa.conversion.targets import exact_latent_sizes, lossy_layers
+from modeling_gqa.costs import cache_bytes_per_token
 
 
 def sizes(config) -> list[tuple[str, int, int | None, int | None]]:
@@ -151,7 +151,7 @@ REFUSED = {
 def test_impossible_targets_are_refused(name):
     """Each impossible target is refused in one line that names the field and its value."""
     model, fields, kind, arguments, message = REFUSED[name]
-    with pytest.raises(ConversionError, match=message) as error:
+    with pytest.raises(UserError, match=message) as error:
         target_config(make_config(model, **fields), kind, **arguments)
     assert "\n" not in str(error.value)
 
@@ -168,13 +168,13 @@ def test_mla_of_the_same_sizes_is_the_same():
         random_model("gqa"), target_config(make_config("gqa"), "mla", kv_lora_rank=20, qk_rope_head_dim=8)
     )
     same = target_config(converted.config, "mla", kv_lora_rank=20, qk_rope_head_dim=8)
-    with pytest.raises(ConversionError, match="nothing to convert"):
+    with pytest.raises(UserError, match="nothing to convert"):
         convert_model(converted, same)
 
 
 def test_a_stock_model_is_to_be_imported_first():
     """A configuration of transformers' own class is refused with what to do."""
-    with pytest.raises(ConversionError, match="this is a llama model: import it first"):
+    with pytest.raises(UserError, match="this is a llama model: import it first"):
         target_config(LlamaConfig(), "mqa")
 
 
@@ -203,18 +203,18 @@ def test_a_layer_of_an_unknown_kind_is_refused_by_name(tied):
     said = "layer 1 has attention_kind='tied', which conversions do not know: they know mha, mqa, gqa, mla"
     budget = cache_bytes_per_token(model.config) // 2
     for kind, sizes in (("mqa", {}), ("mla", {"cache_size": 24})):
-        with pytest.raises(ConversionError, match=said):
+        with pytest.raises(UserError, match=said):
             target_config(model.config, kind, **sizes)
     for refused in (
         lambda: convert_model(model, make_config("mha")),
         lambda: allocate(model, "gqa", budget, CALIBRATION),
         lambda: read_heads(model, 1),
     ):
-        with pytest.raises(ConversionError, match=said):
+        with pytest.raises(UserError, match=said):
             refused()
     found = inspect_checkpoint(folder)["conversions"]
     assert not found["exact"] and not found["lossy"] and set(found["impossible"].values()) == {said}
-    with pytest.raises(ConversionError, match="attention_kind='tied' is unknown: choose one of mha, mqa, gqa, mla"):
+    with pytest.raises(UserError, match="attention_kind='tied' is unknown: choose one of mha, mqa, gqa, mla"):
         target_config(model.config, "tied")
     converted, done = convert_model(model, target_config(model.config, "mqa", layers=[0, 2]))
     assert [layer["to"][:4] for layer in done["layers"]] == ["mqa,", "tied", "mqa,"] and not done["exact"]
@@ -228,14 +228,14 @@ def test_a_model_of_an_unknown_kind_is_not_exported_as_another(monkeypatch):
     """Its layers have the sizes of Llama's, and compute something else."""
     monkeypatch.setitem(ATTENTION_CLASSES, "tied", TiedAttention)
     monkeypatch.setattr(configuration_checks, "ATTENTION_KINDS", tuple(ATTENTION_CLASSES))
-    with pytest.raises(ConversionError, match="llama and mistral and qwen2 and qwen3: attention_kind='tied' is not"):
+    with pytest.raises(UserError, match="llama and mistral and qwen2 and qwen3: attention_kind='tied' is not"):
         export_config(make_config("mha", attention_kind="tied", num_key_value_heads=6))
 
 
 def test_the_largest_cache_size_is_the_one_that_the_error_names():
     """One more number than that is refused, and the error says what the most is."""
     config = GQAConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, attention_kind="mqa")
-    with pytest.raises(ConversionError, match=r"choose at most 80$"):
+    with pytest.raises(UserError, match=r"choose at most 80$"):
         target_config(config, "mla", cache_size=81)
     layer = target_config(config, "mla", cache_size=80).per_layer_config[0]
     assert layer.kv_lora_rank + layer.qk_rope_head_dim == 80

@@ -8,10 +8,10 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from modeling_gqa.conversion import ConversionError
-from modeling_gqa.conversion.text import packing
-from modeling_gqa.conversion.text.packing import read_batches
-from modeling_gqa.conversion.text.reading import read_documents
+from modeling_gqa.conversion import UserError
+from modeling_gqa.data import packing
+from modeling_gqa.data.packing import read_batches
+from modeling_gqa.data.reading import read_documents
 
 LENGTH = 8
 pytestmark = pytest.mark.filterwarnings("ignore:not read .empty.")
@@ -114,7 +114,7 @@ def test_evaluation_text_is_kept_apart(corpus, tmp_path, tokenizer):
     held_out.write_text("".join(json.dumps({"body": numbers(i, 30)}) + "\n" for i in range(3000, 3600, 30)))
     for i in range(20):  # the same documents again, in calibration's folder
         (corpus / f"copy{i}.txt").write_text(numbers(3000 + 30 * i, 30))
-    with pytest.raises(ConversionError, match=r"held-out.jsonl, line 1: no text in column 'text' \(found: body\)"):
+    with pytest.raises(UserError, match=r"held-out.jsonl, line 1: no text in column 'text' \(found: body\)"):
         read([corpus], tokenizer, evaluation_paths=[held_out])
     held_out.write_text(held_out.read_text().replace("body", "text"))
     tokens = {"calibration": 4000, "selection": 1000, "evaluation": 400}
@@ -166,9 +166,7 @@ def test_a_special_token_that_is_a_word_is_refused_in_text(tmp_path):
     (tmp_path / "a.txt").write_text("a b <unk> " * 20)
     assert tokenizer.eos_token_id not in tokens_of(read([tmp_path], tokenizer, {"evaluation": 16})["evaluation"])
     (tmp_path / "a.txt").write_text("a b </s> " * 20)
-    with pytest.raises(
-        ConversionError, match="the text holds '</s>', which this tokenizer takes for its special token"
-    ):
+    with pytest.raises(UserError, match="the text holds '</s>', which this tokenizer takes for its special token"):
         read([tmp_path], tokenizer, {"evaluation": 16})
 
 
@@ -202,6 +200,6 @@ REFUSED = {
 def test_refused_in_one_line(name, content, message, tmp_path, tokenizer):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConversionError, match=message) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         read([tmp_path / name], tokenizer)
     assert "\n" not in str(caught.value)

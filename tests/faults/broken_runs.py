@@ -15,8 +15,8 @@ import pytest
 import yaml
 from training_texts import MODEL, make_texts
 
-from training import console
-from training.errors import RecipeError
+from modeling_gqa.common.errors import UserError
+from modeling_gqa.training import console
 from training.pretrain import pretrain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +57,7 @@ def weights(run: Path) -> str:
 
 def refused(action: Callable[[], Any], match: str) -> str:
     """The one line in which `action` is refused."""
-    with pytest.raises(RecipeError, match=match) as error:
+    with pytest.raises(UserError, match=match) as error:
         action()
     assert "\n" not in str(error.value)
     return str(error.value)

@@ -13,8 +13,8 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS / "training"), str(TESTS / "faults"
 
 from broken_runs import RECIPE, write_texts
 
+from modeling_gqa.training.publish import repository
 from training.pretrain import pretrain
-from training.publish import repository
 
 
 @pytest.fixture(autouse=True)

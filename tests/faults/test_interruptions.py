@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from broken_runs import Child, refused, snapshot, weights
 
-from training.folder.checkpoint import find_resumable
+from modeling_gqa.training.folder.checkpoint import find_resumable
 
 HOW = ("missing", "empty", "cut", "zeroed", "flipped")
 

@@ -10,10 +10,10 @@ from broken_runs import RECIPE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from training.errors import RecipeError
-from training.recipe.command_line import load_recipe
-from training.recipe.model import check_training, load_config
-from training.recipe.pretraining import Recipe
+from modeling_gqa.common.errors import UserError
+from modeling_gqa.training.recipe.command_line import load_recipe
+from modeling_gqa.training.recipe.model import check_training, load_config
+from modeling_gqa.training.recipe.pretraining import Recipe
 
 # What reads files or would start something outside of this process.
 LEFT_OUT = {
@@ -51,7 +51,7 @@ def test_recipes(tmp_path, changes):
     path.write_text(yaml.safe_dump({**RECIPE, "output_dir": str(tmp_path / "run"), **changes}))
     try:
         recipe = load([str(path)])
-    except RecipeError as error:
+    except UserError as error:
         said = str(error)
         assert "\n" not in said and len(said) > 10
         return
@@ -90,5 +90,5 @@ def test_recipes(tmp_path, changes):
 def test_values_are_checked_before_the_run(tmp_path, options, message):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({**RECIPE, "output_dir": str(tmp_path / "run")}))
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(UserError, match=message):
         load([str(path), *options.split()])

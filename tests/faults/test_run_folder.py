@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from broken_runs import ROOT, refused, snapshot, weights, write_texts
 
-from training.folder.run_folder import RunFolder
+from modeling_gqa.training.folder.run_folder import RunFolder
 
 # -- what is not a run's
 
@@ -216,7 +216,7 @@ def test_overwrite_leaves_nothing_of_the_old_run(start, run, whole):
 
 def test_a_second_writer_is_told_of_the_first(start, run, whole):
     code = (
-        "from training.folder.run_folder import RunFolder\n"
+        "from modeling_gqa.training.folder.run_folder import RunFolder\n"
         f"folder = RunFolder({str(run)!r})\nfolder.open()\nprint('open', flush=True)\ninput()"
     )
     with subprocess.Popen(

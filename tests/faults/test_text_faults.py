@@ -16,13 +16,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # training/ is run from a checkout, not installed
 
-from modeling_gqa.conversion import ConversionError  # noqa: E402
-from modeling_gqa.conversion.text.packing import read_sections  # noqa: E402
-from modeling_gqa.conversion.text.reading import find_files  # noqa: E402
-from training.errors import RecipeError  # noqa: E402
-from training.recipe.pretraining import Recipe  # noqa: E402
-from training.text.source import open_source  # noqa: E402
-from training.text.split import split_source  # noqa: E402
+from modeling_gqa.common.errors import UserError  # noqa: E402
+from modeling_gqa.data.packing import read_sections  # noqa: E402
+from modeling_gqa.data.reading import find_files  # noqa: E402
+from modeling_gqa.data.source import open_source  # noqa: E402
+from modeling_gqa.data.split import split_source  # noqa: E402
+from modeling_gqa.training.recipe.pretraining import Recipe  # noqa: E402
 
 FAULTS = 12  # of each file in a round
 TEXTS = [f"document {number}: “naïve” 漢字 🙂\n" * (1 + number % 3) for number in range(40)]
@@ -124,7 +123,7 @@ def test_a_damaged_file_is_read_right_or_named(name, fault, draw, tmp_path):
         def in_conversion():
             return list(read_sections(find_files([path]).paths, "text", 10**6, seed=0))
 
-        ours, theirs = outcome(in_training, RecipeError, path), outcome(in_conversion, ConversionError, path)
+        ours, theirs = outcome(in_training, UserError, path), outcome(in_conversion, UserError, path)
         assert (ours is None) == (theirs is None) or not "".join(theirs).strip()
         if ours is not None:
             assert sorted("".join(ours)) == sorted("".join(theirs))

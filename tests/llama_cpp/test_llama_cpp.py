@@ -15,9 +15,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
+from modeling_gqa.checkpoints.gguf_tokenizer import LLAMA3_WORDS, PRE_TOKENIZERS
 from modeling_gqa.conversion import export_checkpoint
-from modeling_gqa.conversion.checkpoints.gguf_tokenizer import LLAMA3_WORDS, PRE_TOKENIZERS
-from training.text.tokenizer import END_OF_TEXT, PAD, train_tokenizer
+from modeling_gqa.data.tokenizer import END_OF_TEXT, PAD, train_tokenizer
 
 VOCABULARY, NEW_TOKENS = 1200, 40
 SIZES: dict[str, Any] = {

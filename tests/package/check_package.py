@@ -96,7 +96,7 @@ def use(stranger: Stranger, wheel: Path) -> None:
     run(sys.executable, "-m", "venv", stranger.bin.parent)
     run(python, "-m", "pip", "install", *constraints, wheel)
     run(python, "-c", "import modeling_gqa; print(modeling_gqa.GQAConfig())", says="attention_kind")
-    for start in ((command, "pretrain"), (python, "-m", "modeling_gqa.training.pretrain")):
+    for start in ((command, "pretrain"), (python, "-m", "modeling_gqa.scripts.pretrain")):
         run(*start, "tiny", code=1, says="pip install '.[training]'")
 
     run(python, "-m", "pip", "install", *constraints, f"{wheel}[all]")
@@ -111,7 +111,7 @@ def use(stranger: Stranger, wheel: Path) -> None:
     model = ("--preset", "tiny-mha", "--model-overrides", SMALL)
     run(command, "pretrain", "tiny", *model, *FEW_STEPS, says="Saved runs/tiny-mha/final")
     run(
-        stranger.bin / "torchrun", "--standalone", "--nproc_per_node", "2", "-m", "modeling_gqa.training.pretrain",
+        stranger.bin / "torchrun", "--standalone", "--nproc_per_node", "2", "-m", "modeling_gqa.scripts.pretrain",
         "tiny", *model, *FEW_STEPS, "--dataloader-num-workers", "1", "--output-dir", "runs/two", "--use-cpu",
         says="on 2 x cpu",
     )  # fmt: skip

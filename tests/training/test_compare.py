@@ -16,24 +16,23 @@ import pytest
 import torch
 import yaml
 
-from modeling_gqa.accounting import cache_bytes_per_token, count_parameters, training_flops
-from modeling_gqa.common.errors import ConversionError
+from modeling_gqa.common.errors import UserError
 from modeling_gqa.common.progress import duration
-from modeling_gqa.reporting.speeds import Speed
+from modeling_gqa.costs import cache_bytes_per_token, count_parameters, training_flops
+from modeling_gqa.costs.speeds import Speed
+from modeling_gqa.training.comparison.anchors import anchors
+from modeling_gqa.training.comparison.candidates import candidates_of, usual_kinds
+from modeling_gqa.training.comparison.folder import on_tokens, write_outcome
+from modeling_gqa.training.comparison.outcome import Entry, Outcome
+from modeling_gqa.training.comparison.pictures import plot_comparison, styles
+from modeling_gqa.training.comparison.plan import Comparison, Trial, plan
+from modeling_gqa.training.comparison.recipe import CompareRecipe
+from modeling_gqa.training.comparison.sweep import EXTENSIONS, best_rate, further_rate
+from modeling_gqa.training.comparison.words import conclusion, confounds, planned, steps, write_report
+from modeling_gqa.training.shared.folder import begin
+from modeling_gqa.training.shared.processes import gpu_of
+from modeling_gqa.training.shared.runs import Run, Runs
 from training.compare import compare
-from training.comparison.anchors import anchors
-from training.comparison.candidates import candidates_of, usual_kinds
-from training.comparison.folder import on_tokens, write_outcome
-from training.comparison.outcome import Entry, Outcome
-from training.comparison.pictures import plot_comparison, styles
-from training.comparison.plan import Comparison, Trial, plan
-from training.comparison.recipe import CompareRecipe
-from training.comparison.sweep import EXTENSIONS, best_rate, further_rate
-from training.comparison.words import conclusion, confounds, planned, steps, write_report
-from training.errors import RecipeError
-from training.shared.folder import begin
-from training.shared.processes import gpu_of
-from training.shared.runs import Run, Runs
 
 ROOT = Path(__file__).resolve().parents[2]
 NAN = math.nan
@@ -176,14 +175,14 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_recipes(wrong):
     fields, said = WRONG[wrong]
-    with pytest.raises((RecipeError, ValueError), match=said):
+    with pytest.raises((UserError, ValueError), match=said):
         candidates_of(CompareRecipe(**fields))
 
 
 def test_usual_kinds_need_heads_to_share(corpus):
     config = candidates_of(recipe_of(corpus, match="nothing"))[0][0].config
     config.num_attention_heads = config.num_key_value_heads = 6
-    with pytest.raises(RecipeError, match="which 4 does not divide"):
+    with pytest.raises(UserError, match="which 4 does not divide"):
         usual_kinds(config)
 
 
@@ -390,9 +389,9 @@ def test_a_comparison_without_speeds(corpus, monkeypatch, tmp_path, capsys):
     """Where the models do not fit the memory together, the losses are reported without them."""
 
     def refuse(*_, **__):
-        raise ConversionError("speeds could not be measured: out of memory")
+        raise UserError("speeds could not be measured: out of memory")
 
-    monkeypatch.setattr("training.comparison.folder.measure_speeds", refuse)
+    monkeypatch.setattr("modeling_gqa.training.comparison.folder.measure_speeds", refuse)
     recipe = recipe_of(corpus, output_dir=str(tmp_path), kinds={"mha": {}, "mqa": {"attention_kind": "mqa"}})
     candidates, pretraining = candidates_of(recipe)
     comparison = Comparison(recipe, pretraining, candidates)
@@ -416,7 +415,7 @@ def test_folders_of_others(tmp_path):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
         (folder / name).mkdir() if content is None else (folder / name).write_text(content)
-        with pytest.raises(RecipeError, match="choose another --output-dir"):
+        with pytest.raises(UserError, match="choose another --output-dir"):
             begin(Runs(folder, lambda _: [], 1, ""), "comparison", {}, set(), pytest.fail)
     assert (tmp_path / "recipe" / "recipe.json").read_text() == "[]"
 
@@ -531,12 +530,12 @@ def check_report(comparison: Launches) -> None:
 def check_another_recipe_is_refused(comparison: Launches) -> None:
     """By its own fields, and by what the pretraining recipe that it names says meanwhile."""
     argv = [str(comparison.recipe), "--output-dir", os.path.relpath(comparison.folder)]
-    with pytest.raises(RecipeError, match=r"another recipe: match \('parameters' then, 'nothing' now\)"):
+    with pytest.raises(UserError, match=r"another recipe: match \('parameters' then, 'nothing' now\)"):
         compare([*argv, "--match", "nothing"])
     saved = comparison.folder / "recipe.json"
     before = saved.read_text()
     saved.write_text(json.dumps(json.loads(before) | {"runs.weight_decay": 0.5}))
-    with pytest.raises(RecipeError, match=r"another recipe: runs\.weight_decay \(0\.5 then, 0\.1 now\)"):
+    with pytest.raises(UserError, match=r"another recipe: runs\.weight_decay \(0\.5 then, 0\.1 now\)"):
         compare(argv)
     saved.write_text(before)
 
@@ -570,6 +569,6 @@ def test_a_folder_of_somebody_else_is_refused(corpus, tmp_path):
     comparison = Launches(tmp_path, corpus)
     comparison.folder.mkdir()
     (comparison.folder / "notes.txt").write_text("mine")
-    with pytest.raises(RecipeError, match=r"holds notes\.txt and no comparison"):
+    with pytest.raises(UserError, match=r"holds notes\.txt and no comparison"):
         compare([str(comparison.recipe), "--output-dir", str(comparison.folder)])
     assert os.listdir(comparison.folder) == ["notes.txt"]

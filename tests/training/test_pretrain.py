@@ -13,14 +13,14 @@ import yaml
 from safetensors.torch import load_file
 from training_texts import MODEL
 
-from modeling_gqa.reporting.measuring import machine_name
-from training.errors import RecipeError
+from modeling_gqa.common.errors import UserError
+from modeling_gqa.costs.measuring import machine_name
+from modeling_gqa.data.source import open_source
+from modeling_gqa.data.split import Split, split_source
+from modeling_gqa.training.publish import card, repository
+from modeling_gqa.training.recipe.model import load_config, warn_of_weights
+from modeling_gqa.training.recipe.pretraining import Recipe
 from training.pretrain import pretrain
-from training.publish import card, repository
-from training.recipe.model import load_config, warn_of_weights
-from training.recipe.pretraining import Recipe
-from training.text.source import open_source
-from training.text.split import Split, split_source
 
 LAST = 24  # steps of the tiny recipe; it saves every 7
 
@@ -104,7 +104,7 @@ def test_the_card_says_what_was_held_out(tmp_path, texts, rule, said, not_said):
 def test_broken_repository_is_noticed(finished, tmp_path):
     shutil.copytree(finished[0] / "final", tmp_path / "final")
     (tmp_path / "final" / "layers.py").unlink()
-    with pytest.raises(RecipeError, match="does not load in a process without the package"):
+    with pytest.raises(UserError, match="does not load in a process without the package"):
         repository.load_as_stranger(tmp_path / "final", "the ")
 
 
@@ -142,10 +142,10 @@ def test_kill_and_resume_passes_over_an_incomplete_checkpoint(script, finished, 
 def test_resume_and_overwrite_refusals(script, finished):
     output, _ = finished
     run = [str(script.recipe), "--output_dir", str(output)]
-    with pytest.raises(RecipeError, match="--resume continues it, --overwrite replaces it"):
+    with pytest.raises(UserError, match="--resume continues it, --overwrite replaces it"):
         pretrain(run)
     model = json.dumps(MODEL | {"vocab_size": 301})
-    with pytest.raises(RecipeError, match="another recipe: ") as error:
+    with pytest.raises(UserError, match="another recipe: ") as error:
         pretrain([*run, "--resume", "--learning_rate", "0.5", "--model_overrides", model])
     for key in ("learning_rate (0.003 then, 0.5 now)", "model_overrides", "model vocab_size (300 then, 301 now)"):
         assert key in str(error.value)

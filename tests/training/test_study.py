@@ -11,13 +11,13 @@ from training_texts import MODEL, make_texts
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig
-from training.errors import RecipeError
-from training.shared.spread import Sample, Spread, agreement, pooled
-from training.studies.findings import Times, conversion, groups, uptraining
-from training.studies.points import Study, check_source
-from training.studies.recipe import Point, Student, StudyRecipe
+from modeling_gqa.common.errors import UserError
+from modeling_gqa.data.tokenizer import train_tokenizer
+from modeling_gqa.training.shared.spread import Sample, Spread, agreement, pooled
+from modeling_gqa.training.studies.findings import Times, conversion, groups, uptraining
+from modeling_gqa.training.studies.points import Study, check_source
+from modeling_gqa.training.studies.recipe import Point, Student, StudyRecipe
 from training.study import study
-from training.text.tokenizer import train_tokenizer
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 300}
 CONFIG = GQAConfig(attention_kind="mha", **SIZES)
@@ -87,20 +87,20 @@ def test_wrong_recipes(wrong):
 )
 def test_wrong_sources(fields, options, said):
     config = GQAConfig(hidden_size=64, num_attention_heads=8, num_hidden_layers=2, **fields)
-    with pytest.raises(RecipeError, match=said):
+    with pytest.raises(UserError, match=said):
         check_source(config, StudyRecipe(**options))
 
 
 @pytest.mark.parametrize("argv", [[], ["study-quick"], ["quality", "study-quick"]])
 def test_a_study_is_named(argv):
-    with pytest.raises(RecipeError, match=r"name a study first: .*\{conversion,uptraining,groups\} RECIPE"):
+    with pytest.raises(UserError, match=r"name a study first: .*\{conversion,uptraining,groups\} RECIPE"):
         study(argv)
 
 
 def test_a_source_without_its_tokens(pretrained, tmp_path):
     (pretrained / "results.json").rename(tmp_path / "results.json")
     try:
-        with pytest.raises(RecipeError, match="give --pretraining-tokens"):
+        with pytest.raises(UserError, match="give --pretraining-tokens"):
             study(["groups", "study-quick", "--source", str(pretrained), "--output-dir", str(tmp_path / "out"), *SHORT])
     finally:
         (tmp_path / "results.json").rename(pretrained / "results.json")
@@ -278,8 +278,8 @@ def test_the_three_studies_of_a_small_model(pretrained, corpus, tmp_path, capsys
     assert runs["conversion"].items() <= runs["uptraining"].items() <= runs["groups"].items()
     before = json.loads((tmp_path / "out" / "uptraining.json").read_text())["results"]["MHA"]
     assert before["0.1"][0] < before["0"][0]
-    with pytest.raises(RecipeError, match="holds a study with another recipe: calibration_tokens"):
+    with pytest.raises(UserError, match="holds a study with another recipe: calibration_tokens"):
         study(["groups", str(recipe), *SHORT, "--calibration-tokens", "256"])
     AutoModelForCausalLM.from_config(GQAConfig.from_pretrained(pretrained)).save_pretrained(pretrained)
-    with pytest.raises(RecipeError, match=r"holds a study with another recipe: runs\.source"):
+    with pytest.raises(UserError, match=r"holds a study with another recipe: runs\.source"):
         study(["groups", str(recipe), *SHORT])

@@ -22,18 +22,18 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from training_texts import MODEL, make_texts
 from transformers import EvalPrediction, PreTrainedTokenizerFast
 
-from modeling_gqa.conversion.text import formats, packing
-from modeling_gqa.conversion.text.packing import pack
-from training.errors import RecipeError
+from modeling_gqa.common.errors import UserError
+from modeling_gqa.data import formats, packing
+from modeling_gqa.data.blocks import PackedBlocks, example, load_blocks, save_blocks, tokenize, write_blocks
+from modeling_gqa.data.packing import pack
+from modeling_gqa.data.source import Source, open_source
+from modeling_gqa.data.split import BOUNDARY, cut_text, load_split, split_source
+from modeling_gqa.data.stream import StreamedBlocks
+from modeling_gqa.data.tokenizer import LONGEST_WORD, train_tokenizer
+from modeling_gqa.training.bigram import bigram_loss
+from modeling_gqa.training.recipe.pretraining import Recipe
+from modeling_gqa.training.trainer.pretraining import row_losses, sum_losses
 from training.pretrain import pretrain
-from training.recipe.pretraining import Recipe
-from training.text.bigram import bigram_loss
-from training.text.blocks import PackedBlocks, example, load_blocks, save_blocks, tokenize, write_blocks
-from training.text.source import Source, open_source
-from training.text.split import BOUNDARY, cut_text, load_split, split_source
-from training.text.stream import StreamedBlocks
-from training.text.tokenizer import LONGEST_WORD, train_tokenizer
-from training.trainer.pretraining import row_losses, sum_losses
 
 TEXTS = make_texts(40)
 
@@ -134,7 +134,7 @@ def test_split_is_recorded_and_old_runs_keep_theirs(tmp_path, corpus, tokenizer)
     assert list(old.documents("validation")) == expected != list(split.documents("validation"))
     for damage in (b"", b"{}", b"[]", b'{"rule": "moon", "threshold": 1, "cut": null}', b"\xff"):
         (tmp_path / "data" / "split.json").write_bytes(damage)
-        with pytest.raises(RecipeError, match=r"split.json does not say which documents are held out"):
+        with pytest.raises(UserError, match=r"split.json does not say which documents are held out"):
             load_split(source, recipe, tmp_path / "data")
 
 
@@ -276,10 +276,10 @@ def test_one_empty_file_of_a_folder_is_named_and_skipped(tmp_path, corpus):
         source = source_of(tmp_path, path)
         assert texts(source) == TEXTS and source.notes() == [f"not read (empty), 1: {tmp_path}/text/empty.txt"]
     source = source_of(tmp_path, tmp_path / "text" / "empty.txt")
-    with pytest.raises(RecipeError, match=r"empty.txt is empty$"):
+    with pytest.raises(UserError, match=r"empty.txt is empty$"):
         source.notes()
     source = source_of(tmp_path, f"{tmp_path}/text/e*.txt")
-    with pytest.raises(RecipeError, match=r"nothing to read at .*e\*.txt \(not read \(empty\), 1: "):
+    with pytest.raises(UserError, match=r"nothing to read at .*e\*.txt \(not read \(empty\), 1: "):
         texts(source)
 
 
@@ -406,7 +406,7 @@ def test_bad_text_ends_in_one_line(tmp_path, name):
     content, message = BAD_FILES[name]
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(UserError) as error:
         pretrain(arguments(tmp_path, data_files=[str(tmp_path / name)]))
     assert message in str(error.value) and name in str(error.value) and "\n" not in str(error.value)
 
@@ -414,26 +414,26 @@ def test_bad_text_ends_in_one_line(tmp_path, name):
 def test_tokenizer_must_fit(tmp_path, corpus, tokenizer):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     fields = {"data_files": [str(corpus)], "tokenizer": str(tmp_path / "tokenizer")}
-    with pytest.raises(RecipeError, match="300 tokens and the model's vocab_size is 290"):
+    with pytest.raises(UserError, match="300 tokens and the model's vocab_size is 290"):
         pretrain(arguments(tmp_path, **fields, model_overrides={**MODEL, "vocab_size": 290}))
-    with pytest.raises(RecipeError, match="needs at least 258"):
+    with pytest.raises(UserError, match="needs at least 258"):
         pretrain(arguments(tmp_path, data_files=[str(corpus)], model_overrides={**MODEL, "vocab_size": 200}))
-    with pytest.raises(RecipeError, match="cannot load the tokenizer nowhere"):
+    with pytest.raises(UserError, match="cannot load the tokenizer nowhere"):
         pretrain(arguments(tmp_path, data_files=[str(corpus)], tokenizer="nowhere"))
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    with pytest.raises(RecipeError, match="no end-of-text token"):
+    with pytest.raises(UserError, match="no end-of-text token"):
         pretrain(arguments(tmp_path, **fields))
 
 
 def test_hub_data_set_out_of_reach(tmp_path):
-    with pytest.raises(RecipeError, match="cannot load the Hub data set nobody/nothing"):
+    with pytest.raises(UserError, match="cannot load the Hub data set nobody/nothing"):
         pretrain(arguments(tmp_path, dataset_name="nobody/nothing"))
 
 
 def test_upload_needs_a_token(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr("training.beginning.get_token", lambda: None)
-    with pytest.raises(RecipeError, match="hf auth login"):
+    monkeypatch.setattr("modeling_gqa.training.run_setup.get_token", lambda: None)
+    with pytest.raises(UserError, match="hf auth login"):
         pretrain(arguments(tmp_path, data_files=[str(corpus)], push_to_hub=True))
 
 

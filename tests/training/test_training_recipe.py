@@ -8,12 +8,12 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from training.errors import RecipeError
-from training.recipe import pretraining, trackers
-from training.recipe.catalogue import CONFIGURATION, preset_names, recipe_names
-from training.recipe.command_line import load_recipe
-from training.recipe.model import load_config
-from training.recipe.saved import compare_recipes, save_recipe
+from modeling_gqa.common.errors import UserError
+from modeling_gqa.training.recipe import pretraining, trackers
+from modeling_gqa.training.recipe.catalogue import CONFIGURATION, preset_names, recipe_names
+from modeling_gqa.training.recipe.command_line import load_recipe
+from modeling_gqa.training.recipe.model import load_config
+from modeling_gqa.training.recipe.saved import compare_recipes, save_recipe
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_kinds_of_yaml_values(write):
     ],
 )
 def test_refused(write, yaml_values, options, message):
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(UserError) as error:
         load_recipe([write(**yaml_values), *options])
     assert message in str(error.value) and "\n" not in str(error.value)
 
@@ -70,13 +70,13 @@ def test_refused(write, yaml_values, options, message):
 )
 def test_liger_is_refused_where_it_would_change_nothing(write, installed, message, monkeypatch):
     monkeypatch.setattr(pretraining, "is_liger_kernel_available", lambda: installed)
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(UserError, match=message):
         load_recipe([write(use_liger_kernel=True, use_cpu=True)])
 
 
 @pytest.mark.parametrize("argv", [["configuration/recipes/quickstar.yaml"], []])
 def test_recipe_is_suggested(argv):
-    with pytest.raises(RecipeError, match="quickstart"):
+    with pytest.raises(UserError, match="quickstart"):
         load_recipe(argv)
 
 
@@ -91,7 +91,7 @@ def test_recipe_is_suggested(argv):
 )
 def test_wrong_model(write, values, message):
     recipe, _ = load_recipe([write(**values)])
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(UserError, match=message):
         load_config(recipe)
 
 
@@ -135,10 +135,10 @@ def test_saved_recipe_loads_again_and_compares(write, tmp_path):
         [write(model_overrides={"hidden_size": 64}, warmup_steps=0.1, data_files=["x y"]), "--resume"]
     )
     compare_recipes({**free, "save_steps": 3.0, "report_to": "wandb"}, config)
-    with pytest.raises(RecipeError, match=r"another recipe: learning_rate \(0.003 then, 0.1 now\); resume with the"):
+    with pytest.raises(UserError, match=r"another recipe: learning_rate \(0.003 then, 0.1 now\); resume with the"):
         compare_recipes({**values, "learning_rate": 0.1}, config)
     config.hidden_act = "gelu"
-    with pytest.raises(RecipeError, match=r"model hidden_act \('silu' then, 'gelu' now\)"):
+    with pytest.raises(UserError, match=r"model hidden_act \('silu' then, 'gelu' now\)"):
         compare_recipes(values, config)
 
 
@@ -169,5 +169,5 @@ def test_trackers_write_into_the_folder(tmp_path, monkeypatch):
 
 def test_nothing_to_resume(write):
     recipe, values = load_recipe([write(), "--resume"])
-    with pytest.raises(RecipeError, match="nothing to resume"):
+    with pytest.raises(UserError, match="nothing to resume"):
         compare_recipes(values, load_config(recipe))

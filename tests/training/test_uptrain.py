@@ -17,17 +17,17 @@ from training_texts import MODEL, make_texts
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig
-from modeling_gqa.conversion import ConversionError, convert_model, target_config
-from training.errors import RecipeError
-from training.publish import repository
-from training.recipe.catalogue import CONFIGURATION, recipe_names
-from training.recipe.command_line import load_recipe
-from training.recipe.uptraining import UptrainRecipe
-from training.text.blocks import load_blocks
-from training.text.tokenizer import train_tokenizer
-from training.trainer import distillation, uptraining
-from training.trainer.distillation import choose_parameters, layerwise_loss, prediction_losses, run_teacher
-from training.trainer.uptraining import UptrainTrainer
+from modeling_gqa.common.errors import UserError
+from modeling_gqa.conversion import convert_model, target_config
+from modeling_gqa.data.blocks import load_blocks
+from modeling_gqa.data.tokenizer import train_tokenizer
+from modeling_gqa.training.publish import repository
+from modeling_gqa.training.recipe.catalogue import CONFIGURATION, recipe_names
+from modeling_gqa.training.recipe.command_line import load_recipe
+from modeling_gqa.training.recipe.uptraining import UptrainRecipe
+from modeling_gqa.training.trainer import distillation, uptraining
+from modeling_gqa.training.trainer.distillation import choose_parameters, layerwise_loss, prediction_losses, run_teacher
+from modeling_gqa.training.trainer.uptraining import UptrainTrainer
 from training.uptrain import uptrain
 
 ROOT = CONFIGURATION.parent
@@ -268,7 +268,7 @@ def test_the_command_lines_budget_replaces_the_recipes(write, recipe, option, st
 
 
 def test_two_budgets_on_the_command_line_are_refused(write):
-    with pytest.raises(RecipeError, match=r"both given.*: add --pretraining-fraction 0 or --max-steps -1$"):
+    with pytest.raises(UserError, match=r"both given.*: add --pretraining-fraction 0 or --max-steps -1$"):
         load_recipe([write(max_steps=None), "--max-steps=5", "--pretraining-fraction=0.1"], UptrainRecipe)
 
 
@@ -435,11 +435,11 @@ def test_a_student_that_is_gone_in_the_end_is_one_line(here, tmp_path, monkeypat
     """The run keeps its checkpoint, and goes on when the student is back."""
 
     def gone(name):
-        raise ConversionError(f"{name} does not exist")
+        raise UserError(f"{name} does not exist")
 
     with monkeypatch.context() as patch:
         patch.setattr(uptraining, "load_source", gone)
-        with pytest.raises(RecipeError, match=r"the student cannot be loaded again: .* does not exist; bring it back"):
+        with pytest.raises(UserError, match=r"the student cannot be loaded again: .* does not exist; bring it back"):
             here(tmp_path / "run", learning_rate=RUINOUS, max_steps=2, warmup_steps=0)
     options = {"learning_rate": RUINOUS, "max_steps": 2, "warmup_steps": 0}
     assert here(tmp_path / "run", "--resume", **options)["result_step"] == 0
@@ -545,7 +545,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("values", "message"), REFUSALS, ids=[message[:40] for _, message in REFUSALS])
 def test_refused(write, tmp_path, values, message):
-    with pytest.raises(RecipeError) as error:
+    with pytest.raises(UserError) as error:
         uptrain([write(**values), "--output_dir", str(tmp_path / "run")])
     assert message in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "run").exists()
@@ -553,7 +553,7 @@ def test_refused(write, tmp_path, values, message):
 
 def test_teachers_that_do_not_fit(write, pair, tmp_path):
     def refused(**values) -> str:
-        with pytest.raises(RecipeError) as error:
+        with pytest.raises(UserError) as error:
             uptrain([write(**values), "--output_dir", str(tmp_path / "run")])
         assert not (tmp_path / "run").exists()
         return str(error.value)
@@ -584,7 +584,7 @@ def test_a_model_in_the_output_folder_is_kept(here, pair, tmp_path, role, place)
     shutil.copytree(pair[role == "student"], folder)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     for options in ((), ("--overwrite",)):
-        with pytest.raises(RecipeError, match=f"output_dir {tmp_path}/run overlaps the {role} {folder}"):
+        with pytest.raises(UserError, match=f"output_dir {tmp_path}/run overlaps the {role} {folder}"):
             here(tmp_path / "run", *options, **{role: str(folder)})
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
@@ -598,6 +598,6 @@ def test_another_teacher_is_refused_on_resume(here, pair, tmp_path):
     other = build(["mha", "mha"], 7)
     other.save_pretrained(teacher)
     before = sorted((tmp_path / "run").rglob("*"))
-    with pytest.raises(RecipeError, match=r"the teacher has other weights than when the run .* began"):
+    with pytest.raises(UserError, match=r"the teacher has other weights than when the run .* began"):
         here(tmp_path / "run", "--resume", teacher=str(teacher))
     assert sorted((tmp_path / "run").rglob("*")) == before

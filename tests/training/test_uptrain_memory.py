@@ -1,4 +1,4 @@
-"""What student and teacher hold in memory: dtypes, shared parameters, and bytes against the accounting."""
+"""What student and teacher hold in memory: dtypes, shared parameters, and bytes against the costs."""
 
 import gc
 import json
@@ -13,13 +13,13 @@ from training_texts import MODEL, make_texts
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.trainer import logger as trainer_logger
 
-from modeling_gqa import GQAConfig, accounting
-from training import pair as pairs
-from training.pair import load_pair, share_parameters
-from training.publish import repository
-from training.recipe.uptraining import UptrainRecipe
-from training.text.tokenizer import train_tokenizer
-from training.trainer.uptraining import UptrainTrainer
+from modeling_gqa import GQAConfig, costs
+from modeling_gqa.data.tokenizer import train_tokenizer
+from modeling_gqa.training import teacher_student as pairs
+from modeling_gqa.training.publish import repository
+from modeling_gqa.training.recipe.uptraining import UptrainRecipe
+from modeling_gqa.training.teacher_student import load_pair, share_parameters
+from modeling_gqa.training.trainer.uptraining import UptrainTrainer
 from training.uptrain import uptrain
 
 # Sizes at which weights outweigh what a step computes.
@@ -164,9 +164,9 @@ def live_bytes() -> int:
 
 def predicted_bytes(student: GQAConfig, teacher: GQAConfig) -> int:
     """The arithmetic of docs/healing.md without autocast's copies, which live during a step only."""
-    trained = accounting.count_attention_parameters(student)
-    frozen = accounting.count_parameters(student) - trained
-    return 2 * (frozen + accounting.count_attention_parameters(teacher)) + 16 * trained
+    trained = costs.count_attention_parameters(student)
+    frozen = costs.count_parameters(student) - trained
+    return 2 * (frozen + costs.count_attention_parameters(teacher)) + 16 * trained
 
 
 def test_bytes_in_memory_are_those_of_the_accounting(folders, tmp_path, objects_set_aside):
@@ -188,6 +188,6 @@ def test_bytes_in_memory_are_those_of_the_accounting(folders, tmp_path, objects_
     trainer.train()
     assert seen[-1] == pytest.approx(expected, rel=0.03)
     # As it was: two models in float32, and the same gradients and states.
-    trained = accounting.count_attention_parameters(student.config)
-    models = [accounting.count_parameters(model.config) for model in (student, teacher)]
+    trained = costs.count_attention_parameters(student.config)
+    models = [costs.count_parameters(model.config) for model in (student, teacher)]
     assert seen[-1] < 0.65 * (4 * sum(models) + 12 * trained)

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from ...accounting import cache_bytes_per_token, count_parameters
-from ...common.errors import ConversionError
+from ...checkpoints.checkpoint import open_checkpoint
+from ...checkpoints.exporting import export_config, inexactness
+from ...checkpoints.gguf import is_gguf
+from ...common.errors import UserError
 from ...configuration_gqa import GQAConfig
+from ...costs import cache_bytes_per_token, count_parameters
 from ..allocation import numbers_per_token
-from ..checkpoints.checkpoint import open_checkpoint
-from ..checkpoints.exporting import export_config, inexactness
-from ..checkpoints.gguf import is_gguf
 from ..targets import changed_layers, exact_latent_sizes, lossy_layers, target_config
 from .report import describe_layer
 from .serving import describe_runs
@@ -52,7 +52,7 @@ def conversions(config: GQAConfig, dtype: torch.dtype) -> dict[str, dict[str, An
             if changed_layers(config, target):
                 outcome = "lossy" if lossy_layers(config, target) else "exact"
                 found[outcome][name] = cache_bytes_per_token(target, dtype)
-        except ConversionError as error:
+        except UserError as error:
             found["impossible"][name] = str(error)
 
     layers = list(config.per_layer_config)
@@ -84,7 +84,7 @@ def inspect_checkpoint(source: str | Path, ignore_fields: Collection[str] = ()) 
         ignore_fields: see `load_source`.
 
     Raises:
-        ConversionError: there is no such checkpoint, it is not supported, or a folder's weights do not fit.
+        UserError: there is no such checkpoint, it is not supported, or a folder's weights do not fit.
     """
     # The tokenizer of a GGUF file would have to be made first, which takes most of the time.
     companions = not is_gguf(source)
@@ -94,7 +94,7 @@ def inspect_checkpoint(source: str | Path, ignore_fields: Collection[str] = ()) 
     reason: str | None
     try:
         family_out, reason = export_config(config).model_type, inexactness(config)
-    except ConversionError as error:
+    except UserError as error:
         family_out, reason = None, str(error)
     return {
         # The output may be passed on, so it holds no path of this machine.

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 
 from ... import __version__
-from ...accounting import cache_bytes_per_token, count_parameters
-from ...common.errors import ConversionError
+from ...checkpoints.aside import check_target, refuse_overlap, written_aside
+from ...checkpoints.checkpoint import Checkpoint, load_tokenizer, open_checkpoint
+from ...checkpoints.writing import write_model
+from ...common.errors import UserError
 from ...common.progress import ShowProgress
 from ...configuration_gqa import GQAConfig
+from ...costs import cache_bytes_per_token, count_parameters
+from ...data.packing import read_batches
 from ...modeling_gqa import GQAForCausalLM
 from ..allocation import allocate
-from ..checkpoints.aside import check_target, refuse_overlap, written_aside
-from ..checkpoints.checkpoint import Checkpoint, load_tokenizer, open_checkpoint
-from ..checkpoints.writing import write_model
+from ..calibration import Batch
 from ..convert import SELECTION_TOKENS, convert_model, describe
-from ..kept import keep_target, kept_in, layers_folder
+from ..layer_store import keep_target, kept_in, layers_folder
+from ..measuring import compare_predictions, layer_errors
 from ..targets import layer_fields
-from ..text.calibration import Batch
-from ..text.measuring import compare_predictions, layer_errors
-from ..text.packing import read_batches
 from .memory import Memory, count_memory
 from .options import Options
 from .report import FORMAT_VERSION, Report, versions, write_card, write_report
@@ -57,7 +57,7 @@ class Job(Options):
         the text, is not looked at.
 
         Raises:
-            ConversionError: `run` would raise it before it converts.
+            UserError: `run` would raise it before it converts.
         """
         check_target(self.target.resolve(), force)
         checkpoint = self.open(download=False)
@@ -87,7 +87,7 @@ class Job(Options):
             The report that is saved as `conversion.json`.
 
         Raises:
-            ConversionError: the checkpoint, the text or the options cannot be used.
+            UserError: the checkpoint, the text or the options cannot be used.
             OSError: a file cannot be read or written.
         """
         checkpoint = self.open(download=False)  # what can be refused early is
@@ -157,7 +157,7 @@ class Job(Options):
         longest = checkpoint.config.max_position_embeddings
         length = self.block_length(checkpoint.config)
         if length > longest:
-            raise ConversionError(f"--sequence-length={length} is more than max_position_embeddings={longest}")
+            raise UserError(f"--sequence-length={length} is more than max_position_embeddings={longest}")
         self.sequence_length = length
         tokens = {
             "calibration": self.calibration_tokens,

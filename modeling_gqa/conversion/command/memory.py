@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from ...accounting import count_parameters
-from ...accounting.layers import as_model
 from ...configuration_gqa import GQAConfig
+from ...costs import count_parameters
+from ...costs.layers import as_model
+from ..calibration import IN_MEMORY
 from ..fitting import STEP_TOKENS
+from ..measuring import TOKENS_AT_ONCE
 from ..targets import changed_layers
-from ..text.calibration import IN_MEMORY
-from ..text.measuring import TOKENS_AT_ONCE
 
 GIB = 2**30
 # What Python, torch and freed memory that the allocator keeps take beside all tensors.

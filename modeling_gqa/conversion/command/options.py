@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
+from ...checkpoints.aside import refuse_overlap
 from ...common.device import usable_device
-from ...common.errors import ConversionError
-from ..checkpoints.aside import refuse_overlap
-from ..text.reading import find_files
+from ...common.errors import UserError
+from ...data.reading import find_files
 
 Kind = Literal["mha", "mqa", "gqa", "mla"]
 Method = Literal["lowrank", "auto", "procrustes", "mean", "first", "random"]
@@ -66,7 +66,7 @@ class Options:
     """What to convert, to what, and on which text; each field is an option of `modeling-gqa convert` of its name.
 
     Raises:
-        ConversionError: options do not fit together, or cannot work on this machine.
+        UserError: options do not fit together, or cannot work on this machine.
     """
 
     source: Source
@@ -207,26 +207,26 @@ class Options:
     def _check_sizes_and_method(self) -> None:
         sizes = [spelled(name) for name in SIZES if getattr(self, name) is not None]
         if self.budget is not None and sizes:
-            raise ConversionError(f"--budget chooses the sizes itself: leave {' and '.join(sizes)} out")
+            raise UserError(f"--budget chooses the sizes itself: leave {' and '.join(sizes)} out")
         if self.budget is not None and self.attention_kind not in ("gqa", "mla"):
-            raise ConversionError(f"--budget has nothing to choose for {self.attention_kind}: give gqa or mla")
+            raise UserError(f"--budget has nothing to choose for {self.attention_kind}: give gqa or mla")
         if self.budget is not None and not self.text:
-            raise ConversionError("--budget needs --text: without it no layer's loss is known")
+            raise UserError("--budget needs --text: without it no layer's loss is known")
         for name in ("refit", "refine"):
             if getattr(self, name) and not self.text:
-                raise ConversionError(f"{spelled(name)} needs --text: the layers are fitted on it")
+                raise UserError(f"{spelled(name)} needs --text: the layers are fitted on it")
         for name in ("budget", "cache_bytes"):
             if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ConversionError(f"{spelled(name)}={getattr(self, name)} must be positive")
+                raise UserError(f"{spelled(name)}={getattr(self, name)} must be positive")
         if not 0 <= self.seed < 2**63:
-            raise ConversionError(f"--seed={self.seed} must be from 0 to 2**63 - 1")
+            raise UserError(f"--seed={self.seed} must be from 0 to 2**63 - 1")
         if self.cache_size is not None and self.cache_bytes is not None:
-            raise ConversionError("--cache-size and --cache-bytes say the same: leave one out")
+            raise UserError("--cache-size and --cache-bytes say the same: leave one out")
         if self.method not in Method.__args__:  # type: ignore[attr-defined]
             known = ", ".join(Method.__args__)  # type: ignore[attr-defined]
-            raise ConversionError(f"--method={self.method} is unknown: choose one of {known}")
+            raise UserError(f"--method={self.method} is unknown: choose one of {known}")
         if self.evaluation_text and not self.text:
-            raise ConversionError("--evaluation-text needs --text to calibrate on")
+            raise UserError("--evaluation-text needs --text to calibrate on")
 
     @property
     def is_local(self) -> bool:

@@ -12,9 +12,9 @@ import transformers
 
 from ... import __version__
 from ...common import cards
+from ...common.results import write_json
+from ...common.tables import Table, cached, share
 from ...configuration_gqa import GQAConfig
-from ...reporting.results import write_json
-from ...reporting.tables import Table, cached, share
 
 Item = TypeVar("Item")
 REPORT_NAME = "conversion.json"

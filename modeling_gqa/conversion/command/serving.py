@@ -6,8 +6,12 @@ from math import inf
 
 import torch
 
-from ...accounting import cache_bytes_per_token
-from ...accounting.kernels import (
+from ...checkpoints.exporting import export_config
+from ...checkpoints.gguf_writing import refuse_for_llama_cpp
+from ...common.errors import UserError, listed
+from ...configuration_gqa import GQAConfig
+from ...costs import cache_bytes_per_token
+from ...costs.kernels import (
     CPU_HEADS,
     FAST_SIZES,
     FAST_SUMS,
@@ -20,12 +24,8 @@ from ...accounting.kernels import (
     latent_kernels,
     reads_prompts,
 )
-from ...accounting.layers import as_model
-from ...common.errors import ConversionError, listed
-from ...configuration_gqa import GQAConfig
+from ...costs.layers import as_model
 from ..allocation import numbers_per_token
-from ..checkpoints.exporting import export_config
-from ..checkpoints.gguf_writing import refuse_for_llama_cpp
 from ..targets import chosen_layers, is_exact, latent_input, lossy_layers, target_config
 from .options import Options, spelled
 from .report import runs
@@ -88,7 +88,7 @@ def is_exact_as_given(options: Options, config: GQAConfig, cache_size: int | Non
     target = tried_target(options, config, kv_lora_rank=options.kv_lora_rank, cache_size=cache_size)
     try:
         return target is not None and not lossy_layers(config, target)
-    except ConversionError:
+    except UserError:
         return False
 
 
@@ -106,7 +106,7 @@ def tried_target(options: Options, config: GQAConfig, **sizes: int | None) -> GQ
         warnings.simplefilter("ignore")
         try:
             return target_config(config, "mla", layers=options.layers, **sizes)
-        except ConversionError:
+        except UserError:
             return None
 
 
@@ -146,7 +146,7 @@ def describe_elsewhere(config: GQAConfig) -> str:
     """Return a line on the engines beside vLLM with this package."""
     try:
         stock = export_config(config)
-    except ConversionError:
+    except UserError:
         return NOT_EXPORTED
     engines = ["vLLM's own class", "SGLang's (untried)"]
     if config.attention_kind == "mla":  # what the plugin adds is not there
@@ -157,7 +157,7 @@ def describe_elsewhere(config: GQAConfig) -> str:
     try:
         refuse_for_llama_cpp(config, stock)
         engines.append("llama.cpp")
-    except ConversionError:
+    except UserError:
         pass
     return f"Elsewhere: transformers; after modeling-gqa export, as {stock.model_type}, {listed(engines, 'and')}."
 

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import torch
 
-from ...accounting import cache_bytes_per_token
-from ...common.errors import ConversionError
+from ...common.errors import UserError
 from ...configuration_gqa import GQAConfig
+from ...costs import cache_bytes_per_token
 from ..allocation import numbers_per_token, smallest_target
 from ..convert import describe
 from ..layers.latent import divided
@@ -56,7 +56,7 @@ def find_goal(options: Options, config: GQAConfig, dtype: torch.dtype) -> Goal:
         dtype: of the result.
 
     Raises:
-        ConversionError: it cannot be had from this source, or caches more than the source.
+        UserError: it cannot be had from this source, or caches more than the source.
     """
     chosen, target, exact = "", None, False
     if options.engine is not None and options.attention_kind == "mla":
@@ -66,14 +66,12 @@ def find_goal(options: Options, config: GQAConfig, dtype: torch.dtype) -> Goal:
         lossy_layers(config, least)  # raises where it cannot be had
         present = cache_bytes_per_token(config, dtype)
         if options.budget >= present:
-            raise ConversionError(
-                f"a budget of {options.budget} bytes per token changes nothing: the source takes {present}"
-            )
+            raise UserError(f"a budget of {options.budget} bytes per token changes nothing: the source takes {present}")
     else:
         target = sized_target(options, config, dtype)
         exact = not lossy_layers(config, target)
     if options.attention_kind == "mla" and not exact and options.method not in ("auto", "lowrank"):
-        raise ConversionError(f"--method={options.method} merges heads, which MLA does not: choose auto or lowrank")
+        raise UserError(f"--method={options.method} merges heads, which MLA does not: choose auto or lowrank")
     return Goal(options, chosen, target, exact)
 
 
@@ -87,22 +85,22 @@ def sized_target(options: Options, config: GQAConfig, dtype: torch.dtype) -> GQA
     sizes["cache_size"] = options.cache_bytes // dtype.itemsize
     try:
         target = target_config(config, options.attention_kind, layers=options.layers, **sizes)
-    except ConversionError as error:
+    except UserError as error:
         # The user gave bytes, so the message names them.
         said = str(error).replace(f"cache_size={sizes['cache_size']}", f"--cache-bytes={options.cache_bytes}")
-        raise ConversionError(f"{said} (a number takes {dtype.itemsize} bytes)") from error
+        raise UserError(f"{said} (a number takes {dtype.itemsize} bytes)") from error
     refuse_larger(options, config, sizes["cache_size"], f"--cache-bytes={options.cache_bytes}", dtype.itemsize)
     return target
 
 
 def refuse_larger(options: Options, config: GQAConfig, size: int | None, given: str, unit: int = 1) -> None:
-    """Raise `ConversionError` for a cache that is larger than the source's and than exact MLA's."""
+    """Raise `UserError` for a cache that is larger than the source's and than exact MLA's."""
     layers = {index: config.per_layer_config[index] for index in chosen_layers(config, options.layers)}
     most = {i: max(numbers_per_token(layer), sum(exact_latent_sizes(layer))) for i, layer in layers.items()}
     if size is not None and size > max(most.values()):
         index = max(most, key=lambda index: most[index])
         now = numbers_per_token(layers[index]) * unit
-        raise ConversionError(
+        raise UserError(
             f"{given} is more than layer {index} caches now, which is {now}, and saves nothing: choose at most "
             f"{most[index] * unit}, where MLA can be exact, or less"
         )

@@ -12,7 +12,7 @@ import torch
 
 from ...attention import GroupedAttention
 from ...attention_latent import LatentAttention
-from ...common.errors import ConversionError
+from ...common.errors import UserError
 from ...configuration_gqa import GQAConfig
 from ...modeling_gqa import GQAForCausalLM
 from ..targets import check_linear, layer_head_dim
@@ -89,7 +89,7 @@ def read_heads(model: GQAForCausalLM, index: int) -> Heads:
     """Return layer `index` of `model` as grouped attention.
 
     Raises:
-        ConversionError: conversions do not know the layer's kind, it is MLA with a latent norm, or a weight is nan or
+        UserError: conversions do not know the layer's kind, it is MLA with a latent norm, or a weight is nan or
             inf.
     """
     attention, layer = model.model.layers[index].self_attn, model.config.per_layer_config[index]
@@ -103,7 +103,7 @@ def read_heads(model: GQAForCausalLM, index: int) -> Heads:
         name for name, tensor in attention.named_parameters() if not tensor.is_meta and not tensor.isfinite().all()
     ]
     if damaged:
-        raise ConversionError(f"layer {index}: {damaged[0]} is not finite: the checkpoint's weights are damaged")
+        raise UserError(f"layer {index}: {damaged[0]} is not finite: the checkpoint's weights are damaged")
     device = attention.o_proj.weight.device
     common = {
         "frequencies": frequencies.to(device),

@@ -1,0 +1,340 @@
+"""The families of transformers' models that can be imported, and what each field of their configurations is.
+
+Every field is mapped to one of ours, fixed to one value, or ignored for a reason given here; any other is refused by
+name.
+"""
+
+import copy
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
+
+from ..common.errors import UserError, did_you_mean, one_line
+from ..configuration_gqa import GQAConfig
+
+# Fields of the same name and meaning in all families and here.
+SHARED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "initializer_range",
+    "rms_norm_eps",
+    "use_cache",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "attention_dropout",
+    "rope_parameters",
+    "dtype",
+)
+# Fields that some families have beside them.
+WINDOW_FIELDS = ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers")
+MAPPED_LATENT_FIELDS = (
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "attention_bias",
+)
+MAPPED_GROUPED_FIELDS = ("num_key_value_heads", "head_dim")
+IGNORED_FIELDS = {
+    "model_type": "chooses the family",
+    "architectures": "names the class that was saved; other classes' weights are refused as unknown tensors",
+    "auto_map": "names the repository's own code; transformers' class of this model type is what is imported",
+    "transformers_version": "says who wrote the file",
+    "chunk_size_feed_forward": "none of these families reads it",
+    "id2label": "belongs to a classification head",
+    "label2id": "belongs to a classification head",
+    "problem_type": "belongs to a classification head",
+    "output_hidden_states": "says what is returned beside the logits",
+    "tie_last_hidden_states": "says what is returned beside the logits",
+    "is_llama_config": "a label that SmolLM2's training framework leaves",
+    "transformers.js_config": "for use in browsers",
+    "unsloth_version": "says who wrote the file",
+    "unsloth_fixed": "says who wrote the file",
+    "ignore_keys_at_rope_validation": "says which rotary parameters transformers does not warn of",
+    "base_model_tp_plan": "says how transformers spreads the model over devices",
+    "partial_rotary_factor": "stands in rope_parameters too, where it is looked at",
+    "_attn_implementation_autoset": "left by earlier versions of transformers",
+    "_attn_implementation_internal": "chooses the attention kernel",
+    "_experts_implementation_internal": "chooses the kernel of experts",
+    "_flash_attn_2_enabled": "left by earlier versions of transformers",
+    "_commit_hash": "says where the file came from",
+    "_name_or_path": "says where the file came from",
+    "_model_name_or_path": "says where the file came from",
+    "_output_attentions": "says what is returned beside the logits",
+    "_post_init_done": "transformers' own state",
+    "unk_token_id": "belongs to the tokenizer",
+    "tokenizer_class": "belongs to the tokenizer",
+    "model_max_length": "belongs to the tokenizer",
+    "max_sequence_length": "says how long the texts of training were; max_position_embeddings is what is read",
+    "torchscript": "says how earlier versions of transformers traced the model",
+    "use_bfloat16": "chooses a dtype in TensorFlow",
+    "neftune_noise_alpha": "adds noise to embeddings in training",
+    "gradient_checkpointing": "saves memory in training",
+    "logits_to_keep": "says how many logits a call returns",
+}
+# Rotary parameters that all supported versions of transformers use, and only some of them declare.
+YARN_FIELDS = ("mscale", "mscale_all_dim", "truncate")
+EXPERT_FIELDS = dict.fromkeys(
+    (
+        "aux_loss_alpha",
+        "ep_size",
+        "moe_intermediate_size",
+        "moe_layer_freq",
+        "n_group",
+        "n_routed_experts",
+        "n_shared_experts",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "output_router_logits",
+        "routed_scaling_factor",
+        "scoring_func",
+        "seq_aux",
+        "topk_group",
+        "topk_method",
+    ),
+    "concerns mixture-of-experts layers, and all layers are dense",
+)
+PRETRAINING_TP = {"pretraining_tp": "how the pretraining split its matrices; transformers does not read it"}
+# The one value of a field with which the families' classes work as the field says.
+FIXED = {
+    "return_dict": lambda config: True,
+    "is_encoder_decoder": lambda config: False,
+    "is_decoder": lambda config: False,
+    "rope_interleaved": lambda config: False,
+    "use_mrope": lambda config: False,
+    "pruned_heads": lambda config: {},
+}
+REFUSED_TYPES = {
+    "smollm3": "it has layers without positions",
+    "gpt_oss": "it has attention sinks and mixture-of-experts layers",
+    "gemma2": "it soft-caps its attention scores and logits",
+    "gemma3_text": "it norms the outputs of its layers and scales its embeddings",
+    "gqa": "it is a modeling_gqa model already, there is nothing to import",
+    "mixtral": "it has mixture-of-experts layers",
+    "qwen2_moe": "it has mixture-of-experts layers",
+    "qwen3_moe": "it has mixture-of-experts layers",
+    "llama4_text": "it has layers without positions and mixture-of-experts layers",
+    "phi3": "it fuses its projections",
+}
+REFUSED_FIELDS = {
+    "quantization_config": "quantized weights: give the checkpoint in float32, bfloat16 or float16",
+    "_heterogeneity_spec": "per_layer_config makes layers differ, which is not imported",
+    "attn_logit_softcapping": "soft-capped attention scores",
+    "final_logit_softcapping": "soft-capped logits",
+    "no_rope_layers": "layers without positions",
+}
+
+
+class Family(NamedTuple):
+    """How a family's configuration is read.
+
+    Args:
+        translate: returns the fields of our configuration beside the shared ones.
+        mapped: names of the fields that it reads, beside `SHARED`.
+        fixed: by name, a function of the configuration that returns the one value that the field may have.
+        ignored: by name, the reason why the model's function does not depend on the field.
+    """
+
+    translate: Callable[[PreTrainedConfig], dict[str, Any]]
+    mapped: tuple[str, ...]
+    fixed: dict[str, Callable[[PreTrainedConfig], Any]]
+    ignored: dict[str, str]
+
+
+def _grouped(config: PreTrainedConfig, **own: Any) -> dict[str, Any]:
+    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+    # The families round down where hidden_size is not a multiple of the number of heads.
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {
+        "attention_kind": "mha" if key_value_heads == heads else "mqa" if key_value_heads == 1 else "gqa",
+        "num_key_value_heads": key_value_heads,
+        "head_dim": head_dim,
+        **own,
+    }
+
+
+def _llama(config: PreTrainedConfig) -> dict[str, Any]:
+    return _grouped(config, attention_bias=config.attention_bias, mlp_bias=config.mlp_bias)
+
+
+def _mistral(config: PreTrainedConfig) -> dict[str, Any]:
+    return _grouped(config, sliding_window=config.sliding_window)
+
+
+def _qwen2(config: PreTrainedConfig) -> dict[str, Any]:
+    # `sliding_window` and `layer_types` hold what `use_sliding_window` and `max_window_layers` have decided.
+    window = {"sliding_window": config.sliding_window, "layer_types": config.layer_types}
+    return _grouped(config, query_bias=True, key_value_bias=True, output_bias=False, **window)
+
+
+def _qwen3(config: PreTrainedConfig) -> dict[str, Any]:
+    window = {"sliding_window": config.sliding_window, "layer_types": config.layer_types}
+    return _grouped(config, qk_norm=True, attention_bias=config.attention_bias, **window)
+
+
+def _latent(config: PreTrainedConfig) -> dict[str, Any]:
+    if config.v_head_dim is None:  # ours would derive it
+        raise UserError("v_head_dim=None is not supported: it must be given")
+    return {
+        "attention_kind": "mla",
+        **{name: getattr(config, name) for name in MAPPED_LATENT_FIELDS},
+        # A plain q_proj never has a bias in these families.
+        "query_bias": config.attention_bias and config.q_lora_rank is not None,
+        # DeepSeek-V2's class has no such field and pairs neighbours; None is half-split as False is.
+        "rope_interleave": bool(getattr(config, "rope_interleave", True)),
+        "mlp_bias": getattr(config, "mlp_bias", False),
+    }
+
+
+def _uniform_types(config: PreTrainedConfig) -> list[str]:
+    kind = "full_attention" if config.sliding_window is None else "sliding_attention"
+    return [kind] * config.num_hidden_layers
+
+
+NO_MLP_BIAS = {"mlp_bias": lambda config: False}
+LATENT_FIXED = {
+    "num_key_value_heads": lambda config: config.num_attention_heads,
+    "head_dim": lambda config: config.qk_rope_head_dim,
+    "qk_head_dim": lambda config: config.qk_nope_head_dim + config.qk_rope_head_dim,
+}
+FURTHER_TOKENS = {
+    "num_nextn_predict_layers": "counts modules for speculative decoding, which are not part of the model's forward"
+}
+YOUTU_INITIALIZER = {"embedding_initializer_range": "how training began"}
+FAMILIES = {
+    "llama": Family(_llama, (*MAPPED_GROUPED_FIELDS, "attention_bias", "mlp_bias"), {}, PRETRAINING_TP),
+    "mistral": Family(
+        _mistral,
+        (*MAPPED_GROUPED_FIELDS, "sliding_window"),
+        NO_MLP_BIAS | {"attention_bias": lambda config: False, "layer_types": _uniform_types},
+        {},
+    ),
+    "qwen2": Family(_qwen2, (*MAPPED_GROUPED_FIELDS, *WINDOW_FIELDS), NO_MLP_BIAS, {}),
+    "qwen3": Family(_qwen3, (*MAPPED_GROUPED_FIELDS, *WINDOW_FIELDS, "attention_bias"), NO_MLP_BIAS, {}),
+    "deepseek_v2": Family(
+        _latent,
+        (*MAPPED_LATENT_FIELDS, "mlp_bias", "first_k_dense_replace"),
+        LATENT_FIXED,
+        EXPERT_FIELDS | PRETRAINING_TP,
+    ),
+    "deepseek_v3": Family(
+        _latent,
+        (*MAPPED_LATENT_FIELDS, "rope_interleave", "first_k_dense_replace"),
+        LATENT_FIXED | NO_MLP_BIAS,
+        EXPERT_FIELDS | PRETRAINING_TP | FURTHER_TOKENS,
+    ),
+    "youtu": Family(
+        _latent,
+        (*MAPPED_LATENT_FIELDS, "rope_interleave"),
+        LATENT_FIXED | NO_MLP_BIAS,
+        YOUTU_INITIALIZER,
+    ),
+}
+
+
+def find_family(model_type: str) -> Family:
+    """Return how a family is read; raises `UserError` for others, with the reason where one is known."""
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        reason = REFUSED_TYPES.get(model_type) if isinstance(model_type, str) else None
+        raise UserError(
+            f"model_type={model_type!r} is not supported{f', because {reason}' if reason else ''}: "
+            f"these can be imported: {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[model_type]
+
+
+def refuse_fields(config: PreTrainedConfig, family: Family, ignored: Collection[str] = ()) -> None:
+    """Raise `UserError` for a field that the family does not have, or that has an unsupported value.
+
+    Args:
+        ignored: names of fields that may be there although nobody knows what they ask for.
+    """
+    mapped = {*SHARED, *family.mapped}
+    for name in ignored:
+        if name in {*mapped, *FIXED, *family.fixed, *REFUSED_FIELDS}:
+            raise UserError(f"{name} cannot be ignored: what the model computes depends on it")
+        if name not in vars(config):
+            raise UserError(f"the configuration has no field {name} to ignore{did_you_mean(name, vars(config))}")
+    fixed = FIXED | family.fixed
+    for name, value in vars(config).items():
+        if name in mapped or name in IGNORED_FIELDS or name in family.ignored or name in ignored:
+            continue
+        if name in family.fixed or (name in FIXED and value is not None):
+            if value != fixed[name](config):
+                raise UserError(
+                    f"{name}={value!r} is not supported in a {config.model_type} model: only {fixed[name](config)!r} is"
+                )
+        elif name in REFUSED_FIELDS and value is not None:
+            raise UserError(f"{name.lstrip('_')} is not supported: {REFUSED_FIELDS[name]}")
+        elif value is not None:  # an empty field asks for nothing
+            raise UserError(
+                f"{name}={value!r} is not a field that transformers' {config.model_type} models use, and what it asks "
+                "for is not known: if it does not change what the model computes, ignore it with --ignore-field "
+                f"{name} (in Python ignore_fields=[{name!r}])"
+            )
+    if "first_k_dense_replace" in mapped and (config.first_k_dense_replace or 0) < config.num_hidden_layers:
+        raise UserError(
+            f"first_k_dense_replace={config.first_k_dense_replace} leaves mixture-of-experts layers among the "
+            f"{config.num_hidden_layers} layers, which are not supported: all layers must be dense"
+        )
+    _refuse_rope(config)
+
+
+def _refuse_rope(config: PreTrainedConfig) -> None:
+    rope = config.rope_parameters or {}
+    known = {*RopeParameters.__annotations__, *YARN_FIELDS, "type"} - {"mrope_section"}
+    unknown = next((name for name, value in rope.items() if name not in known and value is not None), None)
+    if unknown:
+        raise UserError(f"rope_parameters[{unknown!r}]={rope[unknown]!r} is not supported")
+    partial = rope.get("partial_rotary_factor")
+    if partial not in (None, 1.0) and rope.get("rope_type") != "proportional":
+        raise UserError(
+            f"partial_rotary_factor={partial} is not supported: {config.model_type} models rotate whole heads"
+        )
+
+
+def import_config(config: PreTrainedConfig, *, ignore_fields: Collection[str] = ()) -> GQAConfig:
+    """Return the `GQAConfig` of the model that computes what transformers' model of `config` computes.
+
+    Args:
+        config: of one of the `FAMILIES`.
+        ignore_fields: names of fields that no family has, and that do not change what the model computes.
+
+    Raises:
+        UserError: the family is not supported, or a field has a value that is not; the message names it.
+
+    Example:
+        ```python
+        from transformers import Qwen2Config
+
+        from modeling_gqa.conversion import import_config
+
+        config = import_config(Qwen2Config(num_attention_heads=8, num_key_value_heads=2, hidden_size=64))
+        assert config.attention_kind == "gqa" and config.query_bias
+        ```
+    """
+    refuse_fields(config, find_family(config.model_type), ignore_fields)
+    return translate(config)
+
+
+def translate(config: PreTrainedConfig) -> GQAConfig:
+    """Return the `GQAConfig` that the fields known here lead to, whatever others there are; see `import_config`."""
+    family = find_family(config.model_type)
+    try:
+        fields = {name: copy.deepcopy(getattr(config, name)) for name in SHARED} | family.translate(config)
+        fields["attention_dropout"] = fields["attention_dropout"] or 0.0
+        if fields.get("pad_token_id") == -1:  # early Llama checkpoints mean that there is none
+            fields["pad_token_id"] = None
+        return GQAConfig(**fields)
+    except Exception as error:  # a wrong value can make any of these steps fail
+        raise UserError(f"this {config.model_type} model cannot be imported: {one_line(error)}") from error

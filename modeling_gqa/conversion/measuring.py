@@ -1,0 +1,227 @@
+"""How far a converted model is from its source, measured on text that the conversion did not see.
+
+Shapes: B batch, T tokens, n predicted tokens of a batch.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..common.errors import UserError
+from ..common.progress import Progress
+from ..modeling_gqa import GQADecoderLayer, GQAForCausalLM, GQAModel
+from .calibration import MODEL_INPUTS, Batch, evaluating, hooks
+from .placement import check_placement
+
+# Logits are computed for this number of tokens at a time; more no longer fit into the processor's caches, and take
+# twice as long.
+TOKENS_AT_ONCE = 256
+
+
+@torch.no_grad()
+def compare_predictions(
+    source: PreTrainedModel,
+    converted: PreTrainedModel,
+    batches: Iterable[Batch],
+    progress: Progress = iter,
+    source_states: Mapping[int, torch.Tensor] | None = None,
+) -> dict[str, Any]:
+    """Compare two models' predictions of the next token of the same document.
+
+    Args:
+        source: the causal language model to compare with.
+        converted: another one with the same vocabulary.
+        batches: `input_ids` (B, T), optionally `attention_mask` (B, T), 0 for padding, and `position_ids` (B, T), 0 at
+            the first token of a document, which is not predicted.
+        progress: wraps the iteration over the batches.
+        source_states: the source's `predicted_states` by number of the batch; computed where it is `None`.
+
+    Returns:
+        `perplexity_before` and `perplexity_after`, of source and converted; `kl`, the mean over tokens of
+        KL(source || converted) in nats; `top1_agreement`, the share of tokens for which the same next token is the most
+        likely in both; `tokens`, the number of tokens predicted.
+
+    Raises:
+        UserError: there is nothing to predict, logits are not finite, or a model is spread over devices.
+
+    Example:
+        ```python
+        import torch
+
+        from modeling_gqa import GQAConfig, GQAForCausalLM
+        from modeling_gqa.conversion import compare_predictions, convert_model, target_config
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mha", **sizes))
+        converted, _ = convert_model(model, target_config(model.config, "mqa"))
+        measured = compare_predictions(model, converted, [{"input_ids": torch.randint(64, (2, 16))}])
+        assert measured["kl"] > 0 and measured["tokens"] == 30
+        ```
+    """
+    check_placement(source, converted)
+    totals = torch.zeros(4, dtype=torch.float64)
+    tokens = 0
+    with evaluating(source, converted):
+        for index, batch in enumerate(progress(batches)):
+            targets = batch["input_ids"][:, 1:][predicted_positions(batch)]  # (n,)
+            before = source_states[index] if source_states else predicted_states(source, batch)
+            hidden = (before, predicted_states(converted, batch))
+            heads = [model.get_output_embeddings() for model in (source, converted)]
+            totals += compare_states(heads, hidden, targets)
+            tokens += len(targets)
+    if not tokens:
+        raise UserError("no token to measure on: every one is padding or the first of its document")
+    loss_before, loss_after, kl, agreement = (totals / tokens).tolist()
+    if not torch.isfinite(totals).all():
+        whose, dtype = ("source", source.dtype) if not math.isfinite(loss_before) else ("result", converted.dtype)
+        # The other dtypes have the range of float32, or more.
+        narrow = dtype == torch.float16
+        remedy = "choose --dtype float32 or bfloat16" if narrow else "the source is damaged, or the method not for it"
+        raise UserError(
+            f"the logits of the {whose} are not finite in {str(dtype).removeprefix('torch.')} on the held-out text: "
+            f"{remedy}"
+        )
+    perplexities = torch.tensor([loss_before, loss_after], dtype=torch.float64).exp()
+    if not torch.isfinite(perplexities).all():
+        raise UserError(
+            f"the losses on the held-out text are {loss_before:.4g} before and {loss_after:.4g} after, whose "
+            "perplexity no number holds: the source is damaged, or the method not for it"
+        )
+    return {
+        "perplexity_before": perplexities[0].item(),
+        "perplexity_after": perplexities[1].item(),
+        "kl": kl,
+        "top1_agreement": agreement,
+        "tokens": tokens,
+    }
+
+
+def compare_states(
+    heads: Sequence[torch.nn.Module], hidden: Sequence[torch.Tensor], targets: torch.Tensor
+) -> torch.Tensor:
+    """Return what `compare` does for the last hidden states (n, hidden) of source and conversion, and their heads."""
+    totals = torch.zeros(4, dtype=torch.float64)
+    for target, *states in zip(*(x.split(TOKENS_AT_ONCE) for x in (targets, *hidden)), strict=True):
+        old, new = (log_softmax(head(x)) for head, x in zip(heads, states, strict=True))
+        totals += compare(old, new.to(old.device), target.to(old.device)).cpu()
+    return totals
+
+
+def compare(before: torch.Tensor, after: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return sums over tokens of both losses, of KL(before || after) and of agreements.
+
+    `before` and `after` are log-probabilities (n, vocabulary), `target` (n,) the tokens that follow.
+    """
+    losses = [-x.gather(1, target[:, None]).sum(dtype=torch.float64) for x in (before, after)]
+    # A token of probability 0 in the source adds 0, where the product would be nan.
+    kl = torch.where(before > -torch.inf, before.exp() * (before - after), 0.0).sum(dtype=torch.float64)
+    agreements = (before.argmax(-1) == after.argmax(-1)).sum(dtype=torch.float64)
+    return torch.stack([*losses, kl, agreements])
+
+
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities, computed in at least float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def predicted_positions(batch: Batch) -> torch.Tensor:
+    """Return where (B, T - 1) the next token is of the same document and neither is padding."""
+    predicted = torch.ones_like(batch["input_ids"][:, 1:], dtype=torch.bool)
+    if (positions := batch.get("position_ids")) is not None:
+        predicted = predicted & (positions[:, 1:] != 0)
+    if (mask := batch.get("attention_mask")) is not None:
+        predicted = predicted & mask[:, 1:].bool() & mask[:, :-1].bool()
+    return predicted
+
+
+@torch.no_grad()
+def predicted_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """Return the last hidden states (n, hidden) from which the next tokens of a batch are predicted."""
+    return last_hidden_state(model, batch)[:, :-1][predicted_positions(batch).to(model.device)]
+
+
+def last_hidden_state(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    # With a cache transformers would not see from the position ids that documents are packed.
+    inputs = {name: x.to(model.device) for name, x in batch.items() if name in MODEL_INPUTS}
+    return model.base_model(**inputs, use_cache=False).last_hidden_state  # (B, T, hidden)
+
+
+@torch.no_grad()
+def layer_errors(
+    source: GQAForCausalLM,
+    converted: GQAForCausalLM,
+    batches: Iterable[Batch],
+    progress: Progress = iter,
+) -> list[float]:
+    """Measure the relative error of each layer's attention output, where both layers get the source's hidden states.
+
+    It is the root of sum |converted - source|^2 / sum |source|^2 over all tokens that are not padding.
+
+    Args:
+        source: the model to compare with.
+        converted: a conversion of it with the same attention implementation.
+        batches: model inputs, as for `compare_predictions`.
+        progress: wraps the iteration over the batches.
+
+    Returns:
+        One number for each layer.
+
+    Raises:
+        ValueError: the attention implementations differ.
+        UserError: a model is spread over devices.
+
+    Example:
+        ```python
+        import torch
+
+        from modeling_gqa import GQAConfig, GQAForCausalLM
+        from modeling_gqa.conversion import convert_model, layer_errors, target_config
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mha", **sizes))
+        converted, _ = convert_model(model, target_config(model.config, "mqa", layers=[1]))
+        errors = layer_errors(model, converted, [{"input_ids": torch.randint(64, (2, 16))}])
+        assert errors[0] == 0 < errors[1]
+        ```
+    """
+    check_placement(source, converted)
+    if source.config._attn_implementation != converted.config._attn_implementation:
+        raise ValueError("layer_errors needs one attention implementation: call set_attn_implementation on one model")
+    sums = torch.zeros(len(source.model.layers), 2, dtype=torch.float64)
+    real: torch.Tensor
+
+    def hook(index: int, other: torch.nn.Module):
+        def compare_layers(layer, args, kwargs):
+            hidden = args[0]  # (B, T, hidden)
+            expected = attend(source.model, index, layer, hidden, kwargs)
+            found = attend(converted.model, index, other, hidden, kwargs).to(expected.device)
+            kept = real.to(expected.device)
+            sums[index, 0] += (found.double() - expected.double())[kept].square().sum().cpu()
+            sums[index, 1] += expected.double()[kept].square().sum().cpu()
+
+        return compare_layers
+
+    pairs = enumerate(zip(source.model.layers, converted.model.layers, strict=True))
+    handles = [layer.register_forward_pre_hook(hook(i, other), with_kwargs=True) for i, (layer, other) in pairs]
+    with hooks(*handles), evaluating(source, converted):
+        for batch in progress(batches):
+            real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()  # (B, T)
+            last_hidden_state(source, batch)
+    # An output of zeros that stays zeros has no error.
+    return (sums[:, 0] / sums[:, 1].clamp(min=torch.finfo(torch.float64).tiny)).sqrt().tolist()
+
+
+def attend(
+    model: GQAModel, index: int, layer: GQADecoderLayer, hidden: torch.Tensor, kwargs: dict[str, Any]
+) -> torch.Tensor:
+    """Return the attention output (B, T, hidden) of layer `index` of `model` for an input and what came with it."""
+    device = next(layer.parameters()).device
+    kwargs = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in kwargs.items()}
+    hidden = hidden.to(device, next(layer.parameters()).dtype)
+    # The two layers may rotate heads of different sizes.
+    rotary = model.rotary_emb[model.rotary_sizes[index]]
+    kwargs["position_embeddings"] = rotary(hidden, kwargs["position_ids"])
+    return layer.self_attn(layer.input_layernorm(hidden), **kwargs)[0]

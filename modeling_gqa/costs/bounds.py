@@ -1,0 +1,205 @@
+"""How fast a machine can decode at best, and what fits its memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from ..configuration_gqa import GQAConfig
+from .layers import Model, as_model
+from .operations import decode_flops
+from .sizes import cache_bytes, count_parameters, decode_weights
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a machine can do at best.
+
+    Args:
+        bandwidth: bytes that it reads per second.
+        rate: floating-point operations per second of matrix products in the dtype of the model.
+        name: of the machine.
+
+    Example:
+        ```python
+        from modeling_gqa import costs
+
+        h100 = costs.Machine(bandwidth=3.35e12, rate=989e12, name="H100 SXM, by its data sheet, bfloat16")
+        print(h100.seconds(nbytes=6.7e12, flops=1e12))  # 2.0
+        ```
+    """
+
+    bandwidth: float
+    rate: float
+    name: str = ""
+
+    def seconds(self, nbytes: float, flops: float) -> float:
+        """Return the least time to read `nbytes` and compute `flops`, which may be done at once.
+
+        This is the roofline model (Williams et al., 2009, doi:10.1145/1498765.1498785).
+        """
+        return max(nbytes / self.bandwidth, flops / self.rate)
+
+
+def decode_bytes(
+    model: GQAConfig | Model, batch_size: int, cache_length: int, dtype: torch.dtype = torch.bfloat16
+) -> int:
+    """Bytes that one decoded token in each row reads: the cache of all rows, and the weights once.
+
+    Args:
+        model: a configuration or a `Model`.
+        batch_size: number of rows.
+        cache_length: tokens of each row before.
+        dtype: of weights and cache.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig, costs
+
+        print(costs.decode_bytes(GQAConfig(), batch_size=8, cache_length=4096) / 2**20, "MiB")
+        ```
+    """
+    model = as_model(model)
+    return decode_weights(model, batch_size) * dtype.itemsize + cache_bytes(model, batch_size, cache_length, dtype)
+
+
+def decode_seconds(
+    model: GQAConfig | Model,
+    machine: Machine,
+    batch_size: int,
+    cache_length: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> float:
+    """Least time of one decoded token in each row; MLA attends over its latent.
+
+    Args:
+        model: a configuration or a `Model`.
+        machine: what it runs on.
+        batch_size: number of rows.
+        cache_length: tokens of each row before.
+        dtype: of weights and cache.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig, costs
+
+        machine = costs.Machine(bandwidth=3.35e12, rate=989e12)
+        print(costs.decode_seconds(GQAConfig(), machine, batch_size=8, cache_length=4096) * 1e6, "microseconds")
+        ```
+    """
+    model = as_model(model)
+    nbytes = decode_bytes(model, batch_size, cache_length, dtype)
+    return machine.seconds(nbytes, decode_flops(model, batch_size, cache_length))
+
+
+def longest_context(
+    model: GQAConfig | Model, memory: float, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16
+) -> int | None:
+    """Return the most tokens of each row whose cache fits a memory beside the weights.
+
+    Args:
+        model: a configuration or a `Model`.
+        memory: in bytes.
+        batch_size: number of rows.
+        dtype: of weights and cache.
+
+    Returns:
+        0 where no token fits; `None` where windows bound the cache, and all of it fits.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig, costs
+
+        print(costs.longest_context(GQAConfig(attention_kind="mla"), memory=2**30))
+        ```
+    """
+    model = as_model(model)
+    room = memory - count_parameters(model) * dtype.itemsize
+    most = max(layer.window or 0 for layer in model.layers)
+    if all(layer.window for layer in model.layers) and cache_bytes(model, batch_size, most, dtype) <= room:
+        return None
+    too_long = 1
+    while cache_bytes(model, batch_size, too_long, dtype) <= room:
+        too_long *= 2
+    return first_with(lambda tokens: cache_bytes(model, batch_size, tokens, dtype) > room, 0, too_long) - 1
+
+
+def largest_batch(model: GQAConfig | Model, memory: float, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
+    """Return the most rows of `tokens` tokens whose cache fits a memory beside the weights.
+
+    Args:
+        model: a configuration or a `Model`.
+        memory: in bytes.
+        tokens: of each row.
+        dtype: of weights and cache.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig, costs
+
+        print(costs.largest_batch(GQAConfig(attention_kind="mla"), memory=2**30, tokens=4096))
+        ```
+    """
+    model = as_model(model)
+    room = memory - count_parameters(model) * dtype.itemsize
+    return max(0, int(room // cache_bytes(model, 1, tokens, dtype)))
+
+
+def faster_contexts(
+    model: GQAConfig | Model,
+    other: GQAConfig | Model,
+    machine: Machine,
+    batch_size: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    longest: int = 2**20,
+) -> list[tuple[int, int]]:
+    """Return the ranges of contexts in which a decoded token of one model has a lower bound than one of another.
+
+    Args:
+        model: a configuration or a `Model`, which may be faster.
+        other: what it is compared with.
+        machine: what both run on.
+        batch_size: number of rows.
+        dtype: of weights and cache.
+        longest: context up to which is looked.
+
+    Returns:
+        First and last context of each range, in order. One that begins and ends between two neighbouring powers of
+        2^(1/8) is not found.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig, costs
+
+        machine = costs.Machine(bandwidth=3.35e12, rate=989e12)
+        mla, mha = (GQAConfig(attention_kind=kind) for kind in ("mla", "mha"))
+        print(costs.faster_contexts(mla, mha, machine, batch_size=8))
+        ```
+    """
+    models = as_model(model), as_model(other)
+
+    def is_faster(context: int) -> bool:
+        ours, theirs = (decode_seconds(x, machine, batch_size, context, dtype) for x in models)
+        return ours < theirs
+
+    def is_slower(context: int) -> bool:
+        return not is_faster(context)
+
+    powers = {round(2 ** (eighths / 8)) for eighths in range(8 * longest.bit_length())}
+    points = [*sorted(power for power in powers if power < longest), longest]
+    faster = [is_faster(point) for point in points]
+    changes = [1] if faster[0] else []
+    for (before, was), (after, now) in pairwise(zip(points, faster, strict=True)):
+        if was != now:
+            changes.append(first_with(is_slower if was else is_faster, before, after))
+    ends = [change - 1 for change in changes[1::2]] + [longest] * (len(changes) % 2)
+    return list(zip(changes[::2], ends, strict=True))
+
+
+def first_with(holds: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the first number after `low` of which `holds`, which is true of `high` and of none before the first."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high

@@ -1,0 +1,250 @@
+"""What this machine can do at best, and what a decoded token takes on it."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from ..common.errors import UserError, install_extra
+from ..common.progress import ShowProgress
+from ..modeling_gqa import GQAForCausalLM
+from . import Machine, Model, cache_bytes, count_parameters
+
+GIB = 2**30
+STEPS, MOST_ROUNDS = 4, 31
+
+# Instructions that decide how fast a CPU multiplies matrices, the widest first, by their flags in /proc/cpuinfo.
+INSTRUCTIONS = {"amx_tile": "AMX", "avx512_bf16": "AVX-512 and its bfloat16", "avx512f": "AVX-512", "avx2": "AVX2"}
+
+
+@dataclass(frozen=True)
+class MeasuredToken:
+    """What one decoded token took, of models that decoded in turn.
+
+    Args:
+        batch_size: number of rows, of which each decoded a token.
+        context: tokens of each row before.
+        milliseconds: by name of the model, the median over rounds.
+        ratio: by name of the model, how many times as long as the first it took: the median over rounds.
+    """
+
+    batch_size: int
+    context: int
+    milliseconds: dict[str, float]
+    ratio: dict[str, float]
+
+
+def machine_name(device: str) -> str:
+    """Return the name of the processor; of a CPU also its widest instructions, and how many threads torch uses."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    cpu = platform.processor() or platform.machine()
+    if os.path.exists("/proc/cpuinfo"):
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            said = dict(line.strip().split(":", 1) for line in lines if line.startswith(("model name", "flags")))
+        found = {name.strip(): value.strip() for name, value in said.items()}
+        flags = found.get("flags", "").split()
+        widest = next((name for flag, name in INSTRUCTIONS.items() if flag in flags), None)
+        cpu = found.get("model name", cpu) + (f" with {widest}" if widest else "")
+    threads = torch.get_num_threads()
+    return f"{cpu}, {threads} thread{'s' * (threads > 1)}"
+
+
+def seconds(function: Callable[[], object], device: str) -> float:
+    """Time of one call, by events on CUDA."""
+    if device.startswith("cuda"):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1000
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+def read_bandwidth(device: str) -> float:
+    """Bytes per second of the fastest of seven sums over 1 GiB."""
+    data = torch.ones(GIB // 4, device=device)
+    data.sum()
+    return GIB / min(seconds(data.sum, device) for _ in range(7))
+
+
+def matmul_rate(device: str, dtype: torch.dtype) -> float:
+    """Operations per second of the fastest product of square matrices, of five of each size.
+
+    The second matrix is transposed, as a layer's weights are: on some CPUs that is ten times as fast. Sizes are doubled
+    from 256 to 8192, and no further once a product takes a tenth of a second: CPUs without instructions for bfloat16
+    take minutes for large ones.
+    """
+    best, size = 0.0, 256
+    while size <= 8192:
+        matrix = torch.randn(size, size, device=device).to(dtype)
+        product = partial(torch.nn.functional.linear, matrix, matrix)
+        product()
+        least = min(seconds(product, device) for _ in range(5))
+        best = max(best, 2 * size**3 / least)
+        if least > 0.1:
+            break
+        size *= 2
+    return best
+
+
+def measure_machine(device: str, dtype: torch.dtype) -> Machine:
+    """Measure what a device reads and computes per second at best; takes a few seconds."""
+    return Machine(read_bandwidth(device), matmul_rate(device, dtype), machine_name(device))
+
+
+def filled_cache(model: Any, rows: int, tokens: int, dtype: torch.dtype, device: str) -> Any:
+    """Return the cache that `generate` makes for `model`, holding random keys and values of `tokens` tokens."""
+    inputs: dict = {}
+    model._prepare_cache_for_generation(model.generation_config, inputs, None, rows, tokens)
+    cache = inputs["past_key_values"]
+    for index, module in enumerate(layer.self_attn for layer in model.model.layers):
+        if hasattr(module, "kv_lora_rank"):
+            shapes = [(rows, 1, tokens, module.kv_lora_rank), (rows, 1, tokens, module.qk_rope_head_dim)]
+        else:
+            heads = module.k_proj.out_features // module.head_dim
+            shapes = [(rows, heads, tokens, module.head_dim)] * 2
+        cache.update(*(torch.randn(shape, dtype=dtype, device=device) for shape in shapes), index)
+    return cache
+
+
+def measure_decoding(
+    models: Sequence[Model],
+    contexts: Sequence[int],
+    batch_sizes: Sequence[int],
+    dtype: torch.dtype,
+    device: str,
+    show_progress: ShowProgress,
+    budget: float = 4.0,
+) -> list[MeasuredToken]:
+    """Build models with random weights and let them decode in turn from caches of random numbers.
+
+    Args:
+        models: what is measured, none with experts.
+        contexts: tokens in the cache.
+        batch_sizes: numbers of rows.
+        dtype: of weights and cache.
+        device: where they run.
+        show_progress: as in `common.progress`.
+        budget: seconds for each number of rows and tokens, from which 3 to 31 rounds follow.
+
+    Raises:
+        UserError: the models do not fit the memory, or have experts.
+    """
+    check_measurable(models, max(contexts), max(batch_sizes), dtype, device)
+    built: dict[str, Any] = {}
+    for model in models:
+        built[model.name] = GQAForCausalLM._from_config(model.config, dtype=dtype).to(device).eval()
+    cells = list(product(batch_sizes, contexts))
+    return [
+        measure_cell(built, rows, tokens, dtype, device, budget) for rows, tokens in show_progress("decoding")(cells)
+    ]
+
+
+def check_measurable(models: Sequence[Model], tokens: int, rows: int, dtype: torch.dtype, device: str) -> None:
+    """Raise `UserError` for models that cannot be built here."""
+    for model in models:
+        if model.experts:
+            raise UserError(f"{model.name} has experts, which this package cannot build: leave it out to measure")
+    # A cache that grows has room for a quarter more, and is copied when it does.
+    caches = sum(cache_bytes(model, rows, tokens, dtype) for model in models)
+    needed = sum(count_parameters(model) for model in models) * dtype.itemsize + 2.25 * caches
+    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else free_memory()
+    if needed > free:
+        raise UserError(
+            f"measuring takes {needed / GIB:.1f} GiB of memory and {free / GIB:.1f} are free: give fewer models, or "
+            "smaller --context and --batch-size"
+        )
+
+
+def free_memory() -> int:
+    """Bytes of memory that are free; raises `UserError` where psutil is not installed."""
+    try:
+        import psutil  # which comes with accelerate
+    except ImportError:
+        raise UserError(f"measuring needs psutil: {install_extra('conversion')}") from None
+    return psutil.virtual_memory().available
+
+
+@torch.no_grad()
+def measure_cell(
+    built: dict[str, Any], rows: int, tokens: int, dtype: torch.dtype, device: str, budget: float
+) -> MeasuredToken:
+    """Time one decoded token of each model, in turn."""
+    caches = {name: filled_cache(model, rows, tokens, dtype, device) for name, model in built.items()}
+    ids = torch.ones(rows, 1, dtype=torch.long, device=device)
+
+    def turn(name: str) -> float:
+        model, cache = built[name], caches[name]
+        times = [seconds(lambda: model(ids, past_key_values=cache), device) for _ in range(STEPS)]
+        if model.config.sliding_window is None:  # full windows cost the same later on, and cannot be cropped
+            cache.crop(-STEPS)
+        return statistics.median(times)
+
+    medians, ratio = in_turn({name: partial(turn, name) for name in built}, budget / STEPS)
+    milliseconds = {name: 1000 * median for name, median in medians.items()}
+    return MeasuredToken(batch_size=rows, context=tokens, milliseconds=milliseconds, ratio=ratio)
+
+
+def in_turn(turns: dict[str, Callable[[], float]], budget: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Call functions in turn, once to warm up and then for 3 to 31 rounds, as many as take about `budget` seconds.
+
+    Args:
+        turns: functions by name, each of which returns its seconds.
+        budget: in seconds.
+
+    Returns:
+        The median of the seconds by name, and the median over rounds of how many times as long as the first it took.
+    """
+    first = sum(turn() for turn in turns.values())
+    rounds = min(MOST_ROUNDS, max(3, int(budget / first)))
+    times = [{name: turn() for name, turn in turns.items()} for _ in range(rounds)]
+    base = next(iter(turns))
+    medians = {name: statistics.median(row[name] for row in times) for name in turns}
+    return medians, {name: statistics.median(row[name] / row[base] for row in times) for name in turns}
+
+
+def measure_prompts(
+    models: Sequence[Model], tokens: int, dtype: torch.dtype, device: str, budget: float = 6.0
+) -> dict[str, float]:
+    """Return how many tokens per second models of random weights read of a prompt, by name, measured in turn."""
+    ids = torch.ones(1, tokens, dtype=torch.long, device=device)
+
+    def turn(model: Any) -> float:
+        with torch.no_grad():
+            return seconds(lambda: model(ids, logits_to_keep=1), device)
+
+    return tokens_per_second(models, turn, tokens, dtype, device, budget)
+
+
+def measure_training(
+    models: Sequence[Model], rows: int, tokens: int, dtype: torch.dtype, device: str, budget: float = 6.0
+) -> dict[str, float]:
+    """Return how many tokens per second forward and backward of models of random weights take, by name, in turn."""
+    ids = torch.ones(rows, tokens, dtype=torch.long, device=device)
+
+    def turn(model: Any) -> float:
+        took = seconds(lambda: model(ids, labels=ids).loss.backward(), device)
+        model.zero_grad()  # one model at a time has gradients
+        return took
+
+    return tokens_per_second(models, turn, rows * tokens, dtype, device, budget)
+
+
+def tokens_per_second(
+    models: Sequence[Model], turn: Callable[[Any], float], tokens: int, dtype: torch.dtype, device: str, budget: float
+) -> dict[str, float]:
+    """Return tokens per second by name, of models that take turns."""
+    built = {model.name: GQAForCausalLM._from_config(model.config, dtype=dtype).to(device) for model in models}
+    medians, _ = in_turn({name: partial(turn, model) for name, model in built.items()}, budget)
+    return {name: tokens / median for name, median in medians.items()}

@@ -1,0 +1,88 @@
+"""The tokenizer: the one that the recipe names, or byte-level BPE trained on the run's own text."""
+
+from collections.abc import Iterable, Iterator
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from ..common.errors import UserError, one_line
+from ..common.files import refuse_mistyped
+
+END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
+# More text than this hardly changes the merges; the rest of a bigger corpus is not read.
+TRAINING_CHARACTERS = 100_000_000
+# Bytes after which a word is cut while the tokenizer is trained: the time grows with the square of a word's length, and
+# Base64 has no spaces. No token is longer.
+LONGEST_WORD = 256
+# Servers of chats want one. The model has seen no chats, so the messages' texts follow each other, line by line.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer.
+
+    Args:
+        vocab_size: number of tokens at most, special tokens included.
+
+    Raises:
+        UserError: `vocab_size` is smaller than the number of bytes and special tokens.
+
+    Example:
+        ```python
+        from modeling_gqa.data.tokenizer import train_tokenizer
+
+        tokenizer = train_tokenizer(["to be or not to be"] * 9, vocab_size=300)
+        assert tokenizer.decode(tokenizer("not to be")["input_ids"]) == "not to be"
+        ```
+    """
+    smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 2
+    if vocab_size < smallest:
+        raise UserError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {smallest}")
+    tokenizer = Tokenizer(models.BPE())
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.FixedLength(LONGEST_WORD)])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(first_characters(texts, TRAINING_CHARACTERS), trainer)
+    tokenizer.pre_tokenizer = words
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=PAD,
+        padding_side="left",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
+    for text in texts:
+        if limit <= 0:
+            return
+        yield text
+        limit -= len(text)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer by Hub name or path; raises `UserError`."""
+    try:
+        refuse_mistyped(name)
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # a wrong name, no network and a broken file each have their own class
+        raise UserError(f"cannot load the tokenizer {name}: {one_line(error)}") from error
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+    """Raise `UserError` where the tokenizer does not fit the model."""
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens and the model's vocab_size is {config.vocab_size};"
+            f" set --model-overrides '{{\"vocab_size\": {len(tokenizer)}}}'"
+        )
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no end-of-text token (eos_token), and documents must end with one")

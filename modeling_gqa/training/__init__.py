@@ -1,0 +1,1 @@
+"""Pretraining and uptraining: recipes, runs and their folders, and what they publish."""
