@@ -21,9 +21,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa.attention_latent import LatentAttention
+from modeling_gqa.common.console import user_errors
 from modeling_gqa.common.errors import UserError
 from modeling_gqa.layers import GQARMSNorm
-from modeling_gqa.training.console import main
 
 SCALED = "scaled"  # in the names of the models whose gains begin at sqrt(hidden / rank)
 LATENTS = {"quarter": 56, "eighth": 24}  # of the cache of tiny-mha, with rotary keys of 8
@@ -83,4 +83,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--run"]:
         run(*sys.argv[2:])
     else:
-        main(compare_gains)
+        with user_errors():
+            compare_gains(sys.argv[1:])

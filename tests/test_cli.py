@@ -13,25 +13,24 @@ from typing import Any
 
 import pytest
 import torch
-import typer
+from command import call, run
 from huggingface_hub import constants
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 from small_models import SIZES, make_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 import modeling_gqa
 from modeling_gqa import GQAConfig
 from modeling_gqa.checkpoints.checkpoint import Checkpoint
-from modeling_gqa.command_line import console
 from modeling_gqa.command_line import conversion as commands
-from modeling_gqa.command_line import main as command
-from modeling_gqa.common.errors import install_extra
+from modeling_gqa.common import console
 from modeling_gqa.conversion.command import job
 from modeling_gqa.conversion.command.options import Options
 from modeling_gqa.conversion.command.report import FORMAT_VERSION, Report, TextReport
+from modeling_gqa_cli.errors import install_extra
+from modeling_gqa_cli.main import COMMANDS
 
 BYTES = 256
 KEYS = "model.layers.0.self_attn.k_proj.weight"
@@ -81,17 +80,6 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
-def call(*arguments):
-    return CliRunner().invoke(command.app, [str(argument) for argument in arguments])
-
-
-def run(*arguments) -> str:
-    """Call the command, which must succeed, and return what it printed, without line breaks."""
-    result = call(*arguments)
-    assert result.exit_code == 0, result.output
-    return " ".join(result.stdout.split())
-
-
 TEXT_OPTIONS = ("--sequence-length", 32, "--calibration-tokens", 640, "--evaluation-tokens", 320)
 
 
@@ -104,38 +92,21 @@ def logits(folder: Path) -> torch.Tensor:
     return model(torch.arange(40).view(2, 20)).logits
 
 
-def plain(*arguments: str) -> str:
-    """What is printed, without colours, which some environments force."""
-    return re.sub(r"\x1b\[[0-9;]*m", "", call(*arguments).stdout)
+@pytest.mark.parametrize("name", ["", *(name for name in COMMANDS if name not in ("serve", "chat"))])
+def test_help_fits_a_screen(name, monkeypatch):
+    """Ours first; TrainingArguments' options are behind `--help-all`."""
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = call(*filter(None, [name]), "--help")
+    assert shown.exit_code == 0 and shown.stdout.startswith("usage: modeling-gqa")
+    assert shown.stdout.count("\n") <= 65 and max(map(len, shown.stdout.splitlines())) <= 120
+    options = set(re.findall(r"^  (?:--[a-z-]+, )?(--[\w-]+)", shown.stdout, re.MULTILINE))
+    assert not [option for option in options if "_" in option] and "--hub-token" not in options
+    if name == "convert":
+        fields = {item.name for item in dataclasses.fields(Options)} - {"source", "target", "engine"}
+        assert {f"--{item.replace('_', '-')}" for item in fields} | {"--for", "--force", "--dry-run"} == options
 
 
-def test_help_names_commands_and_options():
-    assert re.findall(r"│ (\w+) +[A-Z]", plain("--help"))[:4] == ["convert", "import", "export", "inspect"]
-    listed = set(re.findall(r"--[a-z-]+", plain("convert", "--help")))
-    fields = {option.replace("_", "-") for option in job.Job.__dataclass_fields__} - {
-        "source",
-        "target",
-        "seconds",
-        "memory",
-        "engine",  # --for, which is no name in Python
-    }
-    assert {f"--{name}" for name in fields} | {"--for"} <= listed
-    said = " ".join(plain("--help").split())
-    assert "130 or 143" in said and "A TARGET that exists is refused" in said
-    for name in ("convert", "import", "export"):
-        assert "Replace the checkpoint at TARGET once" in re.sub(r"[│\s]+", " ", plain(name, "--help"))
-    assert "a multiple of the key/value heads" in " ".join(plain("convert", "--help").split())
-    for name in ("import", "export", "inspect"):
-        assert "SOURCE" in plain(name, "--help")
-
-
-def test_options_are_declared_once_and_read_in_both_spellings(checkpoints, tmp_path):
-    """Each option has its field's default and one spelling in help; `_` and `-` are both read, values too."""
-    parameters = {p.name: p for p in typer.main.get_command(command.app).commands["convert"].params}
-    for field in dataclasses.fields(Options):
-        if field.default is not dataclasses.MISSING:
-            assert parameters[field.name].default == field.default, field.name
-    assert "_" not in "".join(option for p in parameters.values() for option in p.opts if option.startswith("--"))
+def test_options_are_read_in_both_spellings(checkpoints, tmp_path):
     reports = []
     for name, spelled in (("kebab", "{}".format), ("snake", lambda option: "--" + option[2:].replace("-", "_"))):
         run(
@@ -144,46 +115,51 @@ def test_options_are_declared_once_and_read_in_both_spellings(checkpoints, tmp_p
         )  # fmt: skip
         reports.append(json.loads((tmp_path / name / "conversion.json").read_text())["command"])
     assert reports[0] | {"target": ""} == reports[1] | {"target": ""} and reports[0]["regroup"] is False
-    run("export", checkpoints / "mha", tmp_path / "llama", "--family", "llama")
-    run("inspect", tmp_path / "llama", "--json")
-    assert call("convert", checkpoints / "mha", tmp_path / "no", "--attention_kind", "gqa", "--nonsense").exit_code == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["frob"], "No such command 'frob'"),
-        (["convert", "a", "b", "--attention-kind", "gaq"], "'gaq' is not one of 'mha', 'mqa', 'gqa', 'mla'"),
+        (["frob"], "no command frob"),
+        (["covert"], "did you mean convert?"),
+        (["convert", "a", "b", "--attention-kind", "gaq"], "invalid choice: 'gaq'"),
         (["convert", "a", "b", "--attention-kind", "gqa", "--num-key-valu-heads", "2"], "--num-key-value-heads"),
-        (["inspect"], "Missing argument 'SOURCE'"),
+        (["convert", "a", "b", "c", "--attention-kind", "gqa"], "unexpected argument c"),
+        (["inspect"], "SOURCE"),
+        (["pretrain"], "quickstart"),
+        (["pretrain", "tinny"], "did you mean tiny?"),
+        (["pretrain", "tiny", "--max-step", "3"], "did you mean --max-steps?"),
+        (["pretrain", "tiny", "--adam-beta3=1"], "did you mean --adam-beta"),
+        (["pretrain", "tiny", "--max-steps", "soon"], "invalid int value: 'soon'"),
+        (["uptrain", "tiny"], "tiny is a recipe for pretrain: modeling-gqa pretrain tiny"),
     ],
 )
-def test_wrong_usage_is_one_line(arguments, said, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["modeling-gqa", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        command.main()
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1 and said in error
+def test_wrong_usage_is_one_line(arguments, said):
+    result = call(*arguments)
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    assert said in result.stderr and result.stdout == ""
 
 
-def test_version():
-    assert run("--version") == f"modeling-gqa {modeling_gqa.__version__}"
-
-
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"]], ids=["version", "help"])
-def test_the_installed_command_starts(arguments):
-    """`modeling_gqa_command` is what the entry point calls: in a process of its own, as installed."""
-    process = subprocess.run(
-        [sys.executable, "-c", "import modeling_gqa_command; modeling_gqa_command.main()", *arguments],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=120,
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    assert ("modeling-gqa 0" in process.stdout) if arguments == ["--version"] else "convert" in process.stdout
+def test_help_version_and_wrong_usage_need_no_torch():
+    code = """if True:
+    import sys
+    sys.modules.update(dict.fromkeys(["torch", "modeling_gqa", "accelerate"], None))
+    from modeling_gqa_cli.main import main
+    for arguments in (["--version"], ["--help"], ["convert", "--help"], ["report", "--help"], ["pretrain", "--help"],
+                      ["frob"], ["convert", "a"], ["pretrain", "tinny"], ["uptrain", "uptrain-tiny", "--nonsense"]):
+        try:
+            main(arguments)
+        except SystemExit as ended:
+            print(ended.code or 0)
+    """
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.findall(r"^\d$", process.stdout, re.MULTILINE) == list("000002222"), process.stdout
+    assert f"modeling-gqa {modeling_gqa.__version__}" in process.stdout
 
 
 def test_ctrl_c_while_it_starts_is_one_line():
     """Importing torch takes seconds; who presses Ctrl-C meanwhile sees no traceback."""
-    code = "import os, signal, sys, modeling_gqa_command as start\n"
+    code = "import os, signal, sys, modeling_gqa_cli.main as start\n"
     # A finder that is asked for the package presses Ctrl-C.
     code += "class Finder:\n    def find_spec(self, name, *_):\n"
     code += "        if name == 'modeling_gqa': os.kill(os.getpid(), signal.SIGINT)\n"
@@ -810,7 +786,7 @@ def test_force_replaces_the_whole_target(checkpoints, tmp_path):
 def test_a_process_of_its_own(checkpoints, tmp_path):
     """stderr is the one line and nothing else, apart from what the libraries say when they are imported."""
     process = subprocess.run(
-        [sys.executable, "-m", "modeling_gqa.command_line", "convert", checkpoints / "mha", tmp_path / "out", *MLA],
+        [sys.executable, "-m", "modeling_gqa_cli", "convert", checkpoints / "mha", tmp_path / "out", *MLA],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         cwd=Path(__file__).parents[1], timeout=120,
     )  # fmt: skip
@@ -821,8 +797,7 @@ def test_a_process_of_its_own(checkpoints, tmp_path):
 
 # What runs before the command, the package that is then missing, and what is said of the file that needs it.
 MISSING = {
-    "typer": ("typer", "error: modeling-gqa needs typer, which"),
-    "rich": ("rich", "error: modeling-gqa needs rich, which"),
+    "rich": ("rich", "error: this needs rich, which"),
     "parquet": ("pyarrow", "error: {text} needs pyarrow, which"),
     "zst": ("pyarrow", "error: {text} needs pyarrow, which"),
 }
@@ -840,7 +815,7 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(case, checkp
     blocked = [package, "datasets", "pyarrow"]
     code = f"""import sys
 sys.modules.update(dict.fromkeys({blocked}, None))
-from modeling_gqa.command_line.main import main
+from modeling_gqa_cli.main import main
 main()"""
     options = ["--attention-kind", "mha", "--text", str(text)]
     process = subprocess.run(
@@ -855,5 +830,5 @@ main()"""
 
 def test_conversion_is_imported_without_what_only_extras_install():
     """`filelock` is not blocked: torch, transformers and huggingface_hub need it themselves."""
-    code = "import sys; sys.modules.update(dict.fromkeys(['typer', 'rich', 'datasets', 'pyarrow'], None))"
+    code = "import sys; sys.modules.update(dict.fromkeys(['rich', 'datasets', 'pyarrow'], None))"
     subprocess.run([sys.executable, "-c", f"{code}; import modeling_gqa.conversion"], check=True, capture_output=True)

@@ -4,14 +4,13 @@ import json
 import sys
 from itertools import pairwise
 
+import command
 import pytest
 import torch
 from small_models import MODELS, make_config
-from typer.testing import CliRunner
 
 from modeling_gqa import GQAConfig, costs
-from modeling_gqa.command_line import console
-from modeling_gqa.command_line import main as command
+from modeling_gqa.common import console
 from modeling_gqa.common.pictures import COLORS, plot_costs
 from modeling_gqa.common.results import write_json
 from modeling_gqa.common.tables import Table, in_bytes, with_prefix
@@ -28,7 +27,7 @@ def wide_terminal(monkeypatch):
 
 
 def call(*arguments):
-    return CliRunner().invoke(command.app, ["report", *map(str, arguments)])
+    return command.call("report", *arguments)
 
 
 def printed(*arguments) -> str:

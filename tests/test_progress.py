@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from small_models import make_model
 
-from modeling_gqa.command_line import console
+from modeling_gqa.common import console
 from modeling_gqa.common.progress import BySize, duration, progress_lines
 from modeling_gqa.conversion import export_checkpoint, import_checkpoint
 

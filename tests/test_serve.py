@@ -20,7 +20,7 @@ from modeling_gqa import GQAForCausalLM
 from modeling_gqa.command_line.serving import served_models
 from modeling_gqa.data.tokenizer import CHAT_TEMPLATE
 
-COMMAND = [sys.executable, "-m", "modeling_gqa.command_line"]
+COMMAND = [sys.executable, "-m", "modeling_gqa_cli"]
 BATCHING = ["--continuous-batching", "--cb-num-blocks", "32", "--cb-max-batch-tokens", "64"]
 TEXT = "w31 w7 w60 w15 w92"
 
@@ -134,6 +134,6 @@ def test_no_model_or_no_server_is_one_line(arguments, said, checkpoints):
 
 
 def test_without_the_packages_they_are_named():
-    code = "import sys; sys.modules['uvicorn'] = None; from modeling_gqa.command_line.main import main; main()"
+    code = "import sys; sys.modules['uvicorn'] = None; from modeling_gqa_cli.main import main; main()"
     ran = subprocess.run([sys.executable, "-c", code, "serve"], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 1 and "pip install '.[serving]'" in ran.stderr and "Traceback" not in ran.stderr

@@ -8,7 +8,9 @@ The first command is for a checkout; installed, the module is `modeling_gqa.scri
 goes on where it was stopped. Launched several times, on machines that share the folder too, it divides the runs.
 """
 
-from modeling_gqa.training.console import main
+import sys
+
+from modeling_gqa_cli.main import run_script
 
 
 def compare(argv: list[str], prog: str | None = None) -> None:
@@ -29,14 +31,14 @@ def compare(argv: list[str], prog: str | None = None) -> None:
         compare(["compare-quick", "--seeds", "3", "--output-dir", "runs/kinds"])
         ```
     """
-    # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
+    # Imported here, and not by the file: help and wrong usage are then answered at once.
     from modeling_gqa.training.comparison.candidates import candidates_of, pretraining_of, sizes_table
     from modeling_gqa.training.comparison.folder import FREE, REPORT, write_outcome, write_tokenizer
     from modeling_gqa.training.comparison.plan import Comparison
     from modeling_gqa.training.comparison.recipe import CompareRecipe
     from modeling_gqa.training.comparison.words import MATCHED, planned
     from modeling_gqa.training.console import say
-    from modeling_gqa.training.recipe.command_line import load_recipe
+    from modeling_gqa.training.recipe import load_recipe
     from modeling_gqa.training.shared.folder import begin, finish, with_runs
     from modeling_gqa.training.shared.runs import Runs
 
@@ -54,4 +56,4 @@ def compare(argv: list[str], prog: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(compare)
+    run_script("compare", sys.argv[1:], "python -m training.compare", compare)

@@ -9,7 +9,9 @@ The first two commands are for a checkout; installed, the module is `modeling_gq
 command line (`--max-steps 600`). `--help` shows them and ends with what a run writes, deletes and refuses.
 """
 
-from modeling_gqa.training.console import main
+import sys
+
+from modeling_gqa_cli.main import run_script
 
 
 def pretrain(argv: list[str], prog: str | None = None) -> None:
@@ -30,10 +32,10 @@ def pretrain(argv: list[str], prog: str | None = None) -> None:
         pretrain(["tiny", "--preset", "tiny-mla", "--max-steps", "100", "--output-dir", "runs/example"])
         ```
     """
-    # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
+    # Imported here, and not by the file: help and wrong usage are then answered at once.
     from transformers import AutoModelForCausalLM, set_seed
 
-    from modeling_gqa.training.recipe.command_line import load_recipe
+    from modeling_gqa.training.recipe import load_recipe
     from modeling_gqa.training.recipe.model import check_training, load_config, warn_of_weights
     from modeling_gqa.training.run import open_run, train
     from modeling_gqa.training.trainer.pretraining import PretrainTrainer
@@ -53,4 +55,4 @@ def pretrain(argv: list[str], prog: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(pretrain)
+    run_script("pretrain", sys.argv[1:], "python -m training.pretrain", pretrain)

@@ -9,7 +9,9 @@ key/value heads (figures 6 and 3). The three share a folder, and what they train
 stopped.
 """
 
-from modeling_gqa.training.console import main
+import sys
+
+from modeling_gqa_cli.main import run_script
 
 
 def study(argv: list[str], prog: str | None = None) -> None:
@@ -30,9 +32,9 @@ def study(argv: list[str], prog: str | None = None) -> None:
         study(["uptraining", "study-quick", "--source", "runs/tiny-mha/final"])
         ```
     """
-    # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
+    # Imported here, and not by the file: help and wrong usage are then answered at once.
     from modeling_gqa.common.errors import UserError
-    from modeling_gqa.training.recipe.command_line import load_recipe
+    from modeling_gqa.training.recipe import load_recipe
     from modeling_gqa.training.shared.folder import begin, finish, with_runs
     from modeling_gqa.training.shared.runs import Runs
     from modeling_gqa.training.studies.recipe import STUDIES, StudyRecipe
@@ -58,4 +60,4 @@ def study(argv: list[str], prog: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(study)
+    run_script("study", sys.argv[1:], "python -m training.study", study)

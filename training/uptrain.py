@@ -11,7 +11,9 @@ teacher's predictions and on the next-token loss. Without a teacher it is the up
 result are as in pretraining.
 """
 
-from modeling_gqa.training.console import main
+import sys
+
+from modeling_gqa_cli.main import run_script
 
 
 def uptrain(argv: list[str], prog: str | None = None) -> None:
@@ -32,10 +34,10 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
         uptrain(["uptrain-tiny", "--student", "runs/converted", "--max-steps", "100"])
         ```
     """
-    # Imported here, and not by the file: Ctrl-C during these seconds is then answered by `main`.
+    # Imported here, and not by the file: help and wrong usage are then answered at once.
     from transformers import set_seed
 
-    from modeling_gqa.training.recipe.command_line import load_recipe
+    from modeling_gqa.training.recipe import load_recipe
     from modeling_gqa.training.recipe.model import check_length, check_training
     from modeling_gqa.training.recipe.uptraining import UptrainRecipe
     from modeling_gqa.training.run import open_run, train
@@ -54,4 +56,4 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(uptrain)
+    run_script("uptrain", sys.argv[1:], "python -m training.uptrain", uptrain)

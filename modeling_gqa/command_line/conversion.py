@@ -1,73 +1,30 @@
 """The commands `convert`, `import`, `export` and `inspect`."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-import typer
 
+from .. import conversion as _conversion  # noqa: F401
 from ..checkpoints.exporting import export_checkpoint
 from ..checkpoints.gguf import is_gguf
 from ..checkpoints.importing import import_checkpoint
+from ..common.console import err, out, printable, progress_bars, saved, user_errors
 from ..common.results import to_json
 from ..common.tables import Table, cached, share
 from ..conversion.command.inspection import inspect_checkpoint
 from ..conversion.command.job import Job
-from ..conversion.command.options import IGNORE_FIELD, Source, Target, with_options
 from ..conversion.command.report import Report, describe_cost, layers_table, runs, summary, warning
-from .console import err, out, printable, progress_bars, saved, user_errors
-
-FORCE = (
-    "Replace the checkpoint at TARGET once the new one is complete. Refused if TARGET is no checkpoint (weights, and a "
-    "config.json with a model_type), or holds any file or folder that does not belong to one."
-)
-IgnoreField = Annotated[list[str] | None, typer.Option("--ignore-field", help=IGNORE_FIELD, show_default=False)]
-Force = Annotated[bool, typer.Option("--force", help=FORCE)]
-ExportTarget = Annotated[
-    Path, typer.Argument(metavar="TARGET", help="Folder to write: a complete Hub repository. Or a file NAME.gguf.")
-]
-Unpacked = Literal["float32", "bfloat16", "float16"]
-EXAMPLES = """Examples:
-
-- `modeling-gqa convert llama/ out/ --attention-kind gqa --num-key-value-heads 4 --text corpus/`
-- `modeling-gqa convert llama/ out/ --attention-kind mla --cache-size 128 --text corpus/ --layers 4-27`
-- `modeling-gqa convert llama/ out/ --attention-kind mla --budget 16384 --text a.jsonl --text b.parquet`
-- `modeling-gqa convert mqa/ out/ --attention-kind mla` (exact)
-"""
+from ..conversion.layer_store import layers_folder
 
 
-def add_conversion_commands(app: typer.Typer) -> None:
-    """Add the commands of this file to a command line."""
-    app.command(epilog=EXAMPLES)(convert)
-    app.command("import")(import_)
-    app.command()(export)
-    app.command()(inspect)
-
-
-@with_options
-def convert(
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run",
-            rich_help_panel="Running",
-            help="Check everything but the weights, show what would be done, and write nothing.",
-        ),
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", rich_help_panel="Running", help=FORCE)] = False,
-    **options: Any,
-) -> None:
-    """Give a trained model another attention, measure what that cost, and save it as a Hub repository.
-
-    Three conversions are exact: to a multiple of the key/value heads (such as GQA to MHA), to MLA that caches as much
-    as the source, and from MLA without a latent norm to MHA. All others are lossy; heal the result with
-    `modeling-gqa uptrain`. TARGET gets weights, configuration, code, tokenizer, a model card and the report
-    `conversion.json`.
-    """
-    target = options["target"]
-    with user_errors(target):
-        job = Job(**options)
+def convert(target: str, dry_run: bool, force: bool, **options: Any) -> None:
+    """Give a trained model another attention, measure what that cost, and save it as a Hub repository."""
+    path = Path(target)
+    with user_errors(path, layers_folder):
+        job = Job(target=path, **options)
         if dry_run:
             plan = job.plan(force)
             show(plan)
@@ -91,82 +48,37 @@ def convert(
         out.print(describe_cost(report))
         if said := warning(report):
             out.print(f"Warning: {said}.", soft_wrap=True)
-        saved(target, "report in conversion.json, card in README.md")
+        saved(path, "report in conversion.json, card in README.md")
 
 
-def import_(
-    source: Source,
-    target: Target,
-    dtype: Annotated[
-        Unpacked | None,
-        typer.Option(
-            help="Dtype that a .gguf file is unpacked to. Default: bfloat16, which is finer than quantized weights "
-            "are. Refused for other sources, which keep theirs.",
-            show_default=False,
-        ),
-    ] = None,
-    ignore_field: IgnoreField = None,
-    force: Force = False,
-) -> None:
-    """Rewrite a Llama, Mistral, Qwen2, Qwen3, SmolLM2, dense DeepSeek or Youtu checkpoint as one of this package.
-
-    The result computes the same function. Weights are copied tensor by tensor in their dtype; the tokenizer and the
-    generation configuration are copied too. Of a GGUF file (Llama's, Qwen2's and Qwen3's architectures) the weights are
-    unpacked, and the tokenizer is made from its metadata.
-    """
-    with user_errors(target), progress_bars() as show_progress:
+def import_(source: str, target: str, dtype: str | None, ignore_field: Sequence[str] | None, force: bool) -> None:
+    """Rewrite a stock checkpoint as one of this package, which computes the same function."""
+    with user_errors(Path(target)), progress_bars() as show_progress:
         config = import_checkpoint(
             source,
-            target,
+            Path(target),
             force=force,
             progress=show_progress("importing tensors"),
             ignore_fields=ignore_field or (),
             dtype=getattr(torch, dtype) if dtype else None,
         )
-    saved(target, f"{config.num_hidden_layers} layers")
+        saved(Path(target), f"{config.num_hidden_layers} layers")
 
 
-def export(
-    source: Source,
-    target: ExportTarget,
-    family: Annotated[
-        str | None,
-        typer.Option(
-            help="llama, mistral, qwen2, qwen3 or deepseek_v3. Default: the first that fits.", show_default=False
-        ),
-    ] = None,
-    engine: Annotated[
-        Literal["transformers"] | None,
-        typer.Option(
-            "--for",
-            help="Export also a model that vLLM or SGLang would compute wrongly by classes of their own, such as one "
-            "with biases that they drop; the card says which. Default: refused, with the reason.",
-            show_default=False,
-        ),
-    ] = None,
-    force: Force = False,
-) -> None:
-    """Rewrite a checkpoint of this package as one of transformers' own classes, such as Llama's.
-
-    A TARGET that ends in .gguf is written as a GGUF file for llama.cpp, with the tokenizer. Refused, with the reason,
-    if no class can express the model: for instance if its layers differ in kind.
-    """
-    with user_errors(target), progress_bars() as show_progress:
+def export(source: str, target: str, family: str | None, engine: str | None, force: bool) -> None:
+    """Rewrite a checkpoint of this package as one of transformers' own classes, or as a GGUF file."""
+    with user_errors(Path(target)), progress_bars() as show_progress:
         progress = show_progress("exporting tensors")
-        config = export_checkpoint(source, target, family=family, engine=engine, force=force, progress=progress)
-    saved(target, f"a {config.model_type} model{', for llama.cpp' if is_gguf(target) else ''}")
+        config = export_checkpoint(source, Path(target), family=family, engine=engine, force=force, progress=progress)
+        saved(Path(target), f"a {config.model_type} model{', for llama.cpp' if is_gguf(Path(target)) else ''}")
 
 
-def inspect(
-    source: Source,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    ignore_field: IgnoreField = None,
-) -> None:
+def inspect(source: str, ignore_field: Sequence[str] | None, json: bool) -> None:
     """Show each layer's attention and cache, and which conversions are exact, lossy or impossible."""
     with user_errors():
         with err.status(f"reading {printable(source)}"):  # on a terminal alone
             found = inspect_checkpoint(source, ignore_field or ())
-        if as_json:
+        if json:
             print(to_json(found), end="", flush=True)
         else:
             show_inspection(found)

@@ -4,24 +4,13 @@ import signal
 import time
 from typing import Any
 
-import typer
-
-from .console import stop
-
-SUMMARIES = {
-    "serve": "Serve a checkpoint by `transformers serve`, with an OpenAI-compatible API: `modeling-gqa serve DIR`. "
-    "`serve --help` shows its options.",
-    "chat": "Chat with a model that is served, by `transformers chat`: `modeling-gqa chat DIR [URL]`. "
-    "`chat --help` shows its options.",
-}
+from ..common.console import stop
 
 
-def run_served(name: str, arguments: list[str]) -> None:
-    """Run `transformers NAME` with our classes among its own.
+def serve(name: str, arguments: list[str]) -> None:
+    """Run `transformers NAME`, which is `serve` or `chat`, with our classes among its own.
 
-    Raises:
-        typer.Exit: a package that the command needs is not installed, the model is not there, or the server of a chat
-            does not answer.
+    The process ends where a package is not installed, the model is not there, or a chat's server does not answer.
     """
     import transformers
 
@@ -52,8 +41,7 @@ def run_served(name: str, arguments: list[str]) -> None:
             # There is no server, it has stopped, or it says what is wrong.
             stop(f"the chat has ended: {one_line(error)}; modeling-gqa serve DIR starts a server")
     except ImportError as error:
-        typer.echo(f"error: modeling-gqa {name} needs more packages: {install_extra('serving')} ({error})", err=True)
-        raise typer.Exit(1) from None
+        stop(f"modeling-gqa {name} needs more packages: {install_extra('serving')} ({error})")
 
 
 def served_models(manager: Any) -> Any:

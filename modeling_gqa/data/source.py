@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
+from modeling_gqa_cli.recipes import public_name
+
 from ..common.errors import UserError, one_line
-from ..training.recipe.catalogue import public_name
 from ..training.recipe.pretraining import Recipe
 from .reading import Document, Files, find_files, read_documents, row_text
 

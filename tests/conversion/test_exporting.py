@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from command import call
 from huggingface_hub import metadata_load
 from small_models import make_config, make_model
 from stock_models import (
@@ -21,14 +22,12 @@ from stock_models import (
     stock_model,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.checkpoints.exporting import export_checkpoint, export_config, inexactness
 from modeling_gqa.checkpoints.families import import_config
 from modeling_gqa.checkpoints.files import open_tensors
 from modeling_gqa.checkpoints.importing import import_checkpoint
-from modeling_gqa.command_line import main as command
 from modeling_gqa.common.errors import UserError
 from modeling_gqa.conversion import convert_model, target_config
 
@@ -361,9 +360,9 @@ def test_another_engine_is_unknown():
 def test_the_command_takes_the_engine(tmp_path):
     own_model(qk_norm=True, attention_bias=True).save_pretrained(tmp_path / "own")
     arguments = ["export", str(tmp_path / "own"), str(tmp_path / "stock")]
-    refused = CliRunner().invoke(command.app, arguments)
+    refused = call(*arguments)
     assert refused.exit_code == 1 and "--for transformers" in refused.output and not (tmp_path / "stock").exists()
-    assert CliRunner().invoke(command.app, [*arguments, "--for", "transformers"]).exit_code == 0
+    assert call(*arguments, "--for", "transformers").exit_code == 0
     assert (tmp_path / "stock" / "README.md").is_file()
 
 

@@ -10,13 +10,12 @@ import gguf
 import numpy
 import pytest
 import torch
+from command import call
 from stock_models import GROUPED, SIZES, close, logits, stock_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
 from modeling_gqa.checkpoints.checkpoint import open_checkpoint
 from modeling_gqa.checkpoints.gguf import GGUFFile
-from modeling_gqa.command_line.main import app
 from modeling_gqa.conversion import UserError, import_checkpoint, load_source
 
 FIELDS = {**SIZES, "vocab_size": 290, "hidden_size": 96, "intermediate_size": 64, "pad_token_id": None}
@@ -125,8 +124,7 @@ def bytes_to_characters() -> dict[int, str]:
     return {**{byte: chr(byte) for byte in shown}, **{byte: chr(256 + i) for i, byte in enumerate(hidden)}}
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+run = call
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -11,15 +11,14 @@ import gguf
 import numpy
 import pytest
 import torch
+from command import call
 from stock_models import LINEAR, LLAMA3, YARN, randomise
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.checkpoints import gguf_writing
 from modeling_gqa.checkpoints.gguf_tokenizer import LLAMA3_WORDS, read_vocabulary
-from modeling_gqa.command_line.main import app
 from modeling_gqa.conversion import UserError, export_checkpoint, import_checkpoint
 from modeling_gqa.data.tokenizer import CHAT_TEMPLATE, train_tokenizer
 
@@ -350,8 +349,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path):
 # -- the command, and the file
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+run = call
 
 
 def test_the_command_writes_a_file_once(tmp_path):

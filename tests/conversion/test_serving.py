@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from command import call
 from small_models import make_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.command_line import main as command
 from modeling_gqa.conversion import UserError
 from modeling_gqa.conversion.command.options import Options
 from modeling_gqa.conversion.command.serving import (
@@ -214,17 +213,17 @@ def source(tmp_path_factory) -> Path:
     return folder
 
 
-def call(*arguments) -> str:
-    result = CliRunner().invoke(command.app, [str(argument) for argument in arguments])
+def printed_by(*arguments) -> str:
+    result = call(*arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def test_the_command_chooses_says_and_saves(source, tmp_path):
     arguments = ("convert", source, tmp_path / "out", "--attention-kind", "mla", "--cache-size", 300, "--for", "vllm")
-    planned = call(*arguments, "--dry-run")
+    planned = printed_by(*arguments, "--dry-run")
     assert not (tmp_path / "out").exists()
-    printed = call(*arguments)
+    printed = printed_by(*arguments)
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert report["command"]["engine"] == "vllm" and report["command"]["cache_size"] == 300
     assert [line.split(":")[0] for line in report["serving"]] == [
@@ -245,9 +244,9 @@ def test_the_command_chooses_says_and_saves(source, tmp_path):
     assert (layer.kv_lora_rank, layer.qk_rope_head_dim) == (256, 64)
     model = GQAForCausalLM.from_pretrained(tmp_path / "out")
     assert model.generate(torch.ones(1, 2, dtype=torch.long), max_new_tokens=2, pad_token_id=0).shape == (1, 4)
-    inspected = json.loads(call("inspect", tmp_path / "out", "--json"))
+    inspected = json.loads(printed_by("inspect", tmp_path / "out", "--json"))
     assert inspected["vllm"] == report["serving"][2:4]
-    assert "vLLM runs it on: a CPU (this package's attention); NVIDIA GPUs (Triton; Flash" in call(
+    assert "vLLM runs it on: a CPU (this package's attention); NVIDIA GPUs (Triton; Flash" in printed_by(
         "inspect", tmp_path / "out"
     )
 
@@ -258,14 +257,14 @@ def test_with_text_the_sizes_that_were_chosen_stay(source, tmp_path):
         (tmp_path / f"{index}.txt").write_text(" ".join(f"w{(index * n) % 61}" for n in range(1, 60)))
     text = ("--text", tmp_path, "--sequence-length", 32, "--calibration-tokens", 512, "--evaluation-tokens", 256)
     target = tmp_path.parent / f"{tmp_path.name}-out"
-    call("convert", source, target, "--attention-kind", "mla", "--cache-size", 300, "--for", "vllm", *text)
+    printed_by("convert", source, target, "--attention-kind", "mla", "--cache-size", 300, "--for", "vllm", *text)
     layer = GQAConfig.from_pretrained(target).per_layer_config[0]
     assert (layer.kv_lora_rank, layer.qk_rope_head_dim) == (256, 64)
 
 
 def test_without_the_option_nothing_is_chosen_and_the_same_is_said(source, tmp_path):
     """Before the conversion, and in the card."""
-    printed = call("convert", source, tmp_path / "out", "--attention-kind", "mla", "--cache-size", 300)
+    printed = printed_by("convert", source, tmp_path / "out", "--attention-kind", "mla", "--cache-size", 300)
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
     said = [line.split(":")[0] for line in report["serving"]]
     assert said == ["Cache", "vLLM runs it on", "vLLM needs", "Elsewhere"]
@@ -278,6 +277,6 @@ def test_without_the_option_nothing_is_chosen_and_the_same_is_said(source, tmp_p
 
 def test_another_engine_is_refused_with_those_that_are_known(source, tmp_path):
     arguments = ["convert", str(source), str(tmp_path / "out"), "--attention-kind", "mla", "--for", "tgi"]
-    result = CliRunner().invoke(command.app, arguments)
+    result = call(*arguments)
     assert result.exit_code == 2 and "tgi" in result.output and "vllm" in result.output
     assert not (tmp_path / "out").exists()

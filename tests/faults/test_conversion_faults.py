@@ -24,9 +24,9 @@ from small_models import make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from modeling_gqa.command_line import main as command
 from modeling_gqa.conversion import load_source, sequential
 from modeling_gqa.conversion.command import job
+from modeling_gqa_cli import main as command
 
 FORK = multiprocessing.get_context("fork")
 # What changes files, as Python announces it before it is done.

@@ -32,11 +32,11 @@ def folder(tmp_path_factory) -> Path:
         text = " ".join(draw.choices(words, weights=range(1, 61), k=400))
         (folder / "text" / f"{number}.txt").write_text(text)
     data, output = ["--data-files", folder / "text"], ["--output-dir", folder / "run"]
-    run("-m", "modeling_gqa.command_line", "pretrain", "tiny", *OPTIONS, *data, *output)
+    run("-m", "modeling_gqa_cli", "pretrain", "tiny", *OPTIONS, *data, *output)
     (folder / "run" / "final").rename(folder / "gqa")
     sizes = ["--attention-kind", "mla", "--kv-lora-rank", "48", "--qk-rope-head-dim", "16"]
     calibration = ["--text", folder / "text", "--calibration-tokens", "2048"]
-    run("-m", "modeling_gqa.command_line", "convert", folder / "gqa", folder / "mla", *sizes, *calibration)
+    run("-m", "modeling_gqa_cli", "convert", folder / "gqa", folder / "mla", *sizes, *calibration)
     return folder
 
 

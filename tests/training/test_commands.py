@@ -12,13 +12,12 @@ from test_pretrain import assert_same_weights
 
 from modeling_gqa.common.errors import UserError, install_extra
 from modeling_gqa.training.comparison.recipe import CompareRecipe
-from modeling_gqa.training.console import main
-from modeling_gqa.training.recipe.catalogue import CONFIGURATION, preset_names, recipe_names
-from modeling_gqa.training.recipe.command_line import RecipeParser, load_recipe
+from modeling_gqa.training.recipe import load_recipe
 from modeling_gqa.training.recipe.pretraining import Recipe
 from modeling_gqa.training.recipe.uptraining import UptrainRecipe
 from modeling_gqa.training.results import FORMAT_VERSION, Results
-from modeling_gqa.training.studies.recipe import STUDIES, StudyRecipe
+from modeling_gqa_cli.main import run_script
+from modeling_gqa_cli.recipes import CONFIGURATION, preset_names, recipe_names
 from training.pretrain import pretrain
 
 ON_CPU = ("--bf16=false", "--torch-compile=false")
@@ -27,25 +26,11 @@ ON_CPU = ("--bf16=false", "--torch-compile=false")
 @pytest.mark.parametrize("name", ["max-steps", "max_steps"])
 def test_both_spellings_are_one_option(tmp_path, name):
     path = tmp_path / "mine.yaml"
-    path.write_text(f"preset: tiny-gqa\n{name}: 7\nper-device_train-batch_size: 3\n")
+    path.write_text(f"preset: tiny-gqa\n{name}: 7\nper-device-train-batch-size: 3\n")
     assert load_recipe([str(path)])[0].max_steps == 7 and load_recipe([str(path)])[0].per_device_train_batch_size == 3
     for option in ((f"--{name}", "9"), (f"--{name}=9",)):
         assert load_recipe([str(path), *option])[0].max_steps == 9
-    assert load_recipe([str(path), "--no_bigram-baseline"])[0].bigram_baseline is False
-
-
-@pytest.mark.parametrize("recipe_class", [Recipe, UptrainRecipe, CompareRecipe, StudyRecipe])
-def test_help_shows_one_spelling_and_no_option_that_is_refused(recipe_class):
-    shown = RecipeParser(recipe_class, "the command").format_help()
-    options = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown, re.MULTILINE))
-    some = {CompareRecipe: {"--learning-rates"}, StudyRecipe: {"--shares"}}.get(
-        recipe_class, {"--max-steps", "--no-average-tokens-across-devices"}
-    )
-    assert some <= options and not [name for name in options if "_" in name]
-    assert not options & {f"--{name.replace('_', '-')}" for name in recipe_class.unused}
-    named = set(re.findall(r"--[a-z]+(?:-[a-z]+)*(?![\w-])", recipe_class.writes))
-    assert {"--output-dir"} < named <= options
-    assert shown.startswith("usage: the command RECIPE [--option value ...]\n")
+    assert load_recipe([str(path), "--no_bigram_baseline"])[0].bigram_baseline is False
 
 
 @pytest.mark.parametrize("script", ["pretrain", "uptrain", "compare"])
@@ -69,7 +54,7 @@ def test_an_error_names_a_field_as_the_user_wrote_it(option, length, tmp_path, c
         ([str(tmp_path / "mine.yaml"), *options], "sequence_length"),
     ):
         with pytest.raises(SystemExit):
-            main(pretrain, argv)
+            run_script("pretrain", argv, "python -m training.pretrain", pretrain)
         assert capsys.readouterr().err.startswith(f"error: {name} is {length}")
 
 
@@ -83,9 +68,7 @@ def test_the_run_folder_is_named_after_the_preset(preset):
     ("name", "message"),
     {
         "tinny": r"no recipe at tinny \(did you mean tiny\?\)",
-        "configuration/recipes/tiny-mla.yaml": "the same run is: python -m training.pretrain tiny --preset tiny-mla$",
-        "base-124m-gqa": "the same run is: python -m training.pretrain base-124m --preset base-124m-gqa$",
-        "uptrain-1b": "uptrain-1b is a recipe for uptrain: python -m training.uptrain uptrain-1b$",
+        "uptrain-1b": "uptrain-1b is a recipe for uptrain: modeling-gqa uptrain uptrain-1b$",
         "something/else": "no recipe at something/else; there are base-124m, quickstart, tiny, and paths",
     }.items(),
 )
@@ -108,22 +91,12 @@ def test_the_installed_script_resumes_what_the_checkout_began(script, finished, 
     assert_same_weights(tmp_path / "run", finished[0])
 
 
-def test_the_command_shows_the_scripts_help_and_errors(script, tmp_path):
-    command = Path(sys.executable).with_name("modeling-gqa")
+def test_the_installed_command_trains(script, tmp_path):
+    command = [Path(sys.executable).with_name("modeling-gqa"), "pretrain", str(script.recipe)]
     env = {name: value for name, value in script.env.items() if name != "OMP_WAIT_POLICY"}
-
-    def run(*arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run([command, *arguments], cwd=tmp_path, env=env, capture_output=True, text=True)
-
-    shown = " ".join(run("study", "--help").stdout.split())
-    assert shown.startswith("usage: modeling-gqa study STUDY RECIPE [--option value ...]")
-    assert all(name in shown.partition("positional arguments")[0] for name in STUDIES)
-    assert run("uptrain", "--help").stdout.startswith("usage: modeling-gqa uptrain RECIPE [--option value ...]\n")
-    refused = run("pretrain", "tiny", "--max_step", "3")
-    assert refused.returncode == 1
-    assert refused.stderr.splitlines()[-1] == "error: unknown option --max_step (did you mean --max-steps?)"
-    done = run("pretrain", str(script.recipe), "--max_steps", "2", "--warmup-steps", "0")
-    assert done.returncode == 0 and "Saved runs/recipe/final" in done.stdout, done.stderr
+    options = ["--max_steps", "2", "--warmup-steps", "0"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and (tmp_path / "runs" / "recipe" / "final" / "config.json").exists(), done.stderr
 
 
 def run_with(hook: str, tmp_path: Path) -> subprocess.CompletedProcess:
@@ -134,22 +107,22 @@ def run_with(hook: str, tmp_path: Path) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize(("module", "package"), [("accelerate", "accelerate"), ("yaml", "PyYAML")])
+@pytest.mark.parametrize(("module", "package"), [("accelerate", "accelerate"), ("datasets", "datasets")])
 def test_a_missing_package_is_one_line(tmp_path, module, package):
     process = run_with(f"import sys; sys.modules[{module!r}] = None", tmp_path)
-    said = f"error: training needs {package}, which is not installed: {install_extra('training')}"
+    said = f"error: this needs {package}, which is not installed: {install_extra('training')}"
     assert process.returncode == 1 and process.stderr.splitlines()[-1] == said, process.stderr
 
 
 @pytest.mark.parametrize("module", ["transformers", "torch", "accelerate.utils"])
 def test_ctrl_c_during_the_imports_is_one_line(tmp_path, module):
     hook = (
-        "import sys\nclass Hook:\n def find_spec(self, name, path=None, target=None):\n"
-        f"  if name == {module!r}: raise KeyboardInterrupt\nsys.meta_path.insert(0, Hook())"
+        "import os, signal, sys\nclass Hook:\n def find_spec(self, name, path=None, target=None):\n"
+        f"  if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\nsys.meta_path.insert(0, Hook())"
     )
     process = run_with(hook, tmp_path)
     assert process.returncode == 130, process.stderr
-    assert process.stderr.splitlines()[-1] == "error: interrupted" and "Traceback" not in process.stderr
+    assert process.stderr.splitlines()[-1].startswith("error: stopped by Ctrl-C") and "Traceback" not in process.stderr
 
 
 def test_only_the_quickstart_deletes_an_earlier_run_unasked():

@@ -9,11 +9,10 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa.common.errors import UserError
-from modeling_gqa.training.recipe import pretraining, trackers
-from modeling_gqa.training.recipe.catalogue import CONFIGURATION, preset_names, recipe_names
-from modeling_gqa.training.recipe.command_line import load_recipe
+from modeling_gqa.training.recipe import load_recipe, pretraining, trackers
 from modeling_gqa.training.recipe.model import load_config
 from modeling_gqa.training.recipe.saved import compare_recipes, save_recipe
+from modeling_gqa_cli.recipes import CONFIGURATION, preset_names, recipe_names
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def test_kinds_of_yaml_values(write):
     [
         ({"max_step": 7}, [], "unknown field max_step (did you mean max_steps?)"),
         ({}, ["--learning_rat", "1"], "unknown option --learning_rat (did you mean --learning-rate?)"),
-        ({}, ["--max_steps", "soon"], "argument --max-steps: invalid int value: 'soon'"),
+        ({}, ["--max_steps", "soon"], "--max-steps: invalid int value: 'soon'"),
         ({"learning_rate": "fast"}, [], "invalid float value: 'fast'"),
         ({"resume_from_checkpoint": "x"}, [], "resume_from_checkpoint has no effect here: use --resume"),
         ({"sequence_length": 1}, [], "sequence_length is 1"),

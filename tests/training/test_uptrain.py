@@ -22,12 +22,12 @@ from modeling_gqa.conversion import convert_model, target_config
 from modeling_gqa.data.blocks import load_blocks
 from modeling_gqa.data.tokenizer import train_tokenizer
 from modeling_gqa.training.publish import repository
-from modeling_gqa.training.recipe.catalogue import CONFIGURATION, recipe_names
-from modeling_gqa.training.recipe.command_line import load_recipe
+from modeling_gqa.training.recipe import load_recipe
 from modeling_gqa.training.recipe.uptraining import UptrainRecipe
 from modeling_gqa.training.trainer import distillation, uptraining
 from modeling_gqa.training.trainer.distillation import choose_parameters, layerwise_loss, prediction_losses, run_teacher
 from modeling_gqa.training.trainer.uptraining import UptrainTrainer
+from modeling_gqa_cli.recipes import CONFIGURATION, recipe_names
 from training.uptrain import uptrain
 
 ROOT = CONFIGURATION.parent

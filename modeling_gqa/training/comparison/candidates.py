@@ -10,7 +10,7 @@ from ... import GQAConfig
 from ...common.errors import UserError
 from ...common.tables import Table, with_prefix
 from ...costs import cache_bytes_per_token, count_parameters, training_flops
-from ..recipe.command_line import load_recipe
+from ..recipe import load_recipe
 from ..recipe.model import check_training, load_config
 from ..recipe.objects import as_arguments, as_object
 from ..recipe.pretraining import Recipe

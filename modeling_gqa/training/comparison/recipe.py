@@ -2,79 +2,22 @@
 
 import math
 import re
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import ClassVar
+
+from modeling_gqa_cli.recipes import CompareOptions
 
 from ..recipe.objects import as_object
 from ..recipe.trackers import check_trackers
 
-Match = Literal["parameters", "flops", "cache", "nothing"]
-WRITES = """--learning-rates and --learning_rates are the same option; in a YAML file it is `learning_rates: [0.003]`.
-A comparison writes only into --output-dir (default: runs/RECIPE): runs/NAME/, which is a pretraining run each, logs/,
-claims/, failed/, tokenizer/, recipe.json, comparison.json, report.md and its pictures, and what the trackers of
---report-to write. The same command goes on where it was stopped: finished runs are kept, begun ones are resumed, failed
-ones are tried again. Several launches of it, on one machine or on several that share the folder, divide the runs. Exit
-codes: 0 done, 1 an error that the message explains, or a run that failed, 130 or 143 stopped by a signal."""
-
 
 @dataclass
-class CompareRecipe:
+class CompareRecipe(CompareOptions):
     """Every option of a comparison."""
 
     script: ClassVar[str] = "compare"
     unused: ClassVar[dict[str, str]] = {}
     budgets: ClassVar[tuple[str, ...]] = ()
-    writes: ClassVar[str] = WRITES
-
-    pretraining: str = field(default="tiny", metadata={"help": "Recipe of each run: its text, steps and schedule."})
-    preset: str = field(
-        default="tiny-mha", metadata={"help": "The model whose attention is replaced: a preset, or a folder."}
-    )
-    options: dict | str | None = field(
-        default=None, metadata={"help": "JSON object: options of pretraining for all runs, such as max_steps."}
-    )
-    kinds: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "JSON object: name of each model, and the fields in which it differs from the preset; the first is "
-            "what the others are matched with. Default: mha, gqa-half, gqa-quarter, mqa, mla-quarter, mla-eighth, "
-            "mixed; with match cache gqa-quarter, mha, gqa-half, mqa, mla."
-        },
-    )
-    match: Match = field(
-        default="parameters",
-        metadata={
-            "help": "What all models have alike: parameters or training FLOPs (by the width of the MLP), cache bytes "
-            "(by the sizes of heads or latent), or nothing."
-        },
-    )
-    learning_rates: list[float] = field(
-        default_factory=lambda: [1.5e-3, 3e-3, 6e-3, 1.2e-2],
-        metadata={
-            "help": "Peak rates that each model is trained with, at least 3; more are added where the best is an edge."
-        },
-    )
-    seeds: int = field(default=3, metadata={"help": "Number of runs of each model at its best rate."})
-    seed: int = field(default=42, metadata={"help": "First seed; of weights and of the order of the text."})
-    jobs: int = field(
-        default=1,
-        metadata={"help": "Number of runs at once on this machine; each has a GPU of its own, where there are GPUs."},
-    )
-    launcher: str = field(
-        default="",
-        metadata={
-            "help": "What starts each run, such as `torchrun --nproc_per_node 8 -m`; default: python -m. It decides "
-            "which GPUs a run takes: leave jobs at 1."
-        },
-    )
-    contexts: list[int] = field(
-        default_factory=lambda: [128, 512, 1024],
-        metadata={"help": "Contexts at which decoding is measured, in tokens."},
-    )
-    report_to: list[str] = field(
-        default_factory=list, metadata={"help": "Trackers of the comparison, such as `tensorboard wandb`."}
-    )
-    output_dir: str | None = field(default=None, metadata={"help": "Folder of the comparison. Default: runs/RECIPE."})
 
     def __post_init__(self) -> None:
         self.options = as_object("options", self.options)

@@ -7,12 +7,13 @@ import torch
 import transformers
 from transformers import SchedulerType
 
+from modeling_gqa_cli.recipes import public_name
+
 from ... import GQAConfig
 from ...common import cards
 from ...costs.measuring import machine_name
 from ...data.source import Source
 from ...data.split import Split
-from ..recipe.catalogue import public_name
 from ..recipe.pretraining import Recipe
 from ..results import Results, results_table
 

@@ -14,11 +14,12 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from modeling_gqa_cli.recipes import public_name
+
 from ...checkpoints.files import PATH_FIELDS
 from ...common.errors import UserError
 from ...common.results import write_json
 from ..folder.manifest import SAVED_RECIPE
-from ..recipe.catalogue import public_name
 from ..recipe.pretraining import Recipe
 from ..results import RESULTS, Results
 from .card import repository_name

@@ -2,16 +2,6 @@
 
 from collections.abc import Callable
 
-WHAT_A_RUN_WRITES = """--max-steps and --max_steps are the same option; in a YAML file it is `max_steps: 600`.
-A run writes only into --output-dir (default: runs/RECIPE): recipe.yaml, model.json, tokenizer/, data/, checkpoint-N/,
-results.json, final/ (a complete Hub repository), and manifest.json, which lists these files. It deletes only listed
-files: the oldest checkpoints beyond --save-total-limit, and with --overwrite an earlier run. Trackers that --report-to
-names write to runs/ (tensorboard), wandb/ and trackio/ there, which are not listed. A run does not begin where
-files of yours have these names, where --output-dir overlaps what the run reads, or while another process writes there.
---resume goes on from the newest whole checkpoint, and needs the same text, tokenizer and teacher; it refuses to go on
-where a file of final/ was edited. Exit codes: 0 done, 1 an error that the message explains, 130 or 143 stopped by a
-signal."""
-
 # Fields of TrainingArguments that the scripts do not read: refused rather than silently ignored.
 UNUSED = {
     "resume_from_checkpoint": "use --resume",

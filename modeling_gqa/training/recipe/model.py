@@ -7,11 +7,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Trainer
 from transformers.optimization import get_scheduler
 
-import modeling_gqa  # noqa: F401  (registers model_type "gqa")
+from modeling_gqa_cli.recipes import preset_folder, preset_names
 
 from ...common.errors import UserError, did_you_mean
 from ..console import warn
-from .catalogue import preset_folder, preset_names
 from .pretraining import Recipe
 
 # Files that hold weights.

@@ -12,77 +12,25 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import is_liger_kernel_available
 
+from modeling_gqa_cli.recipes import ModelOptions, RunOptions, TextOptions, TrainOptions, preset_folder
+
 from ..results import Results
-from .catalogue import preset_folder
-from .fields import NUMBERS, UNUSED, WHAT_A_RUN_WRITES
+from .fields import NUMBERS, UNUSED
 from .trackers import check_trackers
 
 
 @dataclass
-class Recipe(TrainingArguments):
-    """Every option of a pretraining run: those of transformers' `TrainingArguments`, then those of this package."""
+class Recipe(ModelOptions, TextOptions, TrainOptions, RunOptions, TrainingArguments):  # type: ignore[misc]
+    """Every option of a pretraining run: those of this package, and those of transformers' `TrainingArguments`."""
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_overrides"]
-    script, unused, writes = "pretrain", UNUSED, WHAT_A_RUN_WRITES
+    _argument_group_name = "Options"
+    script, unused = "pretrain", UNUSED
     budgets: ClassVar[tuple[str, ...]] = ()  # fields that each set the length of training
 
-    preset: str = field(
-        default="",
-        metadata={
-            "help": "Model: the name of a packaged preset, or a folder with a config.json. Its weights start at random."
-        },
-    )
-    model_overrides: dict | str | None = field(
-        default=None, metadata={"help": "JSON object: fields that replace the preset's."}
-    )
-    attn_implementation: str | None = field(
-        default=None, metadata={"help": "Attention: eager, sdpa, flash_attention_2, ..."}
-    )
-    tokenizer: str | None = field(
-        default=None, metadata={"help": "Hub name or path; a byte-level BPE tokenizer is trained if left out."}
-    )
-    data_files: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Text, JSONL, JSON or Parquet files (.gz, .bz2, .xz and .zst too), folders or globs."},
-    )
-    dataset_name: str | None = field(
-        default=None, metadata={"help": "Hub data set; without it and data_files, Python's standard library is read."}
-    )
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the Hub data set."})
-    dataset_split: str = field(default="train", metadata={"help": "Split of the Hub data set."})
-    streaming: bool = field(default=False, metadata={"help": "Tokenize the text while training, and not before."})
-    text_column: str = field(
-        default="text", metadata={"help": "Field that holds the text (JSONL, JSON, Parquet, Hub)."}
-    )
-    license: str | None = field(default=None, metadata={"help": "Licence of the text, for the model card."})
-    sequence_length: int = field(default=256, metadata={"help": "Number of tokens in a packed block."})
-    validation_fraction: float = field(default=0.05, metadata={"help": "Fraction of the documents that is held out."})
-    max_eval_blocks: int = field(default=256, metadata={"help": "Largest number of blocks to validate on."})
-    bigram_baseline: bool = field(default=True, metadata={"help": "Report the loss of a bigram model as well."})
-    sample_prompt: str = field(default="", metadata={"help": "Prompt of the sample printed at the end."})
-    publish: bool = field(
-        default=True,
-        metadata={"help": "Save final/, a complete repository, load it in a fresh process, and print a sample."},
-    )
-    resume: bool = field(default=False, metadata={"help": "Continue the run in output_dir."})
-    overwrite: bool = field(
-        default=False, metadata={"help": "Delete the run in output_dir, which is the files in its manifest.json."}
-    )
-
-    report_to: list[str] = field(
-        default_factory=lambda: ["none"],
-        metadata={"help": "Trackers, such as `tensorboard wandb`; their files lie in output_dir."},
-    )
-
-    # Fields of TrainingArguments with other defaults.
-    learning_rate: float = field(default=3e-3, metadata={"help": "Peak learning rate of AdamW."})
-    adam_beta2: float = field(default=0.95, metadata={"help": "Decay of AdamW's second moment."})
-    weight_decay: float = field(default=0.1, metadata={"help": "Weight decay; not applied to norms and biases."})
-    logging_steps: float = field(default=20, metadata={"help": "Number of steps between log lines."})
-    save_total_limit: int | None = field(default=2, metadata={"help": "Number of checkpoints that are kept."})
     # The filter would show an average in place of a NaN; here training stops at the first NaN.
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide non-finite losses in the log."})
-    enable_jit_checkpoint: bool = field(default=True, metadata={"help": "Save and exit on SIGTERM."})
+    enable_jit_checkpoint: bool = field(default=True, metadata={"help": "Do not save and exit on SIGTERM."})
 
     def __post_init__(self) -> None:
         if self.disable_tqdm is None:

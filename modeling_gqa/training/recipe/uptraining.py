@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+
+from modeling_gqa_cli.recipes import UptrainOptions, public_name
 
 from ...checkpoints.checkpoint import open_checkpoint
 from ...checkpoints.files import LICENCES, copy_files, local_folder
@@ -14,7 +16,6 @@ from ...common.cards import base_metadata, kept_metadata
 from ...conversion.command.report import REPORT_NAME
 from ..folder.listing import read_object
 from ..results import RESULTS, Results
-from .catalogue import public_name
 from .fields import UNUSED
 from .pretraining import Recipe
 
@@ -23,44 +24,12 @@ LAYERWISE_FRACTION, KL_WEIGHT = 0.5, 0.9
 
 
 @dataclass
-class UptrainRecipe(Recipe):
+class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
     """Every option of an uptraining run: those of pretraining without the model's, then those of uptraining."""
 
     script = "uptrain"
     unused = UNUSED | dict.fromkeys(("preset", "model_overrides"), "the student is the model")
     budgets = ("max_steps", "pretraining_fraction")
-
-    student: str = field(default="", metadata={"help": "The converted model: a folder or Hub name."})
-    teacher: str | None = field(
-        default=None,
-        metadata={"help": "The model it was converted from: a folder or Hub name; `none`: next-token loss only."},
-    )
-    trainable: Literal["attention", "all"] = field(default="attention", metadata={"help": "Parameters to train."})
-    layerwise_fraction: float | None = field(
-        default=None,
-        metadata={"help": "Fraction of the steps that stage 1 takes, layer by layer; 0.5 if left out."},
-    )
-    kl_weight: float | None = field(
-        default=None,
-        metadata={"help": "Stage 2: weight of the KL divergence; the next-token loss has the rest. 0.9 if left out."},
-    )
-    temperature: float = field(default=1.0, metadata={"help": "Stage 2: temperature of both softmaxes in the KL."})
-    pretraining_fraction: float | None = field(
-        default=None,
-        metadata={"help": "Tokens to train on, as a fraction of the teacher's pretraining tokens; 0: see max_steps."},
-    )
-    pretraining_tokens: int | None = field(
-        default=None,
-        metadata={"help": "The teacher's pretraining tokens; read from its results.json if left out."},
-    )
-
-    keep_best: bool = field(
-        default=True,
-        metadata={
-            "help": "Where training ends with a worse KL (or loss, without KL) than it began with: the result is the "
-            "best checkpoint that was evaluated, or the student as it was."
-        },
-    )
 
     # Fields of pretraining with other defaults: the model is already trained.
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of AdamW."})

@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-LIBRARIES = ("run", "recipe.command_line", "recipe.model", "trainer.pretraining", "trainer.uptraining")
+LIBRARIES = ("run", "recipe", "recipe.model", "trainer.pretraining", "trainer.uptraining")
 
 
 class RunProcess:
@@ -65,14 +65,11 @@ def run_here(script: str, arguments: list[str], log: str, threads: int, gpu: str
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     import torch
 
-    from training.pretrain import pretrain
-    from training.uptrain import uptrain
-
-    from ..console import main
+    from modeling_gqa_cli.main import run_script
 
     if threads:
         torch.set_num_threads(threads)
-    main({"pretrain": pretrain, "uptrain": uptrain}[script], arguments)
+    run_script(script, arguments, f"modeling-gqa {script}")
 
 
 def gpu_of(worker: int) -> str:

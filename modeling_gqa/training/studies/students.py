@@ -21,7 +21,7 @@ from ...data.split import split_source
 from ...data.tokenizer import load_tokenizer
 from ..console import say
 from ..folder.listing import read_object
-from ..recipe.command_line import load_recipe
+from ..recipe import load_recipe
 from ..recipe.objects import as_arguments
 from ..recipe.uptraining import UptrainRecipe
 from ..results import RESULTS

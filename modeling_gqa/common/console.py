@@ -1,0 +1,202 @@
+"""What all commands print: lines, progress bars, and errors in one line."""
+
+import errno
+import re
+import shutil
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBars
+from safetensors import SafetensorError
+from transformers.utils import logging
+
+from modeling_gqa_cli.errors import UserError, is_main, missing_package, printable, stop
+
+from .progress import Progress, ShowProgress, followed, progress_lines
+
+__all__ = ["Interrupted", "err", "is_main", "out", "printable", "progress_bars", "say", "stop", "user_errors", "warn"]
+
+# Paths may hold brackets and colons, so markup and emoji are off.
+out = Console(soft_wrap=False, markup=False, emoji=False)
+err = Console(stderr=True, markup=False, emoji=False)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# How tokenizers, safetensors and torch report that a file could not be written; each has an exception class of its own.
+WRITE_FAILURES = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream error")
+
+
+class Interrupted(UserError):
+    """The user has pressed Ctrl-C; the message says what is kept."""
+
+    exit_code = 130
+
+
+def say(message: str = "") -> None:
+    """Print a line, on the main process alone."""
+    if is_main():
+        print(message, flush=True)
+
+
+def warn(message: str) -> None:
+    """Print `warning: MESSAGE` on stderr, on the main process alone."""
+    if is_main():
+        print(f"warning: {printable(' '.join(message.split()))}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def user_errors(
+    target: Path | None = None, layers: Callable[[Path], Path] | None = None, argv: Sequence[str] = ()
+) -> Iterator[None]:
+    """Show errors that a user can act on, interruptions and signals as one line on stderr, and end the process.
+
+    Any other exception is a defect of this package and keeps its traceback.
+
+    Args:
+        target: what the command writes; a line about an interruption or a full disk says what became of it.
+        layers: returns for `target` the folder of finished layers, which the same command goes on from.
+        argv: arguments in which options were given: an error names them as they are written there.
+    """
+    before = identity(target)
+
+    def kept() -> str:
+        how = "as it was" if identity(target) == before else "written and complete"
+        going_on = (
+            "; the same command goes on from the finished layers"
+            if target and layers and layers(target).exists()
+            else ""
+        )
+        return f": {target} is {how}, nothing half-written is left{going_on}" if target else ""
+
+    try:
+        yield
+    except (UserError, StrictDataclassError, SafetensorError) as error:
+        # A field's own check is the cause of what the configuration class raises.
+        said = str(error.__cause__ if isinstance(error, StrictDataclassError) else error)
+        stop(name_options(said, argv), getattr(error, "exit_code", 1))
+    except ImportError as error:
+        if (said := missing_package(error)) is None:
+            raise
+        stop(said)
+    except OSError as error:
+        where = error.filename2 or error.filename  # of a copy, the one that is written
+        said = ": ".join(str(part) for part in (where, error.strerror) if part) or str(error)
+        stop(f"{said}{kept()}; make room and run the command again" if error.errno in FULL else said)
+    except (MemoryError, RuntimeError) as error:
+        if str(error).startswith("Symlink loop"):  # as Python before 3.13 says of a path
+            stop(str(error))
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        stop(f"there is not enough memory{kept()}; a smaller --batch-size or --device cpu may help: {str(error)[:200]}")
+    except KeyboardInterrupt:
+        stop(f"stopped by Ctrl-C{kept()}", 130)
+    except SystemExit as error:
+        if argv:  # a script, which says so itself
+            raise
+        stop(f"stopped by a signal{kept()}", int(error.code or 0))
+
+
+def quiet() -> None:
+    """Let signals end the process by an exception, warnings be one line, and transformers print only errors."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) == signal.SIG_DFL:  # nohup ignores the second
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    warnings.showwarning = lambda message, *_, **__: warn(str(message))
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def identity(path: Path | None) -> tuple[int, int] | None:
+    """Return what tells the folder at `path` from another one that has replaced it; `None` where there is none."""
+    try:
+        status = path.stat() if path else None
+    except OSError:
+        status = None
+    return status and (status.st_dev, status.st_ino)
+
+
+def name_options(message: str, argv: Sequence[str]) -> str:
+    """Return a message in which a field that `argv` sets is named as its option: `--max-steps`, not `max_steps`.
+
+    Example:
+        ```python
+        from modeling_gqa.common.console import name_options
+
+        said = name_options("max_steps is -1 and num_train_epochs is 0", ["tiny", "--max-steps=-1"])
+        assert said == "--max-steps is -1 and num_train_epochs is 0"
+        ```
+    """
+    given = {argument.partition("=")[0].replace("-", "_") for argument in argv if argument.startswith("--")}
+    return re.sub(
+        r"(?<![\w./-])[a-z0-9]+(_[a-z0-9]+)+\b",
+        lambda field: "--" + field[0].replace("_", "-") if f"__{field[0]}" in given else field[0],
+        message,
+    )
+
+
+def failed_to_write(error: Exception, folder: Path) -> str | None:
+    """Return what the operating system refused to write below `folder`, in one line; `None` for any other error."""
+    said = " ".join(str(error).split())
+    if isinstance(error, OSError):
+        reason = f"{error.strerror or said}" + (f": {error.filename}" if error.filename else "")
+        if error.errno not in FULL:
+            return reason
+    elif WRITE_FAILURES.search(said):
+        reason = f"a file could not be written: {said[:200]}"
+    else:
+        return None
+    while not folder.exists():
+        folder = folder.parent
+    return f"{reason} ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free in {folder})"
+
+
+@contextmanager
+def progress_bars() -> Iterator[ShowProgress]:
+    """Show progress on stderr, in bars where it is a terminal and else in a line every half minute.
+
+    Yields:
+        A function from a description to what wraps an iterable.
+    """
+    if not err.is_terminal:
+        yield progress_lines(lambda line: err.print(line, soft_wrap=True))
+        return
+    before, after = (TextColumn(f"{{task.fields[{name}]}}") for name in ("steps", "left"))
+    progress = ProgressBars(
+        TextColumn("{task.description}"), BarColumn(), before, TimeElapsedColumn(), after, console=err
+    )
+
+    def bar(description: str, items: Iterable) -> Iterator:
+        task = progress.add_task(description, total=None, steps="", left="")
+        number = 0
+        for item, step in followed(items):
+            steps = f"{step.number}/{step.total}" if step.total else f"{step.number}"
+            whole = 1 if step.total else None
+            progress.update(task, total=whole, completed=step.share, refresh=True, steps=steps, left=step.left)
+            yield item
+            number = step.number + 1
+        progress.update(task, total=1, completed=1, steps=f"{number}/{number}", left="")
+
+    def show_progress(description: str) -> Progress:
+        progress.start()
+        return partial(bar, description)
+
+    try:
+        yield show_progress
+    finally:
+        if progress.live.is_started:
+            progress.stop()
+
+
+def saved(target: Path, what: str) -> None:
+    out.print(f"Saved {printable(target)}: {what}.", soft_wrap=True)

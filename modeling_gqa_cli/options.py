@@ -1,0 +1,171 @@
+"""The options of `convert`, `import`, `export`, `inspect` and `report`, each declared once."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import UsageError
+
+Kind = Literal["mha", "mqa", "gqa", "mla"]
+Method = Literal["lowrank", "auto", "procrustes", "mean", "first", "random"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+IGNORE_FIELD = "Field of SOURCE's configuration that is refused as unknown, and changes nothing."
+SIZES = ("num_key_value_heads", "kv_lora_rank", "qk_rope_head_dim", "cache_size", "cache_bytes")
+
+
+def option(help: str, default: Any = None, **more: Any) -> Any:
+    """Return a dataclass field that is an option; `more` goes to argparse."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+def options(help: str, **more: Any) -> Any:
+    """Return a field whose option takes several values, and may be repeated."""
+    return option(help, action="extend", **more)
+
+
+def switch(help: str) -> Any:
+    """Return a field of type `bool | None` whose option may stand alone."""
+    return option(help, nargs="?", const=True)
+
+
+@dataclass
+class Files:
+    """SOURCE and TARGET, which are not options."""
+
+    source: str
+    target: Path
+
+
+@dataclass
+class NewAttention:
+    _argument_group_name = "The new attention; give its sizes in one way"
+
+    attention_kind: Kind = field(metadata={"help": "Attention of the result."})
+    num_key_value_heads: int | None = option("GQA: key/value heads, a divisor of the query heads.")
+    kv_lora_rank: int | None = option("MLA: size R of the cached latent.")
+    qk_rope_head_dim: int | None = option("MLA: size P of the cached rotary key, even. Default: R.")
+    cache_size: int | None = option("MLA: R + P, numbers cached per token and layer; --text divides it by loss.")
+    cache_bytes: int | None = option("MLA: the same in bytes, in the result's dtype.")
+    budget: int | None = option("Bytes cached per token by the whole model, divided over layers by loss; needs --text.")
+    layers: str | None = option("Layers to change, such as 0,2-5. Default: all.", metavar="LAYERS")
+    engine: Literal["vllm"] | None = option("Take sizes that this engine's fast kernels take.", aliases=["--for"])
+
+
+@dataclass
+class HowToConvert:
+    _argument_group_name = "Method"
+
+    method: Method = option("How heads are merged; auto tries settings and needs --text. Default: lowrank.", "lowrank")
+    regroup: bool | None = switch("Choose which heads to merge (--no-regroup: neighbours). Default: chosen.")
+    refit: bool | None = switch("Fit each output projection on the text (--no-refit: do not). Default: with --text.")
+    refine: int | None = option("Passes of gradient steps in each layer. Default: 1 with --text, else 0.")
+    seed: int = option("Seed of --method random, regrouping and the text's order. Default: 0.", 0)
+
+
+@dataclass
+class Text:
+    _argument_group_name = "Text"
+
+    text: list[Path] | None = options(
+        "Files or folders: .txt .md .rst .py .json .jsonl .parquet. Parts: to calibrate, choose, measure."
+    )
+    evaluation_text: list[Path] | None = options("Measure on this text instead of a part of --text.")
+    text_column: str = option("Column that holds the text. Default: text.", "text")
+    calibration_tokens: int = option("Tokens to calibrate on. Default: 32768.", 32768)
+    evaluation_tokens: int = option("Tokens to measure on. Default: 16384.", 16384)
+    sequence_length: int | None = option("Tokens of a sequence. Default: 1024, or the model's positions.")
+    batch_size: int = option("Sequences in a batch; fewer need less memory. Default: 4.", 4)
+
+
+@dataclass
+class Running:
+    _argument_group_name = "Running"
+
+    dtype: Dtype = option("Dtype of the result and of computing. Default: the checkpoint's.", "auto")
+    ignore_field: list[str] | None = options(IGNORE_FIELD)
+    device: str | None = option("Such as cpu or cuda:1. Default: cuda if there is one.")
+
+
+@dataclass
+class ImportOptions:
+    _argument_group_name = "Options"
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option("What a .gguf file is unpacked to: bfloat16.")
+    ignore_field: list[str] | None = options(IGNORE_FIELD)
+
+
+@dataclass
+class ExportOptions:
+    _argument_group_name = "Options"
+
+    family: str | None = option("llama, mistral, qwen2, qwen3 or deepseek_v3. Default: the first that fits.")
+    engine: Literal["transformers"] | None = option(
+        "Export also what vLLM's and SGLang's own classes would compute wrongly; the card says what.",
+        aliases=["--for"],
+    )
+
+
+@dataclass
+class InspectOptions:
+    _argument_group_name = "Options"
+
+    ignore_field: list[str] | None = options(IGNORE_FIELD)
+
+
+@dataclass
+class Sizes:
+    _argument_group_name = "One more configuration: the first CONFIG, or the default, with these sizes"
+
+    attention_kind: Kind | None = option("Attention of all layers.")
+    hidden_size: int | None = option("Width of the model.")
+    num_hidden_layers: int | None = option("Number of layers.")
+    num_attention_heads: int | None = option("Number of query heads.")
+    num_key_value_heads: int | None = option("GQA: number of key/value heads.")
+    head_dim: int | None = option("Size of a head.")
+    intermediate_size: int | None = option("Width of the MLP.")
+    vocab_size: int | None = option("Number of tokens that there are.")
+    sliding_window: int | None = option("Tokens that each layer sees.")
+    kv_lora_rank: int | None = option("MLA: size R of the latent.")
+    q_lora_rank: int | None = option("MLA: size of the latent of queries.")
+    qk_nope_head_dim: int | None = option("MLA: size N of a head's part without positions.")
+    qk_rope_head_dim: int | None = option("MLA: size P of the rotary key.")
+    v_head_dim: int | None = option("MLA: size V of a value.")
+
+
+@dataclass
+class Asked:
+    _argument_group_name = "What is asked"
+
+    context: list[int] | None = options("Tokens of each sequence. Default: 1024 8192 32768.")
+    batch_size: list[int] | None = options("Number of sequences. Default: 1.")
+    dtype: Dtype = option("Of weights and cache. Default: what the first CONFIG names, else bfloat16.", "auto")
+
+
+@dataclass
+class MachineOptions:
+    _argument_group_name = "The machine"
+
+    memory: float | None = option("Memory for weights and cache, in GiB.")
+    bandwidth: float | None = option("What it reads, in GB/s (10^9 bytes).")
+    rate: float | None = option("Matrix products in the dtype, in TFLOP/s.")
+    device: str | None = option("What --measure measures. Default: cuda if there is one.")
+
+
+@dataclass
+class Output:
+    _argument_group_name = "Output"
+
+    plot: Path | None = option("Picture to write: cache and bound against the context.")
+
+
+def parse_layers(text: str) -> list[int]:
+    """Read `0,2-5` as `[0, 2, 3, 4, 5]`; raises `UsageError`."""
+    layers: set[int] = set()
+    for part in text.split(","):
+        found = re.fullmatch(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", part.strip())
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if last < first:
+            raise UsageError(f"--layers: {part[:40]!r} is no layer and no range of layers such as 2-5")
+        layers.update(range(first, last + 1))
+    return sorted(layers)
