@@ -14,11 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from ..common.errors import UserError
+from ..data.packing import Batch
 from .layers.moments import Statistics, product, square_root
 from .layers.normed import NormedSums
 
-# Model inputs by name; "input_ids" (B, T) is always there.
-Batch = dict[str, torch.Tensor]
 # The entries of a batch that a model's layers use; labels, for instance, are not among them.
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 # Attention by lag is taken from one row of a batch, from at most this number of tokens.

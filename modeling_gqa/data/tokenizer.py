@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from ..common.errors import UserError, one_line
+from modeling_gqa_cli.errors import UserError, one_line
+
 from ..common.files import refuse_mistyped
 
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,10 +16,8 @@ from .. import GQAForCausalLM
 from ..common.errors import UserError
 from ..common.results import write_json
 from ..costs import cache_bytes_per_token
-from ..data.blocks import PackedBlocks, load_blocks
-from ..data.source import Source, open_source
-from ..data.split import load_split
-from ..data.stream import CheckedStream, StreamedBlocks
+from ..data.blocks import CheckedStream, PackedBlocks, load_blocks, read_blocks
+from ..data.source import Source, load_split, open_source
 from ..data.tokenizer import load_tokenizer
 from .bigram import bigram_loss
 from .console import is_main, say
@@ -81,7 +80,7 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
     # Trainer would upload at every save, and save the token; `finish` uploads the finished repository.
     upload = (recipe.hub_token or "") if recipe.push_to_hub else None
     recipe.push_to_hub, recipe.hub_token = False, None
-    source = open_source(recipe)
+    source = open_source(recipe, recipe.data_seed or recipe.seed)
     folder = RunFolder(recipe.output_dir) if is_main() else None
     checkpoint: Path | None = None
     mark: dict[str, Any] = {}
@@ -132,9 +131,9 @@ def load_text(
     validation = load_blocks(folder / "data", "validation")
     if not recipe.streaming:
         return tokenizer, load_blocks(folder / "data", "train"), validation
-    split = load_split(source, recipe, folder / "data")
+    split = load_split(source, folder / "data")
     step = recipe.train_batch_size * recipe.world_size * recipe.gradient_accumulation_steps
-    stream = CheckedStream(StreamedBlocks(split, tokenizer, recipe.sequence_length), kept=8 * step)
+    stream = CheckedStream(partial(read_blocks, split, tokenizer, recipe.sequence_length), kept=8 * step)
     stream.expected = mark.get("stream")
     return tokenizer, stream, validation
 
@@ -216,7 +215,7 @@ def finish(
         write_json(staged / RESULTS, results)
         if recipe.publish:
             repository.save_repository(staged / "final", model, weights, trainer.processing_class, recipe, results)
-            split = load_split(run.source, recipe, folder.path / "data")
+            split = load_split(run.source, folder.path / "data")
             card.write_card(staged / "final", recipe, model.config, split, results)
         folder.place(*(("final", RESULTS) if recipe.publish else (RESULTS,)))
     say()

@@ -19,8 +19,7 @@ from ..checkpoints.files import local_folder
 from ..common.errors import UserError
 from ..common.files import is_in
 from ..data.blocks import write_blocks
-from ..data.source import Source
-from ..data.split import split_source
+from ..data.source import Source, split_source
 from ..data.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 from .console import say
 from .folder.checkpoint import find_resumable
@@ -81,7 +80,8 @@ class Beginning:
             tokenizer = train_tokenizer(split.documents("train"), self.config.vocab_size)
         check_tokenizer(tokenizer, self.config)
         tokenizer.save_pretrained(folder / "tokenizer")
-        write_blocks(split, tokenizer, self.recipe, folder / "data")
+        batch = self.recipe.train_batch_size * self.recipe.world_size
+        write_blocks(split, tokenizer, self.recipe, folder / "data", batch)
 
     def resume(self) -> tuple[Path | None, dict[str, Any]]:
         """Check that what the run reads is unchanged, and find the checkpoint to continue from.

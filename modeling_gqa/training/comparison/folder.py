@@ -12,8 +12,7 @@ from ...common.results import write_json
 from ...costs import cache_bytes_per_token, count_parameters, training_flops
 from ...costs.speeds import Speed, measure_speeds, where_measured
 from ...data.blocks import load_blocks
-from ...data.source import open_source
-from ...data.split import split_source
+from ...data.source import open_source, split_source
 from ...data.tokenizer import train_tokenizer
 from ..console import say
 from ..folder.listing import read_object, write_text
@@ -34,11 +33,12 @@ FREE = {"learning_rates", "seeds", "jobs", "launcher", "contexts", "report_to", 
 
 def write_tokenizer(comparison: Comparison) -> None:
     """Train the tokenizer that all runs share, unless the recipe names one."""
-    if comparison.pretraining.tokenizer:
+    recipe = comparison.pretraining
+    if recipe.tokenizer:
         return
-    source = open_source(comparison.pretraining)
+    source = open_source(recipe, recipe.data_seed or recipe.seed)
     say(f"Training a byte-level BPE tokenizer on {source.name} ...")
-    documents = split_source(source, comparison.pretraining).documents("train")
+    documents = split_source(source, recipe).documents("train")
     tokenizer = train_tokenizer(documents, comparison.candidates[0].config.vocab_size)
     tokenizer.save_pretrained(comparison.folder / "tokenizer")
 

@@ -12,8 +12,7 @@ from modeling_gqa_cli.recipes import public_name
 from ... import GQAConfig
 from ...common import cards
 from ...costs.measuring import machine_name
-from ...data.source import Source
-from ...data.split import Split
+from ...data.source import Source, Split
 from ..recipe.pretraining import Recipe
 from ..results import Results, results_table
 
@@ -52,8 +51,8 @@ The model's code is licensed under Apache-2.0. This is a base model: it continue
 instructions; what it writes can be wrong, and repeats its training text's biases.
 """
 
-# What the validation text is, by the rule that held it out.
-HELD_OUT = {"content": "documents that were not trained on", "path": "files that were not trained on"}
+# What the validation text is.
+HELD_OUT = "documents that were not trained on"
 CUT = "the end of the training text, which is one document; what stands before was trained on"
 UTILISATION = """ Utilisation is the model's FLOPs over the rate of a large matrix product, measured
 on the same device in the same precision when training began."""
@@ -99,7 +98,7 @@ def write_card(folder: Path, recipe: Recipe, config: GQAConfig, split: Split, re
         table=results_table(results).to_markdown(),
         validation_blocks=results["validation_blocks"],
         sequence_length=recipe.sequence_length,
-        held_out=HELD_OUT[split.rule] if split.cut is None else CUT,
+        held_out=HELD_OUT if split.cut is None else CUT,
         text=split.source.name,
         text_license=split.source.license or "not stated; see the source",
         steps=results["steps"],

@@ -16,8 +16,7 @@ from ...common.errors import UserError
 from ...conversion import convert_model, load_source
 from ...data.blocks import tokenize
 from ...data.packing import pack
-from ...data.source import open_source
-from ...data.split import split_source
+from ...data.source import open_source, split_source
 from ...data.tokenizer import load_tokenizer
 from ..console import say
 from ..folder.listing import read_object
@@ -99,7 +98,7 @@ def write_student(folder: Path, model: GQAForCausalLM, tokenizer: PreTrainedToke
 def calibration(study: Study, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, torch.Tensor]]:
     """Return batches of the training text."""
     recipe, _ = uptraining_of(study.recipe)
-    split = split_source(open_source(recipe), recipe)
+    split = split_source(open_source(recipe, recipe.data_seed or recipe.seed), recipe)
     wanted = max(1, study.recipe.calibration_tokens // recipe.sequence_length)
     packed = pack(tokenize(split.pieces("train"), tokenizer), recipe.sequence_length)
     blocks = np.stack(list(islice(packed, 0, wanted * APART, APART))).astype(np.int64)

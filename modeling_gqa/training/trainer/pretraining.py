@@ -13,7 +13,7 @@ from transformers import EvalPrediction, PrinterCallback, ProgressCallback, Trai
 from transformers.trainer_utils import EvalLoopOutput
 
 from ...common.errors import UserError
-from ...data.stream import CheckedStream
+from ...data.blocks import CheckedStream
 from ..errors import NON_FINITE
 from ..folder.checkpoint import what_is_kept
 from ..folder.run_folder import RunFolder
