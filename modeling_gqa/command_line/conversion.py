@@ -9,8 +9,8 @@ import torch
 
 from .. import conversion as _conversion  # noqa: F401
 from ..checkpoints.exporting import export_checkpoint
-from ..checkpoints.gguf import is_gguf
-from ..checkpoints.importing import import_checkpoint
+from ..checkpoints.files import is_gguf
+from ..checkpoints.writing import import_checkpoint
 from ..common.console import err, out, printable, progress_bars, saved, user_errors
 from ..common.results import to_json
 from ..common.tables import Table, cached, share

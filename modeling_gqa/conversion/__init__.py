@@ -6,7 +6,7 @@ from typing import Any
 from ..checkpoints.checkpoint import load_source
 from ..checkpoints.exporting import export_checkpoint, export_config
 from ..checkpoints.families import import_config
-from ..checkpoints.importing import import_checkpoint
+from ..checkpoints.writing import import_checkpoint
 from ..common.errors import UserError
 from .allocation import allocate
 from .convert import METHODS, convert_model

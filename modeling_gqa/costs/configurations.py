@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from ..checkpoints.families import find_family, translate
-from ..checkpoints.files import check_layers, read_json
+from ..checkpoints.files import read_json
 from ..common.errors import UserError, did_you_mean, one_line
 from ..common.files import CONFIGURATION, refuse_mistyped
 from ..configuration_checks import LARGEST, MOST, shown
@@ -38,7 +38,6 @@ def find_model(source: str) -> tuple[Model, torch.dtype | None]:
     """
     path = PRESETS.get(source) or find_file(source)
     fields = read_json(path)
-    check_layers(path, fields)
     name = source if source in PRESETS or not Path(source).exists() else path.resolve().parent.name
     try:
         config, experts = read_fields(fields)

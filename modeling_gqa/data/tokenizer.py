@@ -1,6 +1,7 @@
 """The tokenizer: the one that the recipe names, or byte-level BPE trained on the run's own text."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -69,11 +70,11 @@ def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
         limit -= len(text)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer by Hub name or path; raises `UserError`."""
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer by Hub name or path, without code of its own; raises `UserError`."""
     try:
         refuse_mistyped(name)
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a wrong name, no network and a broken file each have their own class
         raise UserError(f"cannot load the tokenizer {name}: {one_line(error)}") from error
 

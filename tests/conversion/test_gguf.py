@@ -227,7 +227,7 @@ REFUSED = {
     ),
     "bias": (
         {"tensors": {"blk.0.attn_q.bias": numpy.ones(84, numpy.float32)}},
-        "a tensor model.layers.0.self_attn.q_proj.bias, which",
+        "a tensor blk.0.attn_q.bias, which",
     ),
     "scaling": (
         {"entries": {"llama.rope.scaling.type": "yarn"}},
@@ -287,7 +287,6 @@ DAMAGED = {
     "other-architecture": (architecture("bloom"), "model_type='bloom' is not supported: these can be imported"),
     "known-reason": (architecture("gemma2"), "'gemma2' is not supported, because it soft-caps"),
     "not-by-gguf": (architecture("mistral"), "architecture 'mistral': of GGUF files these can be imported: llama"),
-    "many-layers": (architecture("llama", 10**9), "is damaged: it has 1000000000 layers and 0 tensors"),
     "no-entries": (architecture("llama"), "has no llama.attention.head_count_kv"),
 }
 
@@ -305,19 +304,6 @@ def test_a_damaged_file_is_one_line(damage, tmp_path):
     assert not (tmp_path / "ours").exists()
 
 
-def test_the_architecture_is_looked_at_before_the_tokens(tmp_path):
-    """Of a large file, reading the tokens takes most of the time; of this one they are cut off."""
-    path = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(path, "gemma2")
-    writer.add_token_list([f"<{number}>" for number in range(500)])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(UserError, match="'gemma2' is not supported, because it soft-caps"):
-        open_checkpoint(path)
-
-
 def test_inspect_makes_no_tokenizer(tmp_path, monkeypatch):
     """It takes most of the time, and inspect says nothing of it; a conversion makes it."""
     path = write_gguf(tmp_path / "model.gguf", make_stock("llama"))
@@ -332,7 +318,7 @@ def test_what_is_said_of_a_folder_and_of_missing_packages(tmp_path, monkeypatch)
     make_stock("llama").save_pretrained(tmp_path / "stock")
     (tmp_path / "stock" / "model.safetensors").unlink()
     shutil.copy(path, tmp_path / "stock")
-    with pytest.raises(UserError, match=r"only model.gguf: give that file itself"):
+    with pytest.raises(UserError, match=r"of a GGUF file give the file itself"):
         load_source(tmp_path / "stock")
     with pytest.raises(UserError, match=r"is the source, or holds it|lies in the source"):
         import_checkpoint(path, tmp_path)

@@ -8,7 +8,7 @@ import torch
 
 from ...checkpoints.checkpoint import open_checkpoint
 from ...checkpoints.exporting import export_config, inexactness
-from ...checkpoints.gguf import is_gguf
+from ...checkpoints.files import is_gguf
 from ...common.errors import UserError
 from ...configuration_gqa import GQAConfig
 from ...costs import cache_bytes_per_token, count_parameters

@@ -11,13 +11,14 @@ import torch
 
 from ... import __version__
 from ...checkpoints.aside import check_target, refuse_overlap, written_aside
-from ...checkpoints.checkpoint import Checkpoint, load_tokenizer, open_checkpoint
+from ...checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ...checkpoints.writing import write_model
 from ...common.errors import UserError
 from ...common.progress import ShowProgress
 from ...configuration_gqa import GQAConfig
 from ...costs import cache_bytes_per_token, count_parameters
 from ...data.packing import read_batches
+from ...data.tokenizer import load_tokenizer
 from ...modeling_gqa import GQAForCausalLM
 from ..allocation import allocate
 from ..calibration import Batch

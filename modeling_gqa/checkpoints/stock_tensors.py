@@ -1,8 +1,8 @@
-"""Tensors written so that every engine computes the model that transformers' DeepSeek-V3 computes.
+"""The tensors of a model as transformers' own class stores them.
 
-vLLM's and SGLang's classes of DeepSeek-V3 have no biases and never tie the output layer to the embeddings. They use
-`rms_norm_eps` in the norms of latents too, where transformers' class has an epsilon of its own. vLLM's pairs
-neighbours in the rotary parts.
+Of DeepSeek-V3 they are written so that every engine computes the same model. vLLM's and SGLang's classes of it have no
+biases and never tie the output layer to the embeddings. They use `rms_norm_eps` in the norms of latents too, where
+transformers' class has an epsilon of its own. vLLM's pairs neighbours in the rotary parts.
 
 Letters: R size of a latent, P of a rotary part, N of the part before it, H heads.
 """
@@ -12,12 +12,62 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 
 import torch
+from transformers import PreTrainedConfig
 
 from ..attention_latent import LATENT_NORM_EPS
+from ..configuration_gqa import GQAConfig
+from .export_blockers import scale_ratio
 from .files import LazyTensor
 
 # The largest relative change of a latent by a norm that is to be a constant.
 NEGLIGIBLE = 1e-7
+
+
+def stock_tensors(
+    config: GQAConfig, stock: PreTrainedConfig, tensors: Mapping[str, LazyTensor]
+) -> dict[str, LazyTensor]:
+    """Return the tensors that transformers' own model stores; those that differ are computed when they are loaded.
+
+    Args:
+        config: of this package's model.
+        stock: what `export_config` returns for it.
+        tensors: of this package's model.
+    """
+    tensors = dict(tensors)
+    ratio = scale_ratio(config)
+    query = "q_norm" if config.qk_norm else "q_proj" if config.q_lora_rank is None else "q_b_proj"
+    for index in range(config.num_hidden_layers):
+        layer = f"model.layers.{index}"
+        if stock.model_type == "deepseek_v3":
+            tensors |= _latent_tensors(config, stock, tensors, layer, query)
+        if ratio != 1.0:
+            for part in ("weight", "bias"):
+                name = f"{layer}.self_attn.{query}.{part}"
+                if name in tensors:
+                    tensors[name] = scaled(tensors[name], ratio)
+    if stock.tie_word_embeddings != config.tie_word_embeddings:
+        tensors["lm_head.weight"] = computed(tensors["model.embed_tokens.weight"], torch.clone)
+    if stock.rms_norm_eps != config.rms_norm_eps:
+        tensors |= evened_epsilon(tensors, config.rms_norm_eps)
+    return tensors
+
+
+def _latent_tensors(
+    config: GQAConfig, stock: PreTrainedConfig, tensors: dict[str, LazyTensor], layer: str, query: str
+) -> dict[str, LazyTensor]:
+    """Return those of a layer's tensors that DeepSeek-V3 stores otherwise."""
+    down = {"kv_a": config.kv_lora_rank} | ({"q_a": config.q_lora_rank} if config.q_lora_rank is not None else {})
+    modules = {"kv_a": "kv_a_proj_with_mqa", "q_a": "q_a_proj"}
+    if stock.attention_bias:
+        for module in [*(modules[name] for name in down), "o_proj"]:
+            tensors = tensors | zero_where_missing(tensors, f"{layer}.self_attn.{module}")
+    if not config.rope_interleave:
+        heads, rope = config.num_attention_heads, config.qk_rope_head_dim
+        tensors = tensors | paired_neighbours(tensors, layer, query, heads, rope)
+    if not config.latent_norm:
+        for name, rank in down.items():
+            tensors = tensors | constant_norm(tensors, layer, modules[name], f"{name}_layernorm", rank)
+    return tensors
 
 
 def computed(tensor: LazyTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
@@ -35,16 +85,15 @@ def constant_norm(
 ) -> dict[str, LazyTensor]:
     """Return the tensors around a latent without a norm with an RMSNorm that returns the latent as it was.
 
-    The rows that make the latent are multiplied by a power of two s, so small that the mean square of s c is next to
+    The rows that make the latent c are multiplied by a power of two s, so small that the mean square of s c is next to
     nothing beside the norm's epsilon. The norm then divides by the root of the epsilon, and its weight is that root
     divided by s.
 
     Args:
         tensors: the model's.
         layer: prefix of a layer's names.
-        down: module of the layer's attention that makes the latent in its first rows.
+        down: module of the layer's attention that makes the latent in its first R = `rank` rows.
         norm: module that norms it.
-        rank: R.
     """
     prefix = f"{layer}.self_attn"
     parts = {name: tensors[name] for part in ("weight", "bias") if (name := f"{prefix}.{down}.{part}") in tensors}
@@ -74,12 +123,7 @@ def paired_neighbours(
 ) -> dict[str, LazyTensor]:
     """Return the projections to queries and rotary key with two neighbours, not two halves, as a rotary plane.
 
-    Args:
-        tensors: the model's.
-        layer: prefix of a layer's names.
-        query: module of the layer's attention whose rows are the queries of all heads.
-        heads: H.
-        rope: P; a head's rotary part comes last.
+    The rows of the module `query` are the queries of all H `heads`; a head's rotary part of P = `rope` comes last.
     """
 
     def pair(tensor: torch.Tensor, parts: int) -> torch.Tensor:
@@ -107,11 +151,7 @@ def evened_epsilon(tensors: Mapping[str, LazyTensor], epsilon: float) -> dict[st
     """Return the tensors of a model whose `rms_norm_eps` is that of the latents' norms in place of `epsilon`.
 
     All that is added to the states is multiplied by a = sqrt(new / old), and the mean square of the states by a^2. So a
-    norm of the new epsilon gives what one of the old gave.
-
-    Args:
-        tensors: the model's, with an output layer of its own, which stays as it is.
-        epsilon: the model's `rms_norm_eps`.
+    norm of the new epsilon gives what one of the old gave. The output layer stays as it is.
     """
     factor = (LATENT_NORM_EPS / epsilon) ** 0.5
     written = ("embed_tokens.weight", "self_attn.o_proj.weight", "mlp.down_proj.weight")
