@@ -4,6 +4,7 @@ It reads transformers' `TrainingArguments`, whose types only it knows, and datac
 """
 
 import argparse
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -51,7 +52,8 @@ class Parser(HfArgumentParser):
         super().__init__(groups, prog=prog, allow_abbrev=False, add_help=False, formatter_class=Help, **texts)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
+        # argparse names an option in each of its spellings: `argument --max_steps/--max-steps: ...`.
+        raise UsageError(re.sub(r"^argument (?:--\w+/)?(-[\w-]+)(/[-\w/]+)?:", r"\1:", message))
 
     def parse(self, argv: list[str]) -> dict[str, Any]:
         """Return the value of every option; raises `UsageError`."""
