@@ -55,7 +55,7 @@ class Command:
 
 SOURCE = {"source": "Folder of a checkpoint, a .gguf file, or a model's name on the Hub."}
 TARGET = {"target": "Folder to write: a complete Hub repository."}
-OURS, SCRIPTS = "modeling_gqa.command_line.", "modeling_gqa.scripts."
+OURS, SCRIPTS = "modeling_gqa_cli.", "modeling_gqa.scripts."
 COMMANDS = {
     "convert": Command(
         "Give a trained model another attention, measure what that cost, and save it.",

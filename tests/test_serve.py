@@ -17,7 +17,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.command_line.serving import served_models
+from modeling_gqa_cli.serving import served_models
 from modeling_gqa.data.tokenizer import CHAT_TEMPLATE
 
 COMMAND = [sys.executable, "-m", "modeling_gqa_cli"]
