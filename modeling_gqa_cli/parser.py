@@ -5,6 +5,7 @@ It reads transformers' `TrainingArguments`, whose types only it knows, and datac
 
 import argparse
 import re
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,12 @@ class Help(argparse.HelpFormatter):
     def add_argument(self, action: argparse.Action) -> None:
         if not (action.default is True and action.nargs == "?"):
             super().add_argument(action)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return textwrap.fill(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
