@@ -17,13 +17,8 @@ import yaml
 from .errors import UsageError, did_you_mean
 from .options import option
 from .parser import Parser
+from .paths import CONFIGURATION
 
-# Presets and recipes: in the package where it is installed, and beside it in a checkout.
-_ROOT = Path(__file__).resolve().parents[1]
-CONFIGURATION = next(
-    (folder for folder in (_ROOT / "modeling_gqa" / "configuration", _ROOT / "configuration") if folder.is_dir()),
-    _ROOT / "configuration",
-)
 SCRIPTS = ("pretrain", "uptrain", "compare")
 
 

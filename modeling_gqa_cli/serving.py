@@ -50,9 +50,8 @@ def served_models(manager: Any) -> Any:
     from fastapi import HTTPException
     from huggingface_hub.errors import CacheNotFound
 
-    from modeling_gqa.common.files import refuse_mistyped
-
     from .errors import UserError
+    from .paths import refuse_mistyped
 
     started = int(time.time())
 

@@ -1,4 +1,4 @@
-"""The documentation: its code runs, its links lead somewhere, its tree and its tables are true."""
+"""The documentation: its code runs, its links lead somewhere, its tables are true."""
 
 import json
 import os
@@ -150,8 +150,11 @@ def test_nothing_installs_the_package_by_its_name():
 # -- the table of folders
 
 
+def tracked(*patterns: str) -> list[str]:
+    return subprocess.check_output(["git", "ls-files", *patterns], cwd=ROOT, text=True).splitlines()
+
+
 def test_the_layout_names_every_folder_of_code_and_no_other():
     named = set(re.findall(r"`([\w/]+)/`", (DOCS / "layout.md").read_text(encoding="utf-8")))
-    files = subprocess.check_output(["git", "ls-files", "*.py"], cwd=ROOT, text=True).splitlines()
-    folders = {str(Path(path).parent) for path in files if not path.startswith(("tests/", "docs/"))} - {"."}
+    folders = {str(Path(path).parent) for path in tracked("*.py") if not path.startswith(("tests/", "docs/"))} - {"."}
     assert folders <= named and all((ROOT / name).is_dir() for name in named)
