@@ -11,8 +11,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from modeling_gqa_cli.errors import UserError, one_line
+from modeling_gqa_cli.paths import refuse_mistyped
 
-from ..common.files import refuse_mistyped
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
 from .families import find_family, import_config

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.logging import is_progress_bar_enabled
 
 from modeling_gqa_cli.errors import UserError, install_extra, one_line
+from modeling_gqa_cli.paths import nearest
 
-from ..common.files import nearest
 from .families import FAMILIES, find_family
 from .files import LazyTensor
 
