@@ -630,7 +630,7 @@ WRONG = {
     ),
     "not finite": (nan_weight, "mha", MQA, "model.norm.weight holds nan in float32: the checkpoint is damaged"),
     "linked tokenizer": (linked_tokenizer, "mha", MQA, "tokenizer.json leads out of the checkpoint, to /"),
-    "damaged generation": (damaged_generation, "mha", MQA, "generation_config.json cannot be read: its brackets are"),
+    "damaged generation": (damaged_generation, "mha", MQA, "generation_config.json cannot be read: maximum recursion"),
     "no such device": (None, "mha", (*MQA, "--device", "abacus"), "--device=abacus cannot be used"),
 }
 
