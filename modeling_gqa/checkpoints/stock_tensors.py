@@ -48,7 +48,11 @@ def stock_tensors(
     if stock.tie_word_embeddings != config.tie_word_embeddings:
         tensors["lm_head.weight"] = computed(tensors["model.embed_tokens.weight"], torch.clone)
     if stock.rms_norm_eps != config.rms_norm_eps:
-        tensors |= evened_epsilon(tensors, config.rms_norm_eps)
+        # All that is added to the states is multiplied by a = sqrt(new / old), and the mean square of the states by
+        # a^2, so that a norm of the new epsilon gives what one of the old gave. The output layer stays as it is.
+        written = ("embed_tokens.weight", "self_attn.o_proj.weight", "mlp.down_proj.weight")
+        factor = (LATENT_NORM_EPS / config.rms_norm_eps) ** 0.5
+        tensors |= {name: scaled(tensor, factor) for name, tensor in tensors.items() if name.endswith(written)}
     return tensors
 
 
@@ -60,7 +64,10 @@ def _latent_tensors(
     modules = {"kv_a": "kv_a_proj_with_mqa", "q_a": "q_a_proj"}
     if stock.attention_bias:
         for module in [*(modules[name] for name in down), "o_proj"]:
-            tensors = tensors | zero_where_missing(tensors, f"{layer}.self_attn.{module}")
+            weight = tensors[f"{layer}.self_attn.{module}.weight"]
+            zeros = partial(torch.zeros, weight.shape[0], dtype=weight.dtype)
+            bias = LazyTensor((weight.shape[0],), weight.dtype, zeros)
+            tensors = {f"{layer}.self_attn.{module}.bias": bias} | tensors
     if not config.rope_interleave:
         heads, rope = config.num_attention_heads, config.qk_rope_head_dim
         tensors = tensors | paired_neighbours(tensors, layer, query, heads, rope)
@@ -138,21 +145,3 @@ def paired_neighbours(
             if name in tensors:
                 found[name] = computed(tensors[name], partial(pair, parts=parts))
     return found
-
-
-def zero_where_missing(tensors: Mapping[str, LazyTensor], module: str) -> dict[str, LazyTensor]:
-    """Return the bias of a module by name; zeros where the model has none."""
-    name, weight = f"{module}.bias", tensors[f"{module}.weight"]
-    size, dtype = weight.shape[0], weight.dtype
-    return {name: tensors.get(name) or LazyTensor((size,), dtype, lambda: torch.zeros(size, dtype=dtype))}
-
-
-def evened_epsilon(tensors: Mapping[str, LazyTensor], epsilon: float) -> dict[str, LazyTensor]:
-    """Return the tensors of a model whose `rms_norm_eps` is that of the latents' norms in place of `epsilon`.
-
-    All that is added to the states is multiplied by a = sqrt(new / old), and the mean square of the states by a^2. So a
-    norm of the new epsilon gives what one of the old gave. The output layer stays as it is.
-    """
-    factor = (LATENT_NORM_EPS / epsilon) ** 0.5
-    written = ("embed_tokens.weight", "self_attn.o_proj.weight", "mlp.down_proj.weight")
-    return {name: scaled(tensor, factor) for name, tensor in tensors.items() if name.endswith(written)}

@@ -24,7 +24,6 @@ from .packing import TextEncoder, pack
 from .source import SPLIT_RECORD, Split
 
 BATCH = 2**20  # characters tokenized at a time
-BATCH_PIECES = 1000
 
 
 def tokenize(
@@ -47,7 +46,7 @@ def batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool
     for piece in pieces:
         batch.append(piece)
         size += len(piece[0])
-        if size >= BATCH or len(batch) == BATCH_PIECES:
+        if size >= BATCH:
             yield batch
             batch, size = [], 0
     if batch:
@@ -117,7 +116,9 @@ def write_blocks(
         UserError: the text is too short.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / SPLIT_RECORD).write_text(json.dumps(split.record) + "\n", encoding="utf-8")
+    (folder / SPLIT_RECORD).write_text(
+        json.dumps({"threshold": split.threshold, "cut": split.cut}) + "\n", encoding="utf-8"
+    )
     length, most = options.sequence_length, options.max_eval_blocks
     for part, wanted in (("validation", 1),) if options.streaming else (("train", batch), ("validation", 1)):
         path = folder / f"{part}.tmp.npy"

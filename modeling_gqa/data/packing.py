@@ -111,14 +111,6 @@ class Part:
     documents: list[list[int]] = field(default_factory=list)
     tokens: int = 0
 
-    @property
-    def filled(self) -> float:
-        return self.tokens / self.wanted
-
-    def add(self, ids: list[int]) -> None:
-        self.documents.append(ids)
-        self.tokens += len(ids)
-
     def batches(self, length: int, batch_size: int) -> list[Batch]:
         """Pack the documents into batches of at most `batch_size` blocks of `length` tokens."""
         count = min(self.tokens, self.wanted) // length
@@ -168,32 +160,27 @@ def read_batches(
         UserError: there is nothing to read, a file is not what its suffix says, or there is too little text.
     """
     parts = {name: Part(name, max(wanted, sequence_length)) for name, wanted in tokens.items()}
-    sources = {name: find_files(named, text_column) for name, named in (("", paths), ("evaluation", evaluation_paths))}
-    for files in sources.values():
-        for note in files.notes:
-            warnings.warn(note, stacklevel=2)
+    # The evaluation's own text first, so that calibration leaves out what is evaluated on.
+    own = {"evaluation"} if evaluation_paths else set()
+    sources = [
+        (find_files(named, text_column), names) for named, names in ((evaluation_paths, own), (paths, {*parts} - own))
+    ]
+    for note in (note for files, _ in sources for note in files.notes):
+        warnings.warn(note, stacklevel=2)
     # Few enough characters that each part gets several sections.
-    available = sum(path.stat().st_size for path in {path for files in sources.values() for path in files.paths})
+    available = sum(path.stat().st_size for path in {path for files, _ in sources for path in files.paths})
     wanted = CHARACTERS_PER_TOKEN * sum(part.wanted for part in parts.values())
     section = max(CHARACTERS_PER_TOKEN * sequence_length, min(wanted, available) // 32)
-    seen: set[bytes] = set()
-    # The evaluation's own text first, so that calibration leaves out what is evaluated on.
-    for name in ("evaluation", "") if evaluation_paths else ("",):
-        wanting = [part for part in parts.values() if not evaluation_paths or (part.name == "evaluation") == bool(name)]
-        documents = distinct(read_sections(sources[name].paths, text_column, section, seed), seen)
-        fill(wanting, documents, tokenizer)
+    encoder, seen = TextEncoder(tokenizer), set[bytes]()
+    for files, names in sources:
+        for text in distinct(read_sections(files.paths, text_column, section, seed), seen):
+            part = min((parts[name] for name in parts if name in names), key=lambda part: part.tokens / part.wanted)
+            if part.tokens >= part.wanted:
+                break
+            (ids,) = encoder([text])
+            part.documents.append(ids)
+            part.tokens += len(ids)
     return {name: part.batches(sequence_length, batch_size) for name, part in parts.items()}
-
-
-def fill(parts: Sequence[Part], documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Tokenize documents and share them out among the parts until all are full."""
-    encoder = TextEncoder(tokenizer)
-    for text in documents:
-        part = min(parts, key=lambda part: part.filled)
-        if part.filled >= 1:
-            return
-        (ids,) = encoder([text])
-        part.add(ids)
 
 
 def distinct(documents: Iterable[str], seen: set[bytes]) -> Iterator[str]:

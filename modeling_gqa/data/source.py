@@ -15,8 +15,8 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -68,8 +68,7 @@ def open_source(options: TextOptions, seed: int = 0) -> Source:
     if options.data_files:
         name = ", ".join(os.path.basename(os.path.abspath(path)) for path in options.data_files)
         found = cache(lambda: list_files(options.data_files, column))
-        documents = lambda: (text for path in found().paths for text in file_documents(path, column))  # noqa: E731
-        return Source(name, options.license, documents, lambda: found().notes)
+        return Source(name, options.license, lambda: file_documents(found().paths, column), lambda: found().notes)
     return Source("the Python standard library's source code", options.license or "PSF-2.0", stdlib_documents)
 
 
@@ -100,9 +99,10 @@ def list_files(patterns: list[str], text_column: str) -> Files:
     return found
 
 
-def file_documents(path: Path, text_column: str) -> Iterator[Document]:
-    """Yield the documents of a file that are not blank."""
-    return (text for text in read_documents(path, text_column) if any(piece.strip() for piece in text()))
+def file_documents(paths: list[Path], text_column: str) -> Iterator[Document]:
+    """Yield the documents of files that are not blank."""
+    documents = chain.from_iterable(read_documents(path, text_column) for path in paths)
+    return (text for text in documents if any(piece.strip() for piece in text()))
 
 
 def hub_documents(options: TextOptions, seed: int) -> Iterator[Document]:
@@ -140,11 +140,6 @@ class Split:
     source: Source
     threshold: int
     cut: int | None = None
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """What `load_split` needs to hold out the same documents, also when further ones have been added."""
-        return {"threshold": self.threshold, "cut": self.cut}
 
     def documents(self, part: str) -> Iterator[str]:
         """Yield the texts of `train` or `validation`; a long text comes in pieces."""
@@ -225,7 +220,10 @@ def split_source(source: Source, options: TextOptions) -> Split:
 
 
 def load_split(source: Source, folder: Path) -> Split:
-    """Return the split that `write_blocks` recorded beside the tokens in `folder`; raises `UserError`."""
+    """Return the split that `write_blocks` recorded beside the tokens in `folder`; raises `UserError`.
+
+    It holds out the same documents also when further ones have been added.
+    """
     path = folder / SPLIT_RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
