@@ -57,14 +57,9 @@ class Checkpoint:
         return self.stock_config.model_type
 
     def load(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> GQAForCausalLM:
-        """Read the model into memory.
+        """Read the model into memory; `None` is for the checkpoint's own dtype, and for the CPU.
 
-        Args:
-            dtype: of the weights; `None` for the checkpoint's own.
-            device: where the model goes; `None` for the CPU.
-
-        Raises:
-            UserError: files cannot be read, or a weight is nan or inf.
+        Raises `UserError` where files cannot be read, or a weight is nan or inf.
         """
         # The tensors' names are the same in all families, so transformers' own loader reads any of them.
         path: Any = self.folder
@@ -169,8 +164,8 @@ def load_source(
         source: folder of a checkpoint in safetensors, a GGUF file, or the name of a model on the Hub.
         dtype: of the weights; `None` for the checkpoint's own, and bfloat16 for a GGUF file.
         device: where the model goes; `None` for the CPU.
-        ignore_fields: names of fields of the configuration that would be refused because no family has them, and that
-            do not change what the model computes.
+        ignore_fields: names of fields of the configuration that no family has, and that do not change what the model
+            computes; without, they are refused.
 
     Raises:
         UserError: the source is not supported or incomplete, or a weight is nan or inf.

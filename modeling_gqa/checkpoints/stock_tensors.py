@@ -26,13 +26,7 @@ NEGLIGIBLE = 1e-7
 def stock_tensors(
     config: GQAConfig, stock: PreTrainedConfig, tensors: Mapping[str, LazyTensor]
 ) -> dict[str, LazyTensor]:
-    """Return the tensors that transformers' own model stores; those that differ are computed when they are loaded.
-
-    Args:
-        config: of this package's model.
-        stock: what `export_config` returns for it.
-        tensors: of this package's model.
-    """
+    """Return the tensors that transformers' own model stores; those that differ are computed when they are loaded."""
     tensors = dict(tensors)
     ratio = scale_ratio(config)
     query = "q_norm" if config.qk_norm else "q_proj" if config.q_lora_rank is None else "q_b_proj"
@@ -92,15 +86,9 @@ def constant_norm(
 ) -> dict[str, LazyTensor]:
     """Return the tensors around a latent without a norm with an RMSNorm that returns the latent as it was.
 
-    The rows that make the latent c are multiplied by a power of two s, so small that the mean square of s c is next to
-    nothing beside the norm's epsilon. The norm then divides by the root of the epsilon, and its weight is that root
-    divided by s.
-
-    Args:
-        tensors: the model's.
-        layer: prefix of a layer's names.
-        down: module of the layer's attention that makes the latent in its first R = `rank` rows.
-        norm: module that norms it.
+    The first R = `rank` rows of the module `down` make the latent c, which the module `norm` norms. They are multiplied
+    by a power of two s, so small that the mean square of s c is next to nothing beside the norm's epsilon. The norm
+    then divides by the root of the epsilon, and its weight is that root divided by s.
     """
     prefix = f"{layer}.self_attn"
     parts = {name: tensors[name] for part in ("weight", "bias") if (name := f"{prefix}.{down}.{part}") in tensors}

@@ -48,7 +48,7 @@ def write_checkpoint(
 
     Args:
         folder: to write to.
-        model: whose configuration is saved, and its code where it has any; it may be on the meta device.
+        model: whose configuration and code are saved; it may be on the meta device.
         tensors: the weights by name.
         source: folder whose tokenizer, generation configuration and licence are copied.
         progress: wraps the iteration over the tensors' names.

@@ -31,8 +31,7 @@ def tokenize(
 ) -> Iterator[tuple[list[int], bool]]:
     """Yield the token ids of every piece, and whether the piece is the last of its document.
 
-    The ids of a last piece end with the end-of-text token. Where a text holds that token's name, it is encoded as any
-    other text.
+    The ids of a last piece end with the end-of-text token.
     """
     encode = TextEncoder(tokenizer, add_special_tokens=False, return_attention_mask=False)
     for batch in batches(pieces):
@@ -107,13 +106,8 @@ def write_blocks(
 ) -> None:
     """Tokenize the text and write `train.npy`, `validation.npy` and the split's record to `folder`.
 
-    Every process maps these files into memory. `train.npy` is left out where the options say `streaming`.
-
-    Args:
-        batch: blocks that training needs at least.
-
-    Raises:
-        UserError: the text is too short.
+    Every process maps these files into memory. `train.npy` is left out where the options say `streaming`. Raises
+    `UserError` where the text gives fewer than `batch` blocks for training.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SPLIT_RECORD).write_text(
@@ -154,14 +148,12 @@ class CheckedStream(IterableDataset):
     """Blocks as they come, again and again, with a running SHA-256 of their tokens.
 
     A checkpoint keeps the hash of the blocks that were trained on. A resumed run reads and skips these blocks, and
-    stops where their hash is another. The Trainer sees one endless epoch, because it can skip blocks in one epoch only.
+    raises `UserError` where their hash is another. The Trainer sees one endless epoch, because it can skip blocks in
+    one epoch only.
 
     Args:
         read: returns the examples of one epoch, with `input_ids`.
         kept: number of blocks, counted from the last, whose hashes are kept; more than the Trainer fetches ahead.
-
-    Raises:
-        UserError: while it is read, where the text holds no block or has changed since the checkpoint.
     """
 
     def __init__(self, read: Callable[[], Iterator[dict[str, Any]]], kept: int) -> None:

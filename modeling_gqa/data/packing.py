@@ -31,11 +31,7 @@ class TextEncoder:
     """Turns texts into token ids; a special token written in a text, such as "</s>", is read as plain text.
 
     Some tokenizers (Unigram, WordLevel) read it as the special token nonetheless. With these, a text that holds one
-    raises `UserError`.
-
-    Args:
-        tokenizer: the tokenizer.
-        options: further arguments of each call to it.
+    raises `UserError`. `options` are further arguments of each call to the tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, **options: bool) -> None:
@@ -143,13 +139,13 @@ def read_batches(
     one file is enough. Documents are read until the parts are full, so memory grows with the tokens used.
 
     Args:
-        paths: files or folders of them: JSONL, JSON and Parquet (a document a row), or plain text (a document a file).
+        paths: files or folders of them; see `find_files`.
         tokenizer: of the model.
         tokens: how many tokens each part wants, for instance `{"calibration": 131072, "evaluation": 65536}`.
         sequence_length: tokens of a block.
         batch_size: blocks of a batch.
         evaluation_paths: text of its own for the part `"evaluation"`.
-        text_column: column of the rows that holds the text.
+        text_column: field of the rows that holds the text.
         seed: order of the files, and of the rows within a window.
 
     Returns:

@@ -58,9 +58,7 @@ class Source:
 def open_source(options: TextOptions, seed: int = 0) -> Source:
     """Return the source of text that the options name; no file is opened before `documents` is called.
 
-    Args:
-        options: a recipe's, for instance.
-        seed: order of the rows of a streamed Hub data set.
+    `seed` sets the order of the rows of a streamed Hub data set.
     """
     column = options.text_column
     if options.dataset_name:
@@ -172,20 +170,9 @@ def characters(pieces: Iterable[str], first: int, stop: int | None) -> Iterator[
 
 
 def cut_text(pieces: Iterable[str], length: int = PIECE) -> Iterator[tuple[str, bool]]:
-    """Cut a text that comes in pieces into others of `length` to twice `length` characters.
+    """Cut a text that comes in pieces into others of `length` to twice `length` characters; say which is the last.
 
     Cuts are at boundaries of words where there are any. They depend on the text, and not on the pieces that it came in.
-
-    Yields:
-        A piece, and whether it is the last.
-
-    Example:
-        ```python
-        from modeling_gqa.data.source import cut_text
-
-        pieces = list(cut_text(["one two thr", "ee four"], length=5))
-        assert pieces == [("one two", False), (" three", False), (" four", True)]
-        ```
     """
     text, start = "", 0
     for piece in pieces:

@@ -20,21 +20,9 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfo
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens, special tokens included.
 
-    Args:
-        vocab_size: number of tokens at most, special tokens included.
-
-    Raises:
-        UserError: `vocab_size` is smaller than the number of bytes and special tokens.
-
-    Example:
-        ```python
-        from modeling_gqa.data.tokenizer import train_tokenizer
-
-        tokenizer = train_tokenizer(["to be or not to be"] * 9, vocab_size=300)
-        assert tokenizer.decode(tokenizer("not to be")["input_ids"]) == "not to be"
-        ```
+    Raises `UserError` where `vocab_size` is smaller than the number of bytes and special tokens.
     """
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 2
     if vocab_size < smallest:
