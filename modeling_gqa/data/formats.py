@@ -79,48 +79,6 @@ def text_pieces(path: Path, newlines: bool = False) -> Iterator[str]:
                 return
 
 
-@contextmanager
-def json_errors(where: Callable[[], str]) -> Iterator[None]:
-    """Raise errors of JSON as a `UserError` that says `where`."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where()} is not JSON: {getattr(error, 'msg', error)}") from None
-
-
-def jsonl_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file of one JSON value a line, each after its place.
-
-    A file whose end is cut off is refused before its first row, because a caller may stop before it reaches the end.
-    The end of a packed file is not known before it is unpacked.
-    """
-    if path.suffix.lower() not in PACKED:
-        with opened(path) as file:
-            first = file.read(1)
-            file.seek(max(0, path.stat().st_size - CHUNK))
-            last = file.read().rstrip()[-1:]
-        if (first, last) not in ((b"{", b"}"), (b'"', b'"')):
-            deque(json_lines(path), maxlen=0)  # raises for the first broken line, whose number it counts
-    yield from json_lines(path)
-
-
-def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a file's lines, each after its place; blank lines are left out."""
-    with opened(path) as file:
-        for number, line in enumerate(file, 1):
-            where = f"{path}, line {number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(f"{where} is not UTF-8 text: {error.reason}") from None
-            if text.strip():
-                with json_errors(partial(str, where)):
-                    row = json.loads(text)
-                yield where, row
-
-
 class JSONValues:
     """Reads one JSON value after the other from a file that is read in pieces."""
 
@@ -159,7 +117,6 @@ class JSONValues:
                 # A value that is cut at the end of what has been read may be whole in what follows.
                 cut = error.msg.startswith("Unterminated") or error.pos > len(self.text) - 16
                 if not cut or not self.more():
-                    self.advance(error.pos)
                     raise
             else:
                 self.advance(end)
@@ -172,11 +129,11 @@ class JSONValues:
         self.at += 1
 
 
-def json_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the elements of a JSON array, or the values of a file without one, each after its place."""
+def json_rows(path: Path, column: str | None = None, arrays: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a file, or the elements where it is an array, each after its place."""
     values = JSONValues(path)
-    with json_errors(values.where):
-        array = values.peek() == "["
+    try:
+        array = arrays and values.peek() == "["
         if array:
             values.skip("[")
         while values.peek() not in ("", "]" if array else ""):
@@ -188,6 +145,26 @@ def json_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any]
             values.skip("]")
         if values.peek():
             raise ValueError("text behind the array")
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{values.where()} is not JSON: {getattr(error, 'msg', error)}") from None
+
+
+def jsonl_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a file of one JSON value a line, each after its place.
+
+    A file whose end is cut off is refused before its first row, because a caller may stop before it reaches the end.
+    The end of a packed file is not known before it is unpacked.
+    """
+    if path.suffix.lower() not in PACKED:
+        with opened(path) as file:
+            first = file.read(1)
+            file.seek(max(0, path.stat().st_size - CHUNK))
+            last = file.read().rstrip()[-1:]
+        if (first, last) not in ((b"{", b"}"), (b'"', b'"')):
+            deque(json_rows(path, arrays=False), maxlen=0)  # raises for the first broken row
+    yield from json_rows(path, arrays=False)
 
 
 def parquet_rows(path: Path, column: str) -> Iterator[tuple[str, Any]]:

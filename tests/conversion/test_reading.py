@@ -123,7 +123,7 @@ REFUSED = {
     "null": ("a.jsonl", b'{"text": null}', "a.jsonl, line 1: column 'text' holds NoneType in place of text"),
     "other column": ("a.json", b'{"a\\nb": 1, "c": 2}', "a.json, line 1: no text in column 'text' (found: a b, c)"),
     "Latin": ("a.txt", b"a\nb\n\xe9 c", "a.txt is not UTF-8 text: invalid continuation byte in line 3"),
-    "Latin row": ("a.jsonl", b'"a"\n"\xe9"', "a.jsonl, line 2 is not UTF-8 text: "),
+    "Latin row": ("a.jsonl", b'"a"\n"\xe9"', "a.jsonl is not UTF-8 text: invalid continuation byte in line 2"),
     "UTF-16": ("a.txt", "text".encode("utf-16"), "a.txt is not UTF-8 text: invalid start byte in line 1"),
     "NUL": ("a.txt", b"a\nb\0", "a.txt is not UTF-8 text: a NUL character in line 2"),
     "cut character": ("a.txt", "a\nb漢".encode()[:-1], "a.txt is not UTF-8 text: unexpected end of data in line 2"),
@@ -146,11 +146,11 @@ def test_refused_in_one_line_with_its_place(name, content, message, tmp_path):
 
 
 ENDS = {
-    "string": (b'{"text": "a', "is not JSON: Unterminated string"),
-    "no bracket": (b'{"text": "a"\n\n', "is not JSON: "),
-    "zeros": (b"\0" * 5000, "is not JSON: "),
-    "half a character": ('{"text": "漢'.encode()[:-1], "is not UTF-8 text: "),
-    "longer than a piece": (b'{"text": "' + b"x" * 5000, "is not JSON: Unterminated string"),
+    "string": (b'{"text": "a', ", line 1001 is not JSON: Unterminated string"),
+    "no bracket": (b'{"text": "a"\n\n', ", line 1001 is not JSON: "),
+    "zeros": (b"\0" * 5000, " is not UTF-8 text: a NUL character in line 1001"),
+    "half a character": ('{"text": "漢'.encode()[:-1], " is not UTF-8 text: unexpected end of data in line 1001"),
+    "longer than a piece": (b'{"text": "' + b"x" * 5000, ", line 1001 is not JSON: Unterminated string"),
 }
 
 
@@ -160,7 +160,7 @@ def test_a_cut_file_is_refused_before_its_first_row(end, message, tmp_path, monk
     monkeypatch.setattr(formats, "CHUNK", 100)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n' * 1000 + end)
-    with pytest.raises(UserError, match="a.jsonl, line 1001 " + message):
+    with pytest.raises(UserError, match="a.jsonl" + message):
         next(read_documents(path, "text"))
 
 
