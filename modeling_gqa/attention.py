@@ -154,6 +154,11 @@ class Attention(nn.Module):
         return key, value, attention_mask, {"dropout": dropout, "sliding_window": window, **kwargs}
 
     @staticmethod
+    def describe(layer: GQAConfig) -> str:
+        """A layer of `config.per_layer_config` in a few words: its kind, heads and what it caches."""
+        raise NotImplementedError
+
+    @staticmethod
     def parameter_counts(layer: GQAConfig) -> tuple[int, int]:
         """Parameters of a layer of `config.per_layer_config`: in weight matrices, and in biases and norms."""
         raise NotImplementedError
@@ -231,6 +236,12 @@ class GroupedAttention(Attention):
             self, query, key, value, attention_mask, scaling=self.scaling, **options
         )  # (B, T, H, D)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights  # (B, T, hidden)
+
+    @staticmethod
+    def describe(layer: GQAConfig) -> str:
+        """Such as `gqa, 2 of 8 heads of 64`: key/value heads, query heads and their size."""
+        heads = f"{layer.num_key_value_heads} of {layer.num_attention_heads} heads of {layer.head_dim}"
+        return f"{layer.attention_kind}, {heads}{', qk-norm' if layer.qk_norm else ''}"
 
     @staticmethod
     def parameter_counts(layer: GQAConfig) -> tuple[int, int]:

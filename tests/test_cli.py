@@ -26,9 +26,9 @@ from modeling_gqa import GQAConfig
 from modeling_gqa.checkpoints.checkpoint import Checkpoint
 from modeling_gqa.command_line import conversion as commands
 from modeling_gqa.common import console
-from modeling_gqa.conversion.command import job
-from modeling_gqa.conversion.command.options import Options
-from modeling_gqa.conversion.command.report import FORMAT_VERSION, Report, TextReport
+from modeling_gqa.conversion import job
+from modeling_gqa.conversion.options import Options
+from modeling_gqa.conversion.report import FORMAT_VERSION, Report, TextReport
 from modeling_gqa_cli.errors import install_extra
 from modeling_gqa_cli.main import COMMANDS
 

@@ -7,17 +7,15 @@ from typing import Any
 
 import torch
 
-from .. import conversion as _conversion  # noqa: F401
 from ..checkpoints.exporting import export_checkpoint
 from ..checkpoints.gguf import is_gguf
 from ..checkpoints.importing import import_checkpoint
 from ..common.console import err, out, printable, progress_bars, saved, user_errors
 from ..common.results import to_json
 from ..common.tables import Table, cached, share
-from ..conversion.command.inspection import inspect_checkpoint
-from ..conversion.command.job import Job
-from ..conversion.command.report import Report, describe_cost, layers_table, runs, summary, warning
+from ..conversion.job import Job
 from ..conversion.layer_store import layers_folder
+from ..conversion.report import Report, describe_cost, layers_table, runs, summary, warning
 
 
 def convert(target: str, dry_run: bool, force: bool, **options: Any) -> None:
@@ -25,29 +23,22 @@ def convert(target: str, dry_run: bool, force: bool, **options: Any) -> None:
     path = Path(target)
     with user_errors(path, layers_folder):
         job = Job(target=path, **options)
-        if dry_run:
-            plan = job.plan(force)
-            show(plan)
-            how = f"by {plan['method']}" + (", calibrated on the text" if job.text else "")
-            for line in (job.describe_memory(), *plan["serving"]):
-                out.print(line, soft_wrap=True)
-            out.print(f"Dry run: would convert {'exactly' if plan['exact'] else how}. Nothing was written.")
-            return
-        printed: list[str] = []
 
         def say(line: str) -> None:
-            printed.append(line)
             out.print(line, soft_wrap=True)
 
+        if dry_run:
+            plan = job.plan(force, say)
+            show(plan)
+            how = "exactly" if plan["exact"] else f"by {plan['method']}"
+            out.print(f"Dry run: would convert {how}. Nothing was written.")
+            return
         with progress_bars() as show_progress:
             report = job.run(force, show_progress, say)
         show(report)
-        for line in report["serving"]:
-            if line not in printed:  # of sizes and frequencies that were chosen while converting
-                say(line)
-        out.print(describe_cost(report))
+        say(f"{describe_cost(report)}.")
         if said := warning(report):
-            out.print(f"Warning: {said}.", soft_wrap=True)
+            say(f"Warning: {said}.")
         saved(path, "report in conversion.json, card in README.md")
 
 
@@ -77,6 +68,8 @@ def inspect(source: str, ignore_field: Sequence[str] | None, json: bool) -> None
     """Show each layer's attention and cache, and which conversions are exact, lossy or impossible."""
     with user_errors():
         with err.status(f"reading {printable(source)}"):  # on a terminal alone
+            from ..conversion.inspection import inspect_checkpoint
+
             found = inspect_checkpoint(source, ignore_field or ())
         if json:
             print(to_json(found), end="", flush=True)

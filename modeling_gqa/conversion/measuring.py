@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..common.errors import UserError
+from modeling_gqa_cli.errors import UserError
+
+from ..common.batches import MODEL_INPUTS, Batch, evaluating, hooks
 from ..common.progress import Progress
 from ..modeling_gqa import GQADecoderLayer, GQAForCausalLM, GQAModel
-from .calibration import MODEL_INPUTS, Batch, evaluating, hooks
-from .placement import check_placement
+from .calibration import require_one_device
 
 # Logits are computed for this number of tokens at a time; more no longer fit into the processor's caches, and take
 # twice as long.
@@ -61,7 +62,7 @@ def compare_predictions(
         assert measured["kl"] > 0 and measured["tokens"] == 30
         ```
     """
-    check_placement(source, converted)
+    require_one_device(source, converted)
     totals = torch.zeros(4, dtype=torch.float64)
     tokens = 0
     with evaluating(source, converted):
@@ -102,15 +103,15 @@ def compare_predictions(
 def compare_states(
     heads: Sequence[torch.nn.Module], hidden: Sequence[torch.Tensor], targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return what `compare` does for the last hidden states (n, hidden) of source and conversion, and their heads."""
+    """Return `compare_log_probabilities` for the last hidden states (n, hidden) of source and conversion."""
     totals = torch.zeros(4, dtype=torch.float64)
     for target, *states in zip(*(x.split(TOKENS_AT_ONCE) for x in (targets, *hidden)), strict=True):
         old, new = (log_softmax(head(x)) for head, x in zip(heads, states, strict=True))
-        totals += compare(old, new.to(old.device), target.to(old.device)).cpu()
+        totals += compare_log_probabilities(old, new.to(old.device), target.to(old.device)).cpu()
     return totals
 
 
-def compare(before: torch.Tensor, after: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def compare_log_probabilities(before: torch.Tensor, after: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return sums over tokens of both losses, of KL(before || after) and of agreements.
 
     `before` and `after` are log-probabilities (n, vocabulary), `target` (n,) the tokens that follow.
@@ -187,7 +188,7 @@ def layer_errors(
         assert errors[0] == 0 < errors[1]
         ```
     """
-    check_placement(source, converted)
+    require_one_device(source, converted)
     if source.config._attn_implementation != converted.config._attn_implementation:
         raise ValueError("layer_errors needs one attention implementation: call set_attn_implementation on one model")
     sums = torch.zeros(len(source.model.layers), 2, dtype=torch.float64)

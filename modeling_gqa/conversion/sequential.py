@@ -15,21 +15,21 @@ from typing import Any, NamedTuple
 import torch
 from transformers.initialization import no_init_weights
 
+from modeling_gqa_cli.errors import UserError
+
 from ..attention import Attention
-from ..common.errors import UserError
+from ..common.batches import Batch
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
-from .calibration import Batch
-from .fitting import examples, fit, steps
+from .fitting import LEARNING_RATES, examples, fit, refine, steps
 from .layers.grouping import contiguous, merge_heads, regrouped
 from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
-from .layers.latent import ALPHAS, divided, to_latent
+from .layers.latent import ALPHAS, to_latent
 from .layers.moments import Moments, Statistics, blank_statistics, compute_moments
 from .layers.normed import latent_source
-from .layers.refine import LEARNING_RATES, refine
 from .streams import Streams, streams
-from .targets import Fields, changed_layers, configuration, is_exact, latent_fields, layer_fields
+from .targets import Fields, changed_layers, configuration, divided, is_exact, latent_fields, layer_fields
 
 State = dict[str, torch.Tensor]
 LatentSource = tuple[Heads, Moments]
@@ -64,9 +64,8 @@ class Setting:
         metric: of the layers' input; see `Statistics.metric`.
         weighted: whether the errors of keys are weighted by the queries that read them when heads are merged.
         regroup: whether heads may be merged with others than their neighbours.
-        gain: factor of the queries in planes that MLA no longer rotates; see `layers.latent.query_gain`.
         alpha: weight of the keys' errors against the values' in MLA's latent.
-        share_cache: whether MLA's cache is divided anew between R and P: with `refit` by `best_division`, else by the
+        divide_cache: whether MLA's cache is divided anew between R and P: with `refit` by `best_division`, else by the
             rule `divided`.
         refit: whether the output projections are fitted on text, to bring the residual stream back to the source's.
         refine: passes over the text in which each layer's new attention is trained by gradient steps, before the fit.
@@ -77,16 +76,15 @@ class Setting:
     metric: str = "full"
     weighted: bool = True
     regroup: bool = True
-    gain: str = "mean"
     alpha: float = ALPHAS[0]
-    share_cache: bool = False
+    divide_cache: bool = False
     refit: bool = False
     refine: int = 0
     seed: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as `conversion.json` names them."""
-        return asdict(self)
+        return {"share_cache" if name == "divide_cache" else name: value for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.as_json().items() if name != "seed")
@@ -133,7 +131,7 @@ def convert_layers(
             else:
                 fields[index] = {**before[index], **rotation(fields[index])}
             if streaming and index not in lossy and index < last:
-                streaming.pass_on(index)
+                streaming.advance_both(index)
     return fields
 
 
@@ -149,8 +147,8 @@ def convert_on_text(
 
     `known` is the result where it was found before.
     """
-    statistics = text.see(index, root=setting.metric == "root")
-    if known is None and setting.share_cache and setting.refit and fields["attention_kind"] == "mla":
+    statistics = text.collect(index)
+    if known is None and setting.divide_cache and setting.refit and fields["attention_kind"] == "mla":
         _, new = best_division(text, index, fields, statistics, setting)
     else:
         new = known or convert_layer(model, index, fields, statistics, setting, True)
@@ -232,24 +230,23 @@ def convert_layer(
         statistics: of the layer's input.
         setting: how to convert.
         lossy: whether the layer cannot keep its function.
-        factor: of P in `divided`, where the cache is shared.
+        factor: of P in `divided`, where the cache is divided anew.
         source: what `read_latent_source` returns, where MLA of several sizes is made of it.
     """
-    before = layer_fields(model.config)[index]
+    before = model.config.per_layer_config[index]
     with living_layer(index) as computed:
         if fields["attention_kind"] == "mla":
             heads, moments = source or read_latent_source(model, index, statistics, setting)
             rank, size = fields["kv_lora_rank"], fields["qk_rope_head_dim"]
-            if setting.share_cache and lossy:
-                shapes = heads.planes, len(heads.k), heads.k.shape[1], heads.k.shape[2]
-                rank, size = divided(rank + size, *shapes, factor)
+            if setting.divide_cache and lossy:
+                rank, size = divided(rank + size, before, factor)
                 fields = fields | latent_fields(model.config, index, rank, size, None)
-            state, found, loss = to_latent(heads, moments, rank, size, setting.gain, setting.alpha)
+            state, found, loss = to_latent(heads, moments, rank, size, setting.alpha)
         else:
             std, seed = model.config.initializer_range, setting.seed * model.config.num_hidden_layers + index
             heads, loss = fewer_heads(read_heads(model, index), fields, statistics, setting, std, seed)
             state, found = write_grouped(heads)
-            if before["attention_kind"] != "mla":  # its heads are rotated as before, partly perhaps
+            if before.attention_kind != "mla":  # its heads are rotated as before, partly perhaps
                 found |= rotation(fields)
         refuse_other_sizes(index, fields, found)
         computed |= state

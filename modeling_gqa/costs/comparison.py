@@ -9,7 +9,6 @@ import torch
 
 from ..common.errors import listed
 from ..common.tables import Table, cached, in_bytes, share, three_digits, with_prefix
-from ..conversion.command.report import describe_layer
 from . import ContextCost, CostReport, LayerCost, Machine, Model, faster_contexts
 from .measuring import MeasuredToken
 
@@ -133,7 +132,7 @@ def layers_table(model: Model, report: CostReport) -> Table:
     def describe(cost: LayerCost) -> tuple[str, ...]:
         window = "" if cost.window is None else f", window of {cost.window:,}"
         return (
-            describe_layer(model.layers[cost.layer].config) + window,
+            model.layers[cost.layer].attention.describe(model.layers[cost.layer].config) + window,
             with_prefix(cost.attention_parameters),
             with_prefix(cost.mlp_parameters),
             cached(cost.cached_numbers * itemsize, itemsize),

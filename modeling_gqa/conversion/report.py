@@ -1,4 +1,4 @@
-"""The report of a conversion: its type, its rows as they are printed, the file `conversion.json` and the model card."""
+"""The report of a conversion: `conversion.json`, tables and the model card; and which kernels of vLLM run a model."""
 
 import json
 import platform
@@ -10,25 +10,38 @@ from typing import Any, TypedDict, TypeVar
 import torch
 import transformers
 
-from ... import __version__
-from ...common import cards
-from ...common.results import write_json
-from ...common.tables import Table, cached, share
-from ...configuration_gqa import GQAConfig
+from .. import __version__
+from ..common import cards
+from ..common.results import write_json
+from ..common.tables import Table, cached, share
+from ..configuration_gqa import GQAConfig
+from ..costs.kernels import CPU_HEADS, FAST_SUMS, grouped_kernel, is_mistaken, latent_kernels
+from ..costs.layers import as_model
+from .targets import describe
 
 Item = TypeVar("Item")
 REPORT_NAME = "conversion.json"
-# A conversion that changes the predictions by more, in nats per token, ends in a warning; a KL of 0.1 raises the
-# perplexity by about a tenth.
-MUCH_KL = 0.1
-MANY_PASSES = 4
-# Raised when an entry changes its meaning; new entries do not raise it. A file without it is of version 1.
+# Raised when an entry changes its meaning; new entries do not raise it.
 FORMAT_VERSION = 1
+# Nats per token beyond which a conversion ends in a warning; a KL of 0.1 raises the perplexity by about a tenth.
+MUCH_KL = 0.1
+MUCH = (
+    f"KL is more than {MUCH_KL} nats per token. Less is lost with a larger cache, fewer layers (--layers), sizes by "
+    "layer (--budget) and more passes over the text (--refine 4); or train the result: modeling-gqa uptrain"
+)
+UNMEASURED = (
+    "the weights alone decided, and nothing was measured. This can lose nearly all that a model knows; with --text "
+    "much less is lost, and it is measured"
+)
+NEEDED = (
+    "vLLM needs this package beside it for MLA. Without it vLLM caches expanded keys and values, and refuses MLA whose "
+    "layers differ."
+)
 
-# One layer: its index; its attention before and after, such as "gqa, 2 of 8 heads" or "mla, 32 + 16" (R + P); the
-# squared error that its conversion minimises, estimated (0 exact, None unknown or unchanged); the learning rate of its
-# gradient steps and the ridge of the fit of its output projection (None where they did not lower the error on text that
-# they had not seen, or were not tried); and, where there is text, the relative error of its attention output, measured.
+# One layer: its index; its attention before and after, as `Attention.describe`; the squared error that its conversion
+# minimises, estimated (0 exact, None unknown or unchanged); the learning rate of its gradient steps and the ridge of
+# the fit of its output projection (None: not tried, or no lower error on held-out text); with text, the relative error
+# of its attention output, measured.
 LayerReport = TypedDict(
     "LayerReport",
     {
@@ -79,7 +92,7 @@ class Report(TypedDict, total=False):
     kl: float | None  # KL(source || result) on the evaluation text, nats per token
     top1_agreement: float | None  # share of tokens with the same most likely next token, 0 to 1
     tokens: int  # predicted for these measurements; 0 without text
-    serving: list[str]  # lines on what it costs and which engines run it on what
+    serving: list[str]  # lines on which of vLLM's kernels run it
     text: TextReport | None
     command: dict[str, Any]  # the options, as `Options.as_json`
     versions: dict[str, str]  # of modeling_gqa, transformers, torch and python
@@ -104,7 +117,7 @@ The model's code is in this repository, hence `trust_remote_code=True`; pin what
 
 ## What the conversion cost
 
-{cost}
+{cost}.
 
 {table}
 
@@ -127,25 +140,6 @@ tokenizer = AutoTokenizer.from_pretrained("{title}", trust_remote_code=True)"""
 RUNS = "transformers 5.17 or newer, below 6, with or without `modeling_gqa` installed."
 
 
-def describe_layer(layer: GQAConfig) -> str:
-    """Return a layer's attention in words, such as `gqa, 8 query heads, 2 key/value heads of 64`.
-
-    Args:
-        layer: one of `config.per_layer_config`.
-    """
-    heads = f"{layer.num_attention_heads} query heads"
-    if layer.attention_kind == "mla":
-        norm = ", qk-norm" if layer.qk_norm else "" if layer.latent_norm else ", no latent norm"
-        return f"mla, {heads}, a latent of {layer.kv_lora_rank} and a rotary key of {layer.qk_rope_head_dim}{norm}"
-    norm = ", qk-norm" if layer.qk_norm else ""
-    return f"{layer.attention_kind}, {heads}, {layer.num_key_value_heads} key/value heads of {layer.head_dim}{norm}"
-
-
-def describe_layers(config: GQAConfig) -> list[tuple[str, str]]:
-    """Return runs of equal layers and their attention, `[("0-2", "mha, ..."), ("3", "gqa, ...")]`."""
-    return runs(map(describe_layer, config.per_layer_config))
-
-
 def runs(items: Iterable[Item]) -> list[tuple[str, Item]]:
     """Return equal neighbours as one, each after the range of their indices."""
     found = []
@@ -153,6 +147,28 @@ def runs(items: Iterable[Item]) -> list[tuple[str, Item]]:
         first, *rest = (index for index, _ in run)
         found.append((f"{first}-{rest[-1]}" if rest else f"{first}", item))
     return found
+
+
+def vllm_kernels(config: GQAConfig) -> list[str]:
+    """Return a line for each run of equal layers: which of vLLM's kernels run it on GPUs, and whether a CPU does."""
+    layers = as_model(config).layers
+    lines = [f"vLLM, layers {where}: {how}." for where, how in runs(map(layer_kernels, layers))]
+    return [*lines, NEEDED] if any(layer.config.attention_kind == "mla" for layer in layers) else lines
+
+
+def layer_kernels(layer: Any) -> str:
+    """Return what `vllm_kernels` says of one of `costs.Model.layers`; on a CPU MLA is this package's."""
+    config, limits = layer.config, []
+    if config.attention_kind != "mla":
+        return f"GPUs: {grouped_kernel(config)}; CPU: {'yes' if config.head_dim in CPU_HEADS else 'no'}"
+    # vLLM has no window over the latent.
+    kernels = [] if layer.window is not None else latent_kernels(config)
+    names = [" on ".join([kernel.name, *filter(None, [" and ".join(kernel.devices)])]) for kernel in kernels]
+    if kernels and is_mistaken(config):
+        limits.append("with --attention-backend TRITON_MLA")
+    if kernels and config.kv_lora_rank + config.qk_rope_head_dim not in FAST_SUMS:
+        limits.append("without cached prefixes and prompts in chunks")
+    return f"GPUs: {', '.join(names) or 'none'}{''.join(f', {limit}' for limit in limits)}; CPU: yes"
 
 
 def summary(report: Report) -> Table:
@@ -194,60 +210,28 @@ def layers_table(report: Report) -> Table:
 
 
 def describe_cost(report: Report) -> str:
-    """Return how the model was converted and measured, in one or two sentences."""
-    method = "exactly (the model computes the same function)" if report["exact"] else f"by `{report['method']}`"
+    """Return how the model was converted, as names and numbers: the method, what was kept, and the tokens used."""
+    parts = [f"Method: {'exact, the same function' if report['exact'] else report['method']}"]
     if report["candidates"]:
-        method += f", of {len(report['candidates'])} settings the one with the least KL"
-    text = report["text"]
-    if not text:
-        return f"Converted {method}, from the weights alone. Nothing was measured: no text was given."
-    measured = f"Measured in {report['dtype']} on {report['tokens']:,} tokens in blocks of {text['sequence_length']}"
-    if report["exact"]:
-        return f"Converted {method}. {measured}."
-    return (
-        f"Converted {method}, calibrated on {text['calibration_tokens']:,} tokens. {describe_kept(report)}{measured} "
-        "that neither calibration nor the choice of settings saw."
-    )
-
-
-def describe_kept(report: Report) -> str:
-    """Return in how many layers gradient steps and the fit were kept, if either was tried."""
+        parts.append(f"settings tried: {len(report['candidates'])}")
     lossy = [row for row in report["layers"] if row["from"] != row["to"] and row.get("loss") != 0]
-    counts = [
-        f"{what} in {sum(row[number] is not None for row in lossy)}"  # type: ignore[literal-required]
-        for name, what, number in (
-            ("refine", "gradient steps", "learning_rate"),
-            ("refit", "the fit of the output projection", "ridge"),
-        )
-        if (report["setting"] or {}).get(name)
-    ]
-    if not counts:
-        return ""
-    return f"Kept, of {len(lossy)} layers, where it lowered the error on held-out text: {', '.join(counts)}. "
+    setting, text = report["setting"] or {}, report["text"]
+    for name, what, number in (("refine", "gradient steps", "learning_rate"), ("refit", "output fits", "ridge")):
+        if setting.get(name):
+            kept = sum(row[number] is not None for row in lossy)  # type: ignore[literal-required]
+            parts.append(f"{what} kept in {kept} of {len(lossy)} layers")
+    if not text:
+        return "; ".join([*parts, "no text, so nothing was measured"])
+    if "calibration_tokens" in text:
+        parts.append(f"calibrated on {text['calibration_tokens']:,} tokens")
+    return "; ".join([*parts, f"measured on {report['tokens']:,} others, in blocks of {text['sequence_length']:,}"])
 
 
 def warning(report: Report) -> str | None:
-    """Return what a user should know and can do where the predictions changed by more than `MUCH_KL`, or may have."""
+    """Return `UNMEASURED` or `MUCH` where a user should read one of them."""
     if report["text"] is None and not report["exact"]:
-        return (
-            "the weights alone decided, and nothing was measured. This can lose nearly all that a model knows; "
-            "with --text much less is lost, and it is measured"
-        )
-    if report["kl"] is None or report["kl"] <= MUCH_KL:
-        return None
-    command, ways = report["command"], ["a larger cache", "fewer layers (--layers)"]
-    if command["budget"] is None and command["attention_kind"] in ("gqa", "mla"):
-        ways.append("sizes by layer (--budget)")
-    passes = (report["setting"] or {}).get("refine", 0)
-    if passes == 0 or (passes < MANY_PASSES and any(row["learning_rate"] for row in report["layers"])):
-        ways.append(f"more passes over the text (--refine {MANY_PASSES})")
-    if command["refit"] is False:
-        ways.append("fitted output projections (without --no-refit)")
-    return (
-        f"the predictions changed much: KL {report['kl']:.3g} nats per token, more than {MUCH_KL}, and perplexity "
-        f"{report['perplexity_before']:.4g} became {report['perplexity_after']:.4g}. Nearer to the source come "
-        f"{', '.join(ways)}; or heal the result by training: modeling-gqa uptrain"
-    )
+        return UNMEASURED
+    return MUCH if (report["kl"] or 0) > MUCH_KL else None
 
 
 def versions() -> dict[str, str]:
@@ -285,7 +269,7 @@ def write_card(folder: Path, title: str, report: Report, config: GQAConfig, sour
         title=title,
         # A card is for others: no path of this machine.
         source=f"`{source.resolve().name if source.exists() else source}`",
-        change="; ".join(f"layers {where}: {what}" for where, what in describe_layers(config)),
+        change="; ".join(f"layers {where}: {what}" for where, what in runs(map(describe, config.per_layer_config))),
         cost=describe_cost(report),
         table=summary(report).to_markdown(),
         layers=layers_table(report).to_markdown(),
