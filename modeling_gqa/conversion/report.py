@@ -2,10 +2,9 @@
 
 import json
 import platform
-from collections.abc import Callable, Iterable
-from itertools import groupby
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 import torch
 import transformers
@@ -13,13 +12,12 @@ import transformers
 from .. import __version__
 from ..common import cards
 from ..common.results import write_json
-from ..common.tables import Table, cached, share
+from ..common.tables import Table, cached, runs, share
 from ..configuration_gqa import GQAConfig
 from ..costs.kernels import CPU_HEADS, FAST_SUMS, grouped_kernel, is_mistaken, latent_kernels
 from ..costs.layers import as_model
 from .targets import describe
 
-Item = TypeVar("Item")
 REPORT_NAME = "conversion.json"
 # Raised when an entry changes its meaning; new entries do not raise it.
 FORMAT_VERSION = 1
@@ -138,15 +136,6 @@ TOKENIZER = """, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("{title}", trust_remote_code=True)"""
 RUNS = "transformers 5.17 or newer, below 6, with or without `modeling_gqa` installed."
-
-
-def runs(items: Iterable[Item]) -> list[tuple[str, Item]]:
-    """Return equal neighbours as one, each after the range of their indices."""
-    found = []
-    for item, run in groupby(enumerate(items), key=lambda pair: pair[1]):
-        first, *rest = (index for index, _ in run)
-        found.append((f"{first}-{rest[-1]}" if rest else f"{first}", item))
-    return found
 
 
 def vllm_kernels(config: GQAConfig) -> list[str]:

@@ -8,9 +8,10 @@ import torch
 from huggingface_hub import metadata_load
 from small_models import make_batch, make_model
 
+from modeling_gqa.common.tables import runs
 from modeling_gqa.conversion import UserError, measuring
 from modeling_gqa.conversion.measuring import compare_predictions, layer_errors, predicted_states
-from modeling_gqa.conversion.report import MUCH, MUCH_KL, UNMEASURED, runs, warning, write_card, write_report
+from modeling_gqa.conversion.report import MUCH, MUCH_KL, UNMEASURED, warning, write_card, write_report
 
 
 def packed_batch(batch: int = 2, length: int = 13) -> dict[str, torch.Tensor]:
