@@ -131,11 +131,7 @@ def smallest_target(
     layers: Sequence[int] | None = None,
     dtype: torch.dtype,
 ) -> GQAConfig:
-    """Return the smallest configuration that `allocate` could choose.
-
-    Raises:
-        UserError: even this one is beyond the budget, or the kind has no sizes to choose.
-    """
+    """Return the smallest configuration that `allocate` could choose; raises `UserError` where it cannot choose any."""
     if attention_kind not in ("gqa", "mla"):
         raise UserError(f"a budget chooses sizes of gqa or mla, and {attention_kind} has none to choose")
     if config.rope_parameters["rope_type"] == "longrope":
@@ -157,7 +153,7 @@ def smallest_target(
 def layer_sizes(
     config: GQAConfig, index: int, kind: str, factors: Mapping[int, float] = MappingProxyType({})
 ) -> dict[int, Fields]:
-    """Return the layer's fields by numbers per token, rising, for the sizes below the present one that it may have.
+    """Return the layer's fields by numbers per token, rising, for the sizes below the present one.
 
     `factors`: of MLA's P by numbers per token, rising, from which others are estimated; see `divided`.
     """
@@ -225,10 +221,7 @@ def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.T
 
 
 def between(number: int, known: Mapping[int, float]) -> float:
-    """Return what belongs to `number`.
-
-    Its logarithm is linear in the number's between two that are known, and constant outside.
-    """
+    """Return what belongs to `number`: its logarithm is linear in the number's between two known, constant outside."""
     return math.exp(np.interp(math.log(number), np.log(list(known)), np.log(list(known.values()))))
 
 
@@ -265,8 +258,7 @@ def kl_alone(text: Streams, index: int, attention: Attention, ends: Mapping[int,
 def spend(choices: dict[int, list[SizeChoice]], numbers: int) -> dict[int, SizeChoice]:
     """Choose one size of each layer, at most `numbers` numbers per token in all.
 
-    It starts from the smallest sizes, which must fit, and takes the step that saves most loss for the numbers it adds,
-    as long as one fits.
+    It starts from the smallest sizes, and takes the step that saves most loss for the numbers it adds, while one fits.
     """
     picked = {index: layer[0] for index, layer in choices.items()}
     room = numbers - sum(choice.numbers for choice in picked.values())

@@ -41,6 +41,12 @@ def require_one_device(*models: torch.nn.Module) -> None:
             )
 
 
+def not_finite(what: str, dtype: torch.dtype) -> UserError:
+    """Return the error for numbers that are nan or infinite; dtypes but float16 have the range of float32, or more."""
+    remedy = "choose --dtype float32 or bfloat16" if dtype == torch.float16 else "the weights are damaged"
+    return UserError(f"{what} are not finite in {str(dtype).removeprefix('torch.')}: {remedy}")
+
+
 class Scratch(MutableMapping[int, Any]):
     """A mapping from numbers to tensors, or tuples of them, that takes little memory however much it holds.
 
@@ -164,12 +170,7 @@ class Sums:
         if not self.tokens:
             raise UserError("the calibration text is empty")
         if not (torch.isfinite(self.second).all() and torch.isfinite(self.lags).all()):
-            # The other dtypes have the range of float32, or more.
-            narrow = self.dtype == torch.float16
-            raise UserError(
-                f"the activations are not finite in {str(self.dtype).removeprefix('torch.')} on the calibration "
-                f"text: {'choose --dtype float32 or bfloat16' if narrow else 'its weights are damaged'}"
-            )
+            raise not_finite("the activations on the calibration text", self.dtype)
         lags, weight = self.lags / self.lags.sum(-1, keepdim=True), self.weight
         seen = Statistics(self.second / weight, self.total / weight, lags, self.length, self.window)
         seen.normed = None if self.normed is None else self.normed.statistics(seen, weight)

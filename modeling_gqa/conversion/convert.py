@@ -65,16 +65,15 @@ def convert_model(
         selection: batches by which "auto" chooses; `None` for the last quarter of `calibration`, at most
             `SELECTION_TOKENS` tokens.
         method: how heads are merged, one of `METHODS`. "lowrank" keeps the leading subspace of the heads of a group.
-            "auto" tries settings of "lowrank" and "procrustes", and of MLA's sizes and weights, and keeps the one with
-            the least KL(source || converted) on `selection`; trials make no gradient steps and see 16,384 tokens.
+            "auto" tries settings of "lowrank" and "procrustes", and of MLA's weights, and keeps the one with the least
+            KL(source || converted) on `selection`; trials make no gradient steps and see 16,384 tokens.
         regroup: whether heads may be merged with others than their neighbours; `None`: "auto" tries both, "lowrank" and
             "procrustes" do.
         refit: whether each converted layer's output projection is fitted to `calibration` by least squares, so that the
             residual stream comes back to the source's; `None`: "auto", "lowrank" and "procrustes" do.
         refine: passes over `calibration` in which each converted layer's attention is trained by gradient steps before
-            that fit, towards the same states; `None`: one where it is fitted, else none. Both are judged on the last
-            quarter of the documents, which they do not see, and each is dropped in each layer where it does not lower
-            the error there. The learning rate and the ridge are chosen by that error.
+            the fit; `None`: one where it is fitted, else none. The last quarter of the documents judges both: in each
+            layer each is kept only where it lowers the error there, by which learning rate and ridge are chosen too.
         divide_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: where it is
             fitted by the error that is left on text, else by a rule.
         share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
@@ -105,20 +104,39 @@ def convert_model(
         assert converted.config.attention_kind == "mla" and not done["exact"]
         ```
     """
-    check_source(model, target_config, method)
+    check_ours(model.config)
+    require_one_device(model)
+    if method not in METHODS:
+        near = did_you_mean(str(method), METHODS)
+        raise UserError(f"method={method!r} is unknown{near}: choose one of {', '.join(METHODS)}")
+    check_same_model(model.config, target_config)
     lossy = lossy_layers(model.config, target_config)
     if lossy and method == "auto" and calibration and selection is None:
         calibration, selection = hold_out(calibration)
     after = [target_config.per_layer_config[index] for index in lossy]
     to_mla = {layer.attention_kind == "mla" for layer in after}
-    check_method(method, to_mla, refit, refine, bool(calibration))
+    for name, value in (("refit", refit), ("refine", refine)):
+        if value and lossy and not calibration:
+            raise UserError(f"{name} needs calibration text")
+    if refine is not None and refine < 0:
+        raise UserError(f"refine={refine} must not be negative")
+    if to_mla == {True} and method not in ("auto", "lowrank"):
+        raise UserError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
     if all(layer.num_key_value_heads == 1 for layer in after):
         regroup = regroup or False  # one group holds all heads, however they are ordered
-    searching = bool(method == "auto" and lossy and selection)
-    setting = first_setting(bool(calibration), method, regroup, refit, refine, divide_cache, seed)
+    fitted = bool(calibration) and (method in FITTED_METHODS if refit is None else refit)
+    setting = Setting(
+        method="lowrank" if method == "auto" else method,
+        metric="full" if calibration else "identity",
+        regroup=method in FITTED_METHODS if regroup is None else regroup,
+        divide_cache=divide_cache,
+        refit=fitted,
+        refine=int(fitted) if refine is None else refine,
+        seed=seed,
+    )
     with scratch(model.device) as source_states:
         search = Search(model, target_config, calibration, selection, source_states, Kept(folder), show_progress)
-        if searching:
+        if method == "auto" and lossy and selection:
             setting = search.run(setting, to_mla, regroup)
         converted, layers = search.converted(setting, share=share_weights)
     done = {
@@ -129,16 +147,6 @@ def convert_model(
         "candidates": [{"name": str(tried), "kl": kl} for kl, tried in search.tried],
     }
     return converted, done
-
-
-def check_source(model: GQAForCausalLM, target: GQAConfig, method: str) -> None:
-    """Raise `UserError` for another model than this package's, one that is spread, and unknown methods."""
-    check_ours(model.config)
-    require_one_device(model)
-    if method not in METHODS:
-        near = did_you_mean(str(method), METHODS)
-        raise UserError(f"method={method!r} is unknown{near}: choose one of {', '.join(METHODS)}")
-    check_same_model(model.config, target)
 
 
 def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
@@ -167,49 +175,6 @@ def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
                 )
         if "head_dim" in names and layer_frequencies(before) != layer_frequencies(after):
             raise UserError(f"layer {index}: the target rotates with other frequencies than the source")
-
-
-def check_method(method: str, to_mla: set[bool], refit: bool | None, refine: int | None, calibrated: bool) -> None:
-    """Raise `UserError` for a method that does not suit the layers that change with loss.
-
-    Args:
-        method, refit, refine: as for `convert_model`.
-        to_mla: whether these layers become MLA; both values for a mixed model, none where all is exact.
-        calibrated: whether there is text to calibrate on.
-    """
-    for name in [name for name, value in (("refit", refit), ("refine", refine)) if value and to_mla and not calibrated]:
-        raise UserError(f"{name} needs calibration text")
-    if refine is not None and refine < 0:
-        raise UserError(f"refine={refine} must not be negative")
-    if to_mla == {True} and method not in ("auto", "lowrank"):
-        raise UserError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
-
-
-def first_setting(
-    calibrated: bool,
-    method: str,
-    regroup: bool | None,
-    refit: bool | None,
-    refine: int | None,
-    divide_cache: bool,
-    seed: int,
-) -> Setting:
-    """Return the setting that a search begins with, and that is used without one.
-
-    Args:
-        calibrated: whether there is text to calibrate on.
-        method, regroup, refit, refine, divide_cache, seed: as for `convert_model`.
-    """
-    fitted = calibrated and (method in FITTED_METHODS if refit is None else refit)
-    return Setting(
-        method="lowrank" if method == "auto" else method,
-        metric="full" if calibrated else "identity",
-        regroup=method in FITTED_METHODS if regroup is None else regroup,
-        divide_cache=divide_cache,
-        refit=fitted,
-        refine=int(fitted) if refine is None else refine,
-        seed=seed,
-    )
 
 
 def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
@@ -246,10 +211,7 @@ class Search:
     """Settings tried on one model, with the KL(source || converted) of each on the text `selection`.
 
     Args:
-        model: the source.
-        target: the configuration to convert it to.
-        calibration: text to calibrate on, if any.
-        selection: text that settings are compared on, if any.
+        model, target, calibration, selection: as for `convert_model`.
         source_states: filled with the source's last hidden states on `selection`, to compare every candidate with.
         layers: returns where the new layers of a setting are kept; what is there already is not converted again.
         show_progress: wraps loops.
@@ -268,15 +230,9 @@ class Search:
     def converted(
         self, setting: Setting, share: bool, trial: bool = False
     ) -> tuple[GQAForCausalLM, dict[int, NewLayer]]:
-        """Convert the model by `setting`.
+        """Convert the model by `setting`, and return the new layers by index, too.
 
-        Args:
-            setting: the setting.
-            share: whether the result's other tensors are the source's own, instead of copies.
-            trial: whether `CANDIDATE_TOKENS` tokens of the text are enough.
-
-        Returns:
-            The converted model, and the new layers by index.
+        `share`: whether the result's other tensors are the source's own. `trial`: `CANDIDATE_TOKENS` tokens are enough.
         """
         progress, done = self.show_progress("converting layers"), self.layers.of(setting)
         text = first_batches(self.calibration, CANDIDATE_TOKENS) if trial and self.calibration else self.calibration
@@ -290,7 +246,10 @@ class Search:
         tried = {setting for _, setting in self.tried}
         for setting in self.show_progress("trying settings")([setting for setting in settings if setting not in tried]):
             if (kl := self.layers.measured(setting)) is None:
-                self.measure_source()
+                if not self.source_states:
+                    with evaluating(self.model):
+                        states = (predicted_states(self.model, batch) for batch in self.selection or ())
+                        self.source_states.update(enumerate(states))
                 candidate, _ = self.converted(setting, share=True, trial=trial)
                 kl = compare_predictions(self.model, candidate, self.selection, source_states=self.source_states)["kl"]
                 self.layers.measure(setting, kl)
@@ -298,23 +257,11 @@ class Search:
             self.tried.append((kl, setting))
         return min(self.tried, key=lambda pair: pair[0])[1]
 
-    def measure_source(self) -> None:
-        """Fill `source_states`, once."""
-        if not self.source_states:
-            with evaluating(self.model):
-                self.source_states.update(
-                    (number, predicted_states(self.model, batch)) for number, batch in enumerate(self.selection)
-                )
-
     def run(self, start: Setting, to_mla: set[bool], regroup: bool | None) -> Setting:
-        """Search greedily: one choice after another, each with the best of those before it.
+        """Search greedily: one choice after another, each with the best of those before it, without gradient steps.
 
-        Settings are tried without gradient steps, which take most of the time, and then on less text.
-
-        Args:
-            start: the setting to begin with.
-            to_mla: whether the layers that change with loss become MLA; both values for a mixed model.
-            regroup: of the settings; `None` to try both.
+        `to_mla`: whether the layers that change with loss become MLA; both values for a mixed model. `regroup`: of the
+        settings; `None` to try both.
         """
         first = best = replace(start, refine=0)
         trial = first != start

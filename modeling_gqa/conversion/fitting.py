@@ -102,14 +102,8 @@ def fit(text: Streams, index: int, attention: Attention, refit: bool = True, tri
     Residual r and inputs are those of the converted stream: r = (source after attention) - (converted before it) - out.
     The fit is made without the documents that are held out, with each of `RIDGES`. The ridge of which their error is
     least is taken, and the fit made again with all documents; where none lowers their error, there is no fit. Text with
-    nothing held out is not fitted to.
-
-    Args:
-        text: the streams before layer `index`.
-        index: of the layer.
-        attention: its new attention.
-        refit: whether to fit; if not, the error is measured alone.
-        trial: as for `Streams.attend`: the fit is made on these tokens alone, and with those held out in them.
+    nothing held out is not fitted to. Without `refit` the error is measured alone. `trial`, as for `Streams.attend`:
+    the fit is made on these tokens alone, and judged on those held out in them.
     """
     fitted, held = Regression(attention.o_proj), Regression(attention.o_proj)
     # Not for `finish`: what is tried here need not be what is kept.
@@ -182,14 +176,8 @@ def error_weights(passage: Passage) -> torch.Tensor:
 def refine(attention: Attention, examples: Iterable[Example], steps: int, learning_rate: float) -> None:
     """Train the parameters of `attention` but its output projection, in place, with one example a step.
 
-    The projection is left out because least squares find its best values afterwards.
-
-    Args:
-        attention: the module, in the dtype of the model. It computes in this dtype, and its parameters are kept in
-            at least float32 meanwhile.
-        examples: at least `steps` of them.
-        steps: number of steps of Adam (1412.6980).
-        learning_rate: one of `LEARNING_RATES`.
+    Least squares find the projection's best values afterwards. The module computes in its dtype, and its parameters are
+    kept in at least float32 meanwhile. `examples` has at least `steps`; the optimizer is Adam (1412.6980).
     """
     dtype = attention.o_proj.weight.dtype
     computed = torch.promote_types(dtype, torch.float32)

@@ -33,15 +33,10 @@ LAYER_FIELDS = (
 
 
 def conversions(config: GQAConfig, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """Return what all layers together can become.
+    """Return what all layers together can become, with a cache in `dtype`.
 
-    Args:
-        config: of the model.
-        dtype: of its cache.
-
-    Returns:
-        `exact` and `lossy` conversions with the bytes of cache per token that result, and `impossible` ones with the
-        reason.
+    They are `exact` and `lossy` conversions with the bytes of cache per token that result, and `impossible` ones with
+    the reason.
     """
     found: dict[str, dict[str, Any]] = {"exact": {}, "lossy": {}, "impossible": {}}
 

@@ -5,6 +5,7 @@ they were found by following every tensor of conversions of small models. Shapes
 M = heads times value size.
 """
 
+import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
+import transformers
 
 from modeling_gqa_cli.errors import UserError
 
@@ -34,7 +36,7 @@ from .fitting import STEP_TOKENS
 from .layer_store import keep_target, kept_in, layers_folder
 from .measuring import TOKENS_AT_ONCE, compare_predictions, layer_errors
 from .options import Goal, Options, expected_target, find_goal, layers_after
-from .report import FORMAT_VERSION, Report, versions, vllm_kernels, write_card, write_report
+from .report import FORMAT_VERSION, Report, vllm_kernels, write_card, write_report
 from .targets import changed_layers, describe
 
 GIB = 2**30
@@ -58,17 +60,10 @@ class Job(Options):
     seconds: dict[str, float] = field(default_factory=dict, init=False)
 
     def plan(self, force: bool, say: Callable[[str], None] = lambda line: None) -> Report:
-        """Return the report as far as it is known before anything is converted.
+        """Return the report as far as it is known from the configuration and the weights' headers.
 
-        It is known from the configuration and the weights' headers. Of a model on the Hub the tokenizer, and with it
-        the text, is not looked at.
-
-        Args:
-            force: whether a checkpoint at the target may be replaced.
-            say: is given lines about memory and sizes.
-
-        Raises:
-            UserError: `run` would raise it before it converts.
+        Of a model on the Hub the tokenizer, and with it the text, is not looked at. `say` is given lines about memory
+        and sizes; errors and `force` as for `run`.
         """
         check_target(self.target.resolve(), force)
         checkpoint = self.open(download=False)
@@ -223,10 +218,7 @@ class Job(Options):
         )
 
     def identity(self, model: GQAForCausalLM, target: GQAConfig | None, batches: Batches) -> list[Any]:
-        """Return what decides the new layers: two conversions with equal ones may take each other's layers.
-
-        Without a target it is in the options, as a budget.
-        """
+        """Return what decides the new layers: equal conversions may take each other's. The options say a budget."""
         weights, tokens = sha256(), sha256()
         for name, tensor in model.state_dict().items():
             weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -253,10 +245,10 @@ class Job(Options):
     ) -> None:
         """Enter into the report what is measured on the evaluation text."""
         text = batches["evaluation"]
-        report.update(compare_predictions(model, converted, text, show_progress("measuring")))  # type: ignore[typeddict-item]
+        report.update(compare_predictions(model, converted, text, show_progress("measuring")))
         errors = layer_errors(model, converted, text, show_progress("measuring layers"))
-        tokens = {f"{name}_tokens": count_tokens(part) for name, part in batches.items()}
-        report["text"].update(tokens)  # type: ignore[typeddict-item]
+        for name, part in batches.items():
+            report["text"][f"{name}_tokens"] = sum(batch["input_ids"].numel() for batch in part)
         report["layers"] = [{**row, "error": error} for row, error in zip(report["layers"], errors, strict=True)]
 
     def begin_report(self, checkpoint: Checkpoint, target: GQAConfig) -> Report:
@@ -268,8 +260,7 @@ class Job(Options):
             "evaluation_files": command["evaluation_text"],
             "sequence_length": self.sequence_length,
         }
-        unmeasured = dict.fromkeys(("perplexity_before", "perplexity_after", "kl", "top1_agreement"))
-        report: Any = {
+        return {
             "format_version": FORMAT_VERSION,
             "source": command["source"],
             "source_family": checkpoint.family,
@@ -277,14 +268,18 @@ class Job(Options):
             "device": self.device,
             **{f"cache_bytes_per_token_{when}": cache_bytes_per_token(c, dtype) for when, c in both.items()},
             **{f"parameters_{when}": count_parameters(c) for when, c in both.items()},
-            **unmeasured,
+            **dict.fromkeys(("perplexity_before", "perplexity_after", "kl", "top1_agreement")),
             "serving": [],
             "tokens": 0,
             "text": text if self.text else None,
             "command": command,
-            "versions": versions(),
+            "versions": {
+                "modeling_gqa": __version__,
+                "transformers": transformers.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
         }
-        return report
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -294,18 +289,8 @@ class Job(Options):
         self.seconds[name] = round(time.perf_counter() - start, 3)
 
 
-def count_tokens(batches: list[Batch]) -> int:
-    return sum(batch["input_ids"].numel() for batch in batches)
-
-
 class Memory(NamedTuple):
-    """Bytes that a conversion takes.
-
-    Args:
-        source: of the source's weights.
-        attention: of the new layers' weights; the result shares all others with the source.
-        peak: at most, with the work of a layer or of a measurement.
-    """
+    """Bytes that a conversion takes: of the source's weights, of the new layers' (the rest is shared), and at most."""
 
     source: int
     attention: int
@@ -321,12 +306,7 @@ class Memory(NamedTuple):
 def count_memory(source: GQAConfig, target: GQAConfig, dtype: torch.dtype, rows: int = 0, length: int = 0) -> Memory:
     """Count the memory of a conversion, whose new layers lie in files until all are finished.
 
-    Args:
-        source: configuration of the source.
-        target: of the result.
-        dtype: of both.
-        rows: rows of a batch of text; 0 without text.
-        length: tokens of a row.
+    `rows` and `length` are those of a batch of text in sequences and tokens; 0 without text.
     """
     old, new = ([layer.attention_parameters for layer in as_model(c).layers] for c in (source, target))
     changed = changed_layers(source, target)
@@ -343,14 +323,9 @@ def count_memory(source: GQAConfig, target: GQAConfig, dtype: torch.dtype, rows:
 
 
 def layer_work(layer: GQAConfig, old: int, new: int, itemsize: int, tokens: int, length: int) -> int:
-    """Return the bytes at work while one layer is converted.
+    """Return the bytes at work while one layer is converted to `layer`.
 
-    Args:
-        layer: the new one.
-        old, new: parameters of its attention, before and after.
-        itemsize: bytes of a parameter.
-        tokens: n of a batch; 0 without text.
-        length: tokens of a row.
+    `old` and `new` are the parameters of its attention before and after, `tokens` n of a batch, `length` of a row.
     """
     hidden = layer.hidden_size
     heads = layer.num_attention_heads * (layer.v_head_dim or layer.head_dim)  # M

@@ -128,12 +128,7 @@ class Goal(NamedTuple):
 
 
 def find_goal(options: Options, config: GQAConfig, dtype: torch.dtype) -> Goal:
-    """Return what the options lead to.
-
-    Args:
-        options: of the conversion.
-        config: the source's.
-        dtype: of the result.
+    """Return what the options lead to from the configuration `config`, with a result in `dtype`.
 
     Raises:
         UserError: it cannot be had from this source, or caches more than the source.
@@ -236,13 +231,7 @@ def layers_after(source: GQAConfig, goal: Goal) -> list[str]:
 
 
 def expected_target(goal: Goal, config: GQAConfig, dtype: torch.dtype) -> GQAConfig:
-    """Return the configuration that the result will have or, where its sizes are chosen later, one about as large.
-
-    Args:
-        goal: of the conversion.
-        config: the source's.
-        dtype: of the result.
-    """
+    """Return the configuration that the result will have or, where its sizes are chosen later, one about as large."""
     options, target = goal.options, goal.target
     if target is None and options.attention_kind == "gqa":  # whose layers are no larger than the source's
         from .allocation import smallest_target

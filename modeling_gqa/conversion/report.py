@@ -1,15 +1,12 @@
 """The report of a conversion: `conversion.json`, tables and the model card; and which kernels of vLLM run a model."""
 
 import json
-import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
-import transformers
 
-from .. import __version__
 from ..common import cards
 from ..common.results import write_json
 from ..common.tables import Table, cached, runs, share
@@ -36,70 +33,8 @@ NEEDED = (
     "layers differ."
 )
 
-# One layer: its index; its attention before and after, as `Attention.describe`; the squared error that its conversion
-# minimises, estimated (0 exact, None unknown or unchanged); the learning rate of its gradient steps and the ridge of
-# the fit of its output projection (None: not tried, or no lower error on held-out text); with text, the relative error
-# of its attention output, measured.
-LayerReport = TypedDict(
-    "LayerReport",
-    {
-        "layer": int,
-        "from": str,
-        "to": str,
-        "loss": float | None,
-        "learning_rate": float | None,
-        "ridge": float | None,
-        "error": float,
-    },
-    total=False,
-)
-
-
-class TextReport(TypedDict, total=False):
-    """The text that a conversion used."""
-
-    files: list[str]  # names of the files and folders given as --text
-    evaluation_files: list[str]  # and as --evaluation-text
-    sequence_length: int  # tokens of a block
-    calibration_tokens: int  # tokens used; absent where the conversion is exact
-    selection_tokens: int
-    evaluation_tokens: int
-
-
-class Candidate(TypedDict):
-    """A setting that was tried."""
-
-    name: str  # its fields, as "name=value ..."
-    kl: float  # KL(source || candidate) on the selection text, nats per token
-
-
-class Report(TypedDict, total=False):
-    """What `conversion.json` holds. A number that was not measured is None."""
-
-    format_version: int  # FORMAT_VERSION
-    source: str  # name of the source's folder, or on the Hub
-    source_family: str  # the `model_type` of the source
-    dtype: str  # of the result, such as "bfloat16"
-    device: str  # that computed it, such as "cuda"
-    cache_bytes_per_token_before: int  # of the whole model, in `dtype`
-    cache_bytes_per_token_after: int | None
-    parameters_before: int
-    parameters_after: int | None
-    perplexity_before: float | None  # on the evaluation text
-    perplexity_after: float | None
-    kl: float | None  # KL(source || result) on the evaluation text, nats per token
-    top1_agreement: float | None  # share of tokens with the same most likely next token, 0 to 1
-    tokens: int  # predicted for these measurements; 0 without text
-    serving: list[str]  # lines on which of vLLM's kernels run it
-    text: TextReport | None
-    command: dict[str, Any]  # the options, as `Options.as_json`
-    versions: dict[str, str]  # of modeling_gqa, transformers, torch and python
-    exact: bool  # whether the result computes the source's function
-    method: str  # "exact", or how heads were merged
-    setting: dict[str, Any] | None  # the chosen setting, as `Setting.as_json`; None where exact
-    layers: list[LayerReport]
-    candidates: list[Candidate]  # settings that "auto" tried
-    seconds: dict[str, float]  # wall time by step
+# What `conversion.json` holds; `docs/converting.md` says what each field means. A number not measured is None.
+Report = dict[str, Any]
 
 
 CARD = """# {title}
@@ -207,7 +142,7 @@ def describe_cost(report: Report) -> str:
     setting, text = report["setting"] or {}, report["text"]
     for name, what, number in (("refine", "gradient steps", "learning_rate"), ("refit", "output fits", "ridge")):
         if setting.get(name):
-            kept = sum(row[number] is not None for row in lossy)  # type: ignore[literal-required]
+            kept = sum(row[number] is not None for row in lossy)
             parts.append(f"{what} kept in {kept} of {len(lossy)} layers")
     if not text:
         return "; ".join([*parts, "no text, so nothing was measured"])
@@ -221,16 +156,6 @@ def warning(report: Report) -> str | None:
     if report["text"] is None and not report["exact"]:
         return UNMEASURED
     return MUCH if (report["kl"] or 0) > MUCH_KL else None
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the software that a report names."""
-    return {
-        "modeling_gqa": __version__,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def write_report(folder: Path, report: Report) -> None:

@@ -385,10 +385,7 @@ def check_before_norms(layer: GQAConfig, index: int) -> None:
 
 
 def check_linear(layer: GQAConfig, index: int) -> None:
-    """Raise `UserError` for a layer that `read_heads` cannot read.
-
-    It reads the kinds in `KNOWN_KINDS`, where keys and values are a linear function of the layer's input.
-    """
+    """Raise `UserError` for an unknown kind, and where keys and values are no linear function of the input."""
     check_kind(layer, index)
     check_before_norms(layer, index)
     if layer.attention_kind == "mla" and layer.latent_norm:
