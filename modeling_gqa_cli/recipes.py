@@ -33,6 +33,12 @@ class ModelOptions:
 
     preset: str = option("Packaged preset, or folder with a config.json; weights start at random.", "")
     model_overrides: dict | str | None = option("JSON object: fields that replace the preset's.", metavar="JSON")
+
+
+@dataclass
+class RunningOptions:
+    _argument_group_name = "How the model runs"
+
     attn_implementation: str | None = option("eager, sdpa, flash_attention_2, ...")
     tokenizer: str | None = option("Hub name or path. Default: a byte-level BPE is trained on the text.")
 
@@ -126,10 +132,10 @@ class CompareOptions:
     output_dir: str | None = option("Folder of the comparison. Default: runs/RECIPE.")
 
 
-PRETRAINING = (ModelOptions, TextOptions, TrainOptions, RunOptions)
+TRAINING = (RunningOptions, TextOptions, TrainOptions, RunOptions)
 GROUPS: dict[str, tuple[Any, ...]] = {
-    "pretrain": PRETRAINING,
-    "uptrain": (UptrainOptions, *PRETRAINING[1:]),
+    "pretrain": (ModelOptions, *TRAINING),
+    "uptrain": (UptrainOptions, *TRAINING),
     "compare": (CompareOptions,),
 }
 
@@ -210,7 +216,9 @@ def check_usage(script: str, argv: list[str], prog: str, groups: Iterable[Any], 
         others: whether fields of `TrainingArguments` are options, too.
     """
     path = first_argument(script, argv, prog)
-    known = {name for group in groups for name in names_of(group)} | (set(training_arguments()) if others else set())
+    known = {name for group in groups for name in names_of(group)}
+    if others:  # of a new model as well: uptraining says itself that it has none
+        known |= {*names_of(ModelOptions), *training_arguments()}
     read_yaml(path, known)
     parser = Parser(groups, prog, "RECIPE [options]", "")
     _, unknown = parser.parse_known_args(argv[1:])

@@ -12,7 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils import is_liger_kernel_available
 
-from modeling_gqa_cli.recipes import ModelOptions, RunOptions, TextOptions, TrainOptions, preset_folder
+from modeling_gqa_cli.recipes import ModelOptions, RunningOptions, RunOptions, TextOptions, TrainOptions, preset_folder
 
 from ..results import Results
 from .fields import NUMBERS, UNUSED
@@ -20,7 +20,7 @@ from .trackers import check_trackers
 
 
 @dataclass
-class Recipe(ModelOptions, TextOptions, TrainOptions, RunOptions, TrainingArguments):  # type: ignore[misc]
+class Recipe(ModelOptions, RunningOptions, TextOptions, TrainOptions, RunOptions, TrainingArguments):  # type: ignore[misc]
     """Every option of a pretraining run: those of this package, and those of transformers' `TrainingArguments`."""
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_overrides"]
