@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from small_models import make_batch, make_model
 
+from benchmarks.layerwise import collect
 from modeling_gqa.conversion.layers.moments import LOOKED_SHARE, Statistics
-from modeling_gqa.conversion.streams import collect
 
 BIASES = {"query_bias": True, "key_value_bias": True, "output_bias": False}  # Qwen2's
 PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.6}  # 4 planes and 6 more dimensions
@@ -69,9 +69,9 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def collected(model, batches, **options) -> list[Statistics]:
+def collected(model, batches) -> list[Statistics]:
     """The statistics of all layers."""
-    return [statistics for _, statistics in collect(model, batches, **options)]
+    return [statistics for _, statistics in collect(model, batches)]
 
 
 def layer_inputs(model, batches) -> list[torch.Tensor]:

@@ -8,10 +8,10 @@ import torch
 from attention_oracle import CALIBRATION, collected, distance, grouped, layer_inputs, random_model
 from small_models import make_batch
 
+from benchmarks.layerwise import collect
 from modeling_gqa.conversion import UserError, calibration, convert_model, target_config
 from modeling_gqa.conversion.calibration import Scratch
 from modeling_gqa.conversion.layers.moments import mean_rotation, without_data
-from modeling_gqa.conversion.streams import collect
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -206,15 +206,11 @@ def test_no_text_is_refused(batches):
 
 
 def test_metrics():
-    """The three metrics are the covariance, its square root with the mean shrunk alike, and the identity."""
-    statistics = collected(random_model("gqa"), CALIBRATION, root=True)[1]
+    """The two metrics are the covariance and the identity."""
+    statistics = collected(random_model("gqa"), CALIBRATION)[1]
     full, mean = statistics.metric("full")
     assert torch.equal(mean, statistics.mean)
     assert torch.allclose(full, statistics.second - torch.outer(mean, mean))
-    root, shrunk = statistics.metric("root")
-    assert distance(root @ root, full) < 1e-9
-    # A mean of length l counts sqrt(l), as a deviation of that size does.
-    assert distance(shrunk * mean.norm().sqrt(), mean) < 1e-9
     identity, zero = statistics.metric("identity")
     assert torch.equal(identity, torch.eye(66, dtype=torch.float64)) and not zero.any()
 

@@ -20,12 +20,12 @@ from attention_oracle import (
 )
 from small_models import make_batch, make_config, make_model
 
+from benchmarks.layerwise import collect
 from modeling_gqa.conversion import METHODS, UserError, allocate, compare_predictions, convert_model, target_config
-from modeling_gqa.conversion.convert import hold_out
+from modeling_gqa.conversion.convert import Search, hold_out
 from modeling_gqa.conversion.layer_store import Kept
-from modeling_gqa.conversion.search import Search
 from modeling_gqa.conversion.sequential import Setting, convert_layer
-from modeling_gqa.conversion.streams import FIRST_SHARE, collect
+from modeling_gqa.conversion.streams import FIRST_SHARE
 from modeling_gqa.conversion.targets import layer_fields
 
 MLA: dict[str, Any] = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
@@ -64,10 +64,10 @@ def test_candidates_do_not_write_to_the_source(monkeypatch):
     model = random_model("gqa", output_bias=True).double()
     before = state_copy(model)
     search = Search(model, target(model, "mqa"), CALIBRATION, CALIBRATION, {}, Kept())
-    shared, _, _ = search.converted(Setting(refit=True), share=True)
+    shared, _ = search.converted(Setting(refit=True), share=True)
     assert same_state(before, model.state_dict())
     assert shared.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
-    alone, _, _ = search.converted(Setting(refit=True), share=False)
+    alone, _ = search.converted(Setting(refit=True), share=False)
     assert same_state(shared.state_dict(), alone.state_dict())
     assert alone.lm_head.weight.data_ptr() != model.lm_head.weight.data_ptr()
 
@@ -99,8 +99,8 @@ def test_the_report_of_an_automatic_search():
     other, report = convert_model(model, target(model, "mha", layers=[2]), CALIBRATION)
     assert report["exact"] and report["layers"][2] == {
         "layer": 2,
-        "from": "mqa, 1 of 6 heads",
-        "to": "mha, 6 of 6 heads",
+        "from": "mqa, 1 of 6 heads of 14",
+        "to": "mha, 6 of 6 heads of 14",
         "loss": 0.0,
         "learning_rate": None,
         "ridge": None,
@@ -121,8 +121,8 @@ def test_the_report_of_an_automatic_search():
     assert compare_predictions(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
     assert report["layers"][0] | {"loss": 0, "ridge": 0} == {
         "layer": 0,
-        "from": "mha, 6 of 6 heads",
-        "to": "gqa, 2 of 6 heads",
+        "from": "mha, 6 of 6 heads of 14",
+        "to": "gqa, 2 of 6 heads of 14",
         "loss": 0,
         "learning_rate": None,
         "ridge": 0,
@@ -151,7 +151,7 @@ def test_the_search_for_mla_tries_weights():
     )
     tried = [dict(part.split("=") for part in candidate["name"].split()) for candidate in report["candidates"]]
     assert [t["alpha"] for t in tried] == ["1.0", "0.3"] and report["setting"]["refit"]
-    assert report["layers"][1]["to"] == "mla, 20 + 8"
+    assert report["layers"][1]["to"] == "mla, 6 heads, R + P = 20 + 8, no latent norm"
 
 
 def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():

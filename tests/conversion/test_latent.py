@@ -30,11 +30,12 @@ from small_models import make_batch
 from transformers import DynamicCache, StaticCache
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from modeling_gqa import GQAForCausalLM
+from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.conversion import convert_model, target_config
 from modeling_gqa.conversion.layers.heads import read_heads
-from modeling_gqa.conversion.layers.latent import GAINS, divided, to_latent
+from modeling_gqa.conversion.layers.latent import to_latent
 from modeling_gqa.conversion.layers.moments import compute_moments
+from modeling_gqa.conversion.targets import divided
 
 pytestmark = pytest.mark.usefixtures("one_layer_alone")
 
@@ -161,17 +162,22 @@ def test_the_loss_of_a_size_is_its_dropped_eigenvalues():
         heads, statistics = read_heads(model, index), collected(model, CALIBRATION)[index]
         statistics = replace(statistics, second=covariance(x, centered=False), mean=x.mean(0))
         for size in (2, 8, 24):
-            _, _, loss = to_latent(heads, compute_moments(heads, statistics), 32 - size, size, gain="mean")
+            _, _, loss = to_latent(heads, compute_moments(heads, statistics), 32 - size, size)
             assert loss == pytest.approx(smallest_loss(layer, x, turned, 32 - size, size), rel=1e-2)
 
 
 def test_how_a_cache_is_divided():
     """P is a fifth of R + P, and a twentieth more for each halving of the source's cache, and even."""
+    sizes: dict[str, Any] = {"hidden_size": 576, "num_attention_heads": 9, "head_dim": 64, "num_hidden_layers": 1}
+    layer = GQAConfig(**sizes, num_key_value_heads=3).per_layer_config[0]
     for total, expected in ((384, 76), (192, 48), (96, 28), (48, 16), (4, 2), (3, 2)):
-        assert divided(total, 32, 3, 64, 576) == (total - expected, expected)
-    assert divided(96, 32, 3, 64, 576, factor=0.5) == (82, 14)
-    assert divided(96, 2, 3, 64, 576) == (84, 12)  # no more planes than there are
-    assert divided(1000, 32, 9, 64, 576) == (576, 424)  # no more than there is to hold
+        assert divided(total, layer) == (total - expected, expected)
+    assert divided(96, layer, factor=0.5) == (82, 14)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.0625}
+    few = GQAConfig(**sizes, num_key_value_heads=3, rope_parameters=rope).per_layer_config[0]
+    assert divided(96, few) == (84, 12)  # no more planes than there are
+    many = GQAConfig(**sizes, num_key_value_heads=9).per_layer_config[0]
+    assert divided(1000, many) == (576, 424)  # no more than there is to hold
 
 
 @pytest.mark.parametrize("method", ["lowrank", "auto"])
@@ -180,7 +186,7 @@ def test_converted_with_a_shared_cache(method):
     model = random_model("mha", attention_bias=True)
     for layers in (None, [0, 2]):
         target = target_config(model.config, "mla", cache_size=30, layers=layers)
-        other, report = convert_model(model, target, CALIBRATION, method=method, share_cache=True)
+        other, report = convert_model(model, target, CALIBRATION, method=method, divide_cache=True)
         changed = [other.config.per_layer_config[index] for index in layers or range(3)]
         sizes = [(layer.kv_lora_rank, layer.qk_rope_head_dim) for layer in changed]
         assert all(sum(pair) == 30 for pair in sizes)
@@ -188,28 +194,15 @@ def test_converted_with_a_shared_cache(method):
         cached = other(CALIBRATION[0]["input_ids"], use_cache=True).past_key_values
         layers_cached = [cached.layers[index] for index in layers or range(3)]
         assert [layer.keys.shape[-1] + layer.values.shape[-1] for layer in layers_cached] == [30] * len(sizes)
-    _, report = convert_model(model, target, share_cache=True)
-    assert report["layers"][0]["to"] == "mla, 20 + 10"
+    _, report = convert_model(model, target, divide_cache=True)
+    assert "R + P = 20 + 10" in report["layers"][0]["to"]
 
 
 def test_what_is_exact_is_not_shared_anew():
     """A target that is exact keeps its R and P."""
     model = random_model("mqa")
-    _, report = convert_model(model, target_config(model.config, "mla", cache_size=28), CALIBRATION, share_cache=True)
-    assert report["exact"] and {layer["to"] for layer in report["layers"]} == {"mla, 14 + 14"}
-
-
-def test_gains_turn_queries():
-    """Each gain multiplies the planes of unrotated queries by 1, the mean rotation, or each head's own."""
-    model = random_model("gqa", rope_parameters=PARTIAL).double()
-    heads, statistics = read_heads(model, 0), collected(model, CALIBRATION)[0]
-    moments = compute_moments(heads, statistics)
-    own = moments.rotation
-    for gain, expected in {"one": torch.ones_like(own), "mean": own.mean(0).expand_as(own), "head": own}.items():
-        state, _, _ = to_latent(heads, moments, 20, 4, gain)
-        z = grouped(model, 0).complex_planes(state["q_proj.weight"].view(6, 18, 66)[:, :14])
-        assert distance(z, expected[..., None] * grouped(model, 0).complex_planes(heads.q)) < 1e-9
-    assert set(GAINS) == {"one", "mean", "head"}
+    _, report = convert_model(model, target_config(model.config, "mla", cache_size=28), CALIBRATION, divide_cache=True)
+    assert report["exact"] and all("R + P = 14 + 14" in layer["to"] for layer in report["layers"])
 
 
 def test_more_room_loses_less():

@@ -256,7 +256,7 @@ def test_sizes_are_chosen_layer_by_layer(method):
     """A shared cache and a budget work behind norms as elsewhere."""
     model = random_model("mha", **QK_NORM)
     target = target_config(model.config, "mla", cache_size=60)
-    other, _ = convert_model(model, target, CALIBRATION, method=method, share_cache=True)
+    other, _ = convert_model(model, target, CALIBRATION, method=method, divide_cache=True)
     assert all(layer.kv_lora_rank + layer.qk_rope_head_dim == 60 for layer in other.config.per_layer_config)
     assert all(layer.qk_norm for layer in other.config.per_layer_config)
     numbers = 3 * 60

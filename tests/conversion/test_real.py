@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.real import SMOLLM2, cache_folder
 from modeling_gqa.conversion import compare_predictions, convert_model, load_source, target_config
-from modeling_gqa.conversion.command.inspection import inspect_checkpoint
+from modeling_gqa.conversion.inspection import inspect_checkpoint
 from modeling_gqa.data.packing import read_batches
 
 FOLDER, TEXT = cache_folder() / SMOLLM2, cache_folder() / "text"
@@ -47,6 +47,6 @@ def test_layers_calibrated_in_order_and_fitted_lose_less():
     target = target_config(source.config, "mla", cache_size=96)
     kls = []
     for options in ({"refit": False}, {}):
-        converted, _ = convert_model(source, target, calibration, share_cache=True, share_weights=True, **options)
+        converted, _ = convert_model(source, target, calibration, divide_cache=True, share_weights=True, **options)
         kls.append(compare_predictions(source, converted, evaluation)["kl"])
     assert kls[1] < 0.75 * kls[0] and kls[1] < 1.0

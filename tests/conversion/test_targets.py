@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, configuration_checks
 from modeling_gqa.attention import GroupedAttention
 from modeling_gqa.conversion import UserError, allocate, convert_model, export_config, target_config
-from modeling_gqa.conversion.command.inspection import inspect_checkpoint
+from modeling_gqa.conversion.inspection import inspect_checkpoint
 from modeling_gqa.conversion.layers.heads import read_heads
 from modeling_gqa.conversion.targets import exact_latent_sizes, lossy_layers
 from modeling_gqa.costs import cache_bytes_per_token

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...common.pictures import kind_of
-from ...costs import Model
+from ...costs import CostedModel
 from ...costs.speeds import Speed
 from ..shared.spread import Sample, Spread, pooled
 from .candidates import Candidate
@@ -117,7 +116,7 @@ def describe(
     """Return what was found of a candidate."""
     return Entry(
         name=candidate.name,
-        kind=kind_of(Model(candidate.config)),
+        kind=CostedModel(candidate.config).kind,
         overrides=candidate.overrides,
         parameters=parameters,
         training_flops_per_token=flops_per_token,

@@ -13,7 +13,7 @@ from ...checkpoints.checkpoint import open_checkpoint
 from ...checkpoints.files import LICENCES, copy_files, local_folder
 from ...checkpoints.gguf import is_gguf
 from ...common.cards import base_metadata, kept_metadata
-from ...conversion.command.report import REPORT_NAME
+from ...conversion.report import REPORT_NAME
 from ..folder.listing import read_object
 from ..results import RESULTS, Results
 from .fields import UNUSED

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from ...conversion.calibration import hooks
+from ...common.batches import hooks
 
 # Number of the teacher's logits, and of float32 copies of the student's, that are in memory at a time.
 LOGITS_AT_ONCE = 2**25
