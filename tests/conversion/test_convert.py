@@ -293,16 +293,15 @@ def test_layers_are_fitted_on_what_the_converted_ones_before_give(kind, sizes, f
     assert (missed - x @ found.T).square().mean() < missed.square().mean()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_refitting_and_refining_come_nearer_on_their_text(seed):
+def test_refitting_and_refining_come_nearer_on_their_text():
     """Each lowers the first layer's error on its text, whatever the padding, both the KL; the mode stays."""
-    model = random_model("mha", seed, attention_dropout=0.3, **BIASES)
-    text = [make_batch(12, 15, padding="left", seed=20 * seed + i) for i in range(12)]
-    text += [make_batch(24, 9, seed=20 * seed + i) for i in range(12, 18)]
-    model.train(seed == 0)  # dropout must play no part
-    ways: list[dict[str, Any]] = [{"refit": False}, {"refine": 0}, {"refine": 30}]
+    model = random_model("mha", attention_dropout=0.3, **BIASES)
+    text = [make_batch(12, 15, padding="left", seed=i) for i in range(12)]
+    text += [make_batch(24, 9, seed=i) for i in range(12, 18)]
+    model.train()  # dropout must play no part
+    ways: list[dict[str, Any]] = [{"refit": False}, {"refine": 0}, {"refine": 10}]
     found = [convert_model(model, target(model, "mqa"), text, method="procrustes", **way)[0] for way in ways]
-    assert all(other.training == model.training == (seed == 0) for other in found)
+    assert all(other.training for other in (model, *found))
     for each in (model, *found):
         each.eval()
     errors = torch.zeros(3)
