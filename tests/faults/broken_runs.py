@@ -16,7 +16,7 @@ import yaml
 from training_texts import MODEL, make_texts
 
 from modeling_gqa.common.errors import UserError
-from modeling_gqa.training import console
+from modeling_gqa_cli.main import run_script
 from training.pretrain import pretrain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,8 +87,7 @@ class Child:
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            sys.argv = argv
-            console.main(pretrain)
+            run_script("pretrain", argv[1:], argv[0], pretrain)
             code = 0
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1

@@ -21,12 +21,11 @@ from modeling_gqa.common.errors import UserError
 from modeling_gqa.conversion import convert_model, target_config
 from modeling_gqa.data.blocks import load_blocks
 from modeling_gqa.data.tokenizer import train_tokenizer
-from modeling_gqa.training.publish import repository
+from modeling_gqa.training import distillation, publish, uptraining
+from modeling_gqa.training.distillation import choose_parameters, layerwise_loss, prediction_losses, run_teacher
 from modeling_gqa.training.recipe import load_recipe
-from modeling_gqa.training.recipe.uptraining import UptrainRecipe
-from modeling_gqa.training.trainer import distillation, uptraining
-from modeling_gqa.training.trainer.distillation import choose_parameters, layerwise_loss, prediction_losses, run_teacher
-from modeling_gqa.training.trainer.uptraining import UptrainTrainer
+from modeling_gqa.training.uptrain_recipe import UptrainRecipe
+from modeling_gqa.training.uptraining import UptrainTrainer
 from modeling_gqa_cli.recipes import CONFIGURATION, recipe_names
 from training.uptrain import uptrain
 
@@ -96,7 +95,7 @@ def write(pair, corpus, tmp_path):
 @pytest.fixture
 def here(write, monkeypatch):
     """Runs the script in this process; what a stranger would load is tested once."""
-    monkeypatch.setattr(repository, "load_as_stranger", lambda folder, prompt: "a sample")
+    monkeypatch.setattr(publish, "load_in_clean_process", lambda folder, prompt: "a sample")
 
     def here(output: Path, *options: str, **values) -> dict:
         uptrain([write(**values), "--output_dir", str(output), *options])
