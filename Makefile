@@ -2,17 +2,23 @@
 PYTHON ?= python3
 PYTEST = python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
-.PHONY: help quickstart test faults compat canary lint docs checks package real bench serve-test clean
+# Tests that `make test` leaves out, in groups: `make test-training` runs one of them.
+GROUPS = training docs processes ranks faults real
+
+.PHONY: help quickstart test test-groups test-all faults compat canary lint docs checks package real bench serve-test clean
 
 help:
 	@echo "make quickstart   pretrain a small model on real text, save it, load it back and generate (about 5 minutes)"
-	@echo "make test         run the test suite"
-	@echo "make faults       kill runs, damage files, fill disks and lock folders, FAULTS_ROUNDS=20 times (make test: once)"
+	@echo "make test         run the tests that take seconds: no training, no processes, no real model (about 8 minutes)"
+	@echo "make test-GROUP   run the tests of a group: $(GROUPS)"
+	@echo "make test-groups  run all of these groups"
+	@echo "make test-all     test, test-groups and serve-test"
+	@echo "make faults       kill runs, damage files, fill disks and lock folders, with new random draws, FAULTS_ROUNDS=20 times"
 	@echo "make compat       run the tests marked compat against the oldest supported transformers"
 	@echo "make canary       run them against the newest transformers and torch, without our constraints"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         build the documentation in site/, strictly and offline"
-	@echo "make checks       lint, docs, test and compat"
+	@echo "make checks       lint, docs, test, test-groups and compat"
 	@echo "make package      build wheel and sdist, check them, and use the wheel in a new environment (about 4 minutes)"
 	@echo "make real         build the two real models and the text that benchmarks and the tests marked real use (about two minutes)"
 	@echo "make serve-test   install vLLM in .venv-serving and serve every kind and export (about 20 minutes; Python 3.11 or later)"
@@ -21,11 +27,23 @@ help:
 quickstart: .venv/quickstart
 	.venv/bin/python -m training.pretrain quickstart
 
+empty :=
+space := $(empty) $(empty)
+any_group = $(subst $(space), or ,$(GROUPS))
+
 test: .venv/test
-	OMP_NUM_THREADS=1 .venv/bin/$(PYTEST)
+	OMP_NUM_THREADS=1 .venv/bin/$(PYTEST) -m 'not ($(any_group))'
+
+$(addprefix test-,$(GROUPS)): test-%: .venv/test
+	OMP_NUM_THREADS=1 .venv/bin/$(PYTEST) -m $*
+
+test-groups: .venv/test
+	OMP_NUM_THREADS=1 .venv/bin/$(PYTEST) -m '$(any_group)'
+
+test-all: test test-groups serve-test
 
 faults: .venv/test
-	OMP_NUM_THREADS=1 FAULTS_ROUNDS=$${FAULTS_ROUNDS:-20} .venv/bin/$(PYTEST) tests/faults
+	OMP_NUM_THREADS=1 RANDOM_DRAWS=1 FAULTS_ROUNDS=$${FAULTS_ROUNDS:-20} .venv/bin/$(PYTEST) -m faults
 
 compat: .venv-oldest/test
 	OMP_NUM_THREADS=1 .venv-oldest/bin/$(PYTEST) -m compat
@@ -46,7 +64,7 @@ lint: .venv/test
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --quiet
 
-checks: lint docs test compat
+checks: lint docs test test-groups compat
 
 package: .venv/package
 	.venv/bin/python tests/package/check_package.py

@@ -11,7 +11,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from .errors import UsageError, did_you_mean, missing_package, stop
+from .errors import UsageError, UserError, did_you_mean, missing_package, stop
+from .paths import refuse_mistyped
 
 SUMMARY = """usage: modeling-gqa COMMAND [options]     modeling-gqa COMMAND --help     modeling-gqa --version
 
@@ -55,7 +56,7 @@ class Command:
 
 SOURCE = {"source": "Folder of a checkpoint, a .gguf file, or a model's name on the Hub."}
 TARGET = {"target": "Folder to write: a complete Hub repository."}
-OURS, SCRIPTS = "modeling_gqa.command_line.", "modeling_gqa.scripts."
+OURS, SCRIPTS = "modeling_gqa_cli.", "modeling_gqa.scripts."
 COMMANDS = {
     "convert": Command(
         "Give a trained model another attention, measure what that cost, and save it.",
@@ -128,8 +129,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
     with no_traceback_of_ctrl_c():
         try:
             values = read_options(name, rest) if command.groups else {"name": name, "arguments": rest}
-        except UsageError as error:
-            stop(str(error), 2)
+            if "source" in values:  # before seconds of imports
+                refuse_mistyped(values["source"])
+        except UserError as error:
+            stop(str(error), error.exit_code)
         run = imported(command.module, name)
         if command.groups:
             imported("modeling_gqa.common.console", "quiet")()

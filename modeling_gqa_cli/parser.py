@@ -4,6 +4,8 @@ It reads transformers' `TrainingArguments`, whose types only it knows, and datac
 """
 
 import argparse
+import re
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +26,12 @@ class Help(argparse.HelpFormatter):
     def add_argument(self, action: argparse.Action) -> None:
         if not (action.default is True and action.nargs == "?"):
             super().add_argument(action)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return textwrap.fill(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
@@ -51,7 +59,8 @@ class Parser(HfArgumentParser):
         super().__init__(groups, prog=prog, allow_abbrev=False, add_help=False, formatter_class=Help, **texts)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message)
+        # argparse names an option in each of its spellings: `argument --max_steps/--max-steps: ...`.
+        raise UsageError(re.sub(r"^argument (?:--\w+/)?(-[\w-]+)(/[-\w/]+)?:", r"\1:", message))
 
     def parse(self, argv: list[str]) -> dict[str, Any]:
         """Return the value of every option; raises `UsageError`."""

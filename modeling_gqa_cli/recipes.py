@@ -17,13 +17,8 @@ import yaml
 from .errors import UsageError, did_you_mean
 from .options import option
 from .parser import Parser
+from .paths import CONFIGURATION
 
-# Presets and recipes: in the package where it is installed, and beside it in a checkout.
-_ROOT = Path(__file__).resolve().parents[1]
-CONFIGURATION = next(
-    (folder for folder in (_ROOT / "modeling_gqa" / "configuration", _ROOT / "configuration") if folder.is_dir()),
-    _ROOT / "configuration",
-)
 SCRIPTS = ("pretrain", "uptrain", "compare")
 
 
@@ -214,16 +209,22 @@ def check_usage(script: str, argv: list[str], prog: str, groups: Iterable[Any], 
         groups: dataclasses of its options.
         others: whether fields of `TrainingArguments` are options, too.
     """
-    if not argv or argv[0].startswith("-"):
-        raise UsageError(f"give a recipe first: {prog} RECIPE [options]; {', '.join(recipe_names(script))}, or a path")
+    path = first_argument(script, argv, prog)
     known = {name for group in groups for name in names_of(group)} | (set(training_arguments()) if others else set())
-    read_yaml(find_recipe(argv[0], script, prog), known)
+    read_yaml(path, known)
     parser = Parser(groups, prog, "RECIPE [options]", "")
     _, unknown = parser.parse_known_args(argv[1:])
     for argument in unknown:
         name = argument.partition("=")[0]
         if name.startswith("--") and name[2:].replace("-", "_").removeprefix("no_") not in known:
             parser.refuse(argument, known)
+
+
+def first_argument(script: str, argv: list[str], prog: str) -> Path:
+    """Return the file of the recipe that `argv` begins with."""
+    if not argv or argv[0].startswith("-"):
+        raise UsageError(f"give a recipe first: {prog} RECIPE [options]; {', '.join(recipe_names(script))}, or a path")
+    return find_recipe(argv[0], script, prog)
 
 
 def names_of(group: Any) -> list[str]:
@@ -275,26 +276,24 @@ def read_values(argv: list[str], recipe_class: Any, prog: str) -> dict[str, Any]
     Raises:
         UsageError: an unknown recipe, field or option, a value of the wrong type, or a field without effect.
     """
-    if not argv or argv[0].startswith("-"):
-        raise UsageError(f"give a recipe first: {prog} RECIPE [options]")
+    path = first_argument(recipe_class.script, argv, prog)
     parser, known = Parser([recipe_class], prog, "RECIPE [options]", ""), names_of(recipe_class)
     defaults, options = parser.parse([]), [as_declared(argument, known) for argument in argv[1:]]
     told = parser.parse(options)  # the command line alone
-    path = find_recipe(argv[0], recipe_class.script, prog)
-    arguments, absent = [], {}
+    arguments, unchecked = [], {}
     hints = get_type_hints(recipe_class)
     for key, value in read_yaml(path, known).items():
         if value is None and defaults[key] is not None:
             raise UsageError(f"{path}: {key} has no value; give one, or leave the line out")
-        if value is None or (value is True and {bool, str} <= set(get_args(hints[key]))):
-            absent[key] = value
+        if value is None or value == [] or (value is True and {bool, str} <= set(get_args(hints[key]))):
+            unchecked[key] = value
         elif isinstance(value, list) and isinstance(defaults[key], list):
             arguments += [f"--{key}", *map(str, value)]
         elif isinstance(value, list):
             arguments.append(f"--{key}={','.join(map(str, value))}")
         else:
             arguments.append(f"--{key}={json.dumps(value) if isinstance(value, dict) else value}")
-    parser.set_defaults(**absent)
+    parser.set_defaults(**unchecked)  # values that no option can be given
     # The recipe's values go in front of the command line's, so that types are checked alike and the latter win.
     values = {name: getattr(value, "value", value) for name, value in parser.parse([*arguments, *options]).items()}
     for name, reason in recipe_class.unused.items():

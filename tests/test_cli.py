@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 import modeling_gqa
 from modeling_gqa import GQAConfig
 from modeling_gqa.checkpoints.checkpoint import Checkpoint
-from modeling_gqa.command_line import conversion as commands
 from modeling_gqa.common import console
 from modeling_gqa.conversion.command import job
 from modeling_gqa.conversion.command.options import Options
 from modeling_gqa.conversion.command.report import FORMAT_VERSION, Report, TextReport
+from modeling_gqa_cli import conversion as commands
 from modeling_gqa_cli.errors import install_extra
 from modeling_gqa_cli.main import COMMANDS
 

@@ -281,15 +281,15 @@ WRONG = {
     "no memory": (["tiny-mla", "--memory", -1], "--memory -1 must be more than 0"),
     "no number": (["tiny-mla", "--memory", "nan"], "--memory nan must be more than 0"),
     "too much": (["tiny-mla", "--memory", 1e308], "--memory 1e+308 must be more than 0, and at most 1e+09"),
-    "too long": (["tiny-mla", "--context", "1" + 99 * "0"], "should be less than or equal to 2147483647"),
+    "too long": (["tiny-mla", "--context", "1" + 99 * "0"], "--context and --batch-size must be from 1 to 2147483647"),
     "empty": ([""], "a CONFIG is empty"),
     "two machines": (["tiny-mla", "--measure", "--rate", 1], "leave out --bandwidth and --rate"),
-    "context": (["tiny-mla", "--context", 0], "should be greater than or equal to 1"),
+    "context": (["tiny-mla", "--context", 0], "--context and --batch-size must be from 1 to 2147483647"),
     "size": (
         ["tiny-gqa", "--num-key-value-heads", 3],
         "num_attention_heads=8 is not divisible by num_key_value_heads=3",
     ),
-    "kind": (["tiny-gqa", "--attention-kind", "gqaa"], "'gqaa' is not one of"),
+    "kind": (["tiny-gqa", "--attention-kind", "gqaa"], "--attention-kind: invalid choice: 'gqaa'"),
     "sizes of another kind": (["tiny-gqa", "--kv-lora-rank", 4], "kv_lora_rank=4 belongs to attention_kind='mla'"),
     "device alone": (["tiny-gqa", "--device", "cpu"], "--device says what --measure measures: give both"),
     "device": (["tiny-gqa", "--measure", "--device", "nowhere"], "--device=nowhere cannot be used"),
@@ -305,7 +305,7 @@ def test_wrong_input(wrong, monkeypatch):
     monkeypatch.setattr(measuring, "read_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(measuring, "matmul_rate", lambda device, dtype: 1e9)
     message = refused(*arguments)
-    assert said in message.replace("│ ", "").replace(" │", "")
+    assert said in message
     assert "Traceback" not in message
 
 

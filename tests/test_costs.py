@@ -12,9 +12,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, costs
 from modeling_gqa.common.errors import UserError
-from modeling_gqa.common.files import CONFIGURATION
 from modeling_gqa.costs import Experts, Machine, Model, report
 from modeling_gqa.costs.configurations import PRESETS, changed, find_model
+from modeling_gqa_cli.paths import CONFIGURATION
 
 PUBLISHED = sorted(path.parent.name for path in (CONFIGURATION / "published").glob("*/config.json"))
 # Parameters as the models' cards and papers count them, to the digit.

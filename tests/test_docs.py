@@ -1,4 +1,4 @@
-"""The documentation: its code runs, its links lead somewhere, its tree and its tables are true."""
+"""The documentation: its code runs, its links lead somewhere, its tables are true."""
 
 import json
 import os
@@ -147,33 +147,14 @@ def test_nothing_installs_the_package_by_its_name():
     assert not found
 
 
-# -- the tree
+# -- the table of folders
 
 
-def tree() -> dict[str, str]:
-    """Path and phrase of every line of the tree."""
-    (block,) = find_blocks((DOCS / "layout.md").read_text(encoding="utf-8"))
-    folder = ""
-    paths: dict[str, str] = {}
-    for line in block.code.strip("\n").splitlines():
-        name, phrase = line.split(maxsplit=1)
-        if not line.startswith(" "):
-            folder = name if name.endswith("/") else ""
-        paths[folder + name if line.startswith(" ") else name] = phrase
-    return paths
+def tracked(*patterns: str) -> list[str]:
+    return subprocess.check_output(["git", "ls-files", *patterns], cwd=ROOT, text=True).splitlines()
 
 
-def tracked() -> list[str]:
-    listing = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True)
-    return [path for path in listing.splitlines() if path != ".gitignore"]
-
-
-def test_tree_names_only_what_exists():
-    missing = [path for path in tree() if not list(ROOT.glob(path.replace("NAME", "*").rstrip("/")))]
-    assert not missing, f"docs/layout.md names what does not exist: {missing}"
-
-
-def test_tree_names_every_file():
-    pattern = "|".join(re.escape(path).replace("NAME", "[^/]+") for path in tree())
-    lacking = [path for path in tracked() if not re.fullmatch(pattern, path)]
-    assert not lacking, f"docs/layout.md lacks {lacking}"
+def test_the_layout_names_every_folder_of_code_and_no_other():
+    named = set(re.findall(r"`([\w/]+)/`", (DOCS / "layout.md").read_text(encoding="utf-8")))
+    folders = {str(Path(path).parent) for path in tracked("*.py") if not path.startswith(("tests/", "docs/"))} - {"."}
+    assert folders <= named and all((ROOT / name).is_dir() for name in named)

@@ -17,8 +17,8 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.command_line.serving import served_models
 from modeling_gqa.data.tokenizer import CHAT_TEMPLATE
+from modeling_gqa_cli.serving import served_models
 
 COMMAND = [sys.executable, "-m", "modeling_gqa_cli"]
 BATCHING = ["--continuous-batching", "--cb-num-blocks", "32", "--cb-max-batch-tokens", "64"]

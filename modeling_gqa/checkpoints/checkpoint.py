@@ -10,8 +10,9 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from modeling_gqa_cli.paths import refuse_mistyped
+
 from ..common.errors import UserError, one_line
-from ..common.files import refuse_mistyped
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
 from .families import find_family, import_config

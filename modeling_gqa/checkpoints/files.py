@@ -12,8 +12,10 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
+from modeling_gqa_cli.paths import refuse_mistyped
+
 from ..common.errors import UserError, one_line
-from ..common.files import refuse_mistyped, within, write_text
+from ..common.files import within, write_text
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TEMPLATES = "additional_chat_templates"  # the only folder in a checkpoint

@@ -16,8 +16,9 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils.logging import is_progress_bar_enabled
 
+from modeling_gqa_cli.paths import nearest
+
 from ..common.errors import UserError, install_extra, one_line
-from ..common.files import nearest
 from .families import FAMILIES, find_family
 from .files import LazyTensor
 

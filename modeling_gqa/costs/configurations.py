@@ -9,10 +9,11 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from modeling_gqa_cli.paths import CONFIGURATION, refuse_mistyped
+
 from ..checkpoints.families import find_family, translate
 from ..checkpoints.files import check_layers, read_json
 from ..common.errors import UserError, did_you_mean, one_line
-from ..common.files import CONFIGURATION, refuse_mistyped
 from ..configuration_checks import LARGEST, MOST, shown
 from ..configuration_gqa import GQAConfig
 from . import Experts, Model

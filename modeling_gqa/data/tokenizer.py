@@ -5,8 +5,9 @@ from collections.abc import Iterable, Iterator
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from modeling_gqa_cli.paths import refuse_mistyped
+
 from ..common.errors import UserError, one_line
-from ..common.files import refuse_mistyped
 
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 # More text than this hardly changes the merges; the rest of a bigger corpus is not read.

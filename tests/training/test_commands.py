@@ -98,9 +98,9 @@ def test_the_installed_command_trains(script, tmp_path):
     assert done.returncode == 0 and (tmp_path / "runs" / "recipe" / "final" / "config.json").exists(), done.stderr
 
 
-def run_with(hook: str, tmp_path: Path) -> subprocess.CompletedProcess:
+def run_with(hook: str, *options: str) -> subprocess.CompletedProcess:
     """Start the script in a process in which `hook` has been executed."""
-    code = f"{hook}\nimport runpy, sys\nsys.argv = ['pretrain', 'tiny']\n"
+    code = f"{hook}\nimport runpy, sys\nsys.argv = {['pretrain', 'tiny', *options]}\n"
     code += "runpy.run_module('training.pretrain', run_name='__main__', alter_sys=True)"
     root = CONFIGURATION.parent
     return subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=60)
@@ -108,18 +108,19 @@ def run_with(hook: str, tmp_path: Path) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize(("module", "package"), [("accelerate", "accelerate"), ("datasets", "datasets")])
 def test_a_missing_package_is_one_line(tmp_path, module, package):
-    process = run_with(f"import sys; sys.modules[{module!r}] = None", tmp_path)
+    options = ("--dataset-name", "a/b", "--output-dir", str(tmp_path / "run"))
+    process = run_with(f"import sys; sys.modules[{module!r}] = None", *options)
     said = f"error: this needs {package}, which is not installed: {install_extra('training')}"
     assert process.returncode == 1 and process.stderr.splitlines()[-1] == said, process.stderr
 
 
 @pytest.mark.parametrize("module", ["transformers", "torch", "accelerate.utils"])
-def test_ctrl_c_during_the_imports_is_one_line(tmp_path, module):
+def test_ctrl_c_during_the_imports_is_one_line(module):
     hook = (
         "import os, signal, sys\nclass Hook:\n def find_spec(self, name, path=None, target=None):\n"
         f"  if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\nsys.meta_path.insert(0, Hook())"
     )
-    process = run_with(hook, tmp_path)
+    process = run_with(hook)
     assert process.returncode == 130, process.stderr
     assert process.stderr.splitlines()[-1].startswith("error: stopped by Ctrl-C") and "Traceback" not in process.stderr
 

@@ -5,17 +5,18 @@ from typing import Any
 
 import torch
 
-from ..common.console import out, printable, progress_bars, user_errors
-from ..common.device import usable_device
-from ..common.errors import UserError
-from ..common.pictures import check_picture, plot_costs, save
-from ..common.results import to_json
-from ..common.tables import Table
-from ..costs import Machine, Model
-from ..costs import report as cost_report
-from ..costs.comparison import Costs, compare
-from ..costs.configurations import changed, find_model
-from ..costs.measuring import measure_decoding, measure_machine
+from modeling_gqa.common.console import out, printable, progress_bars, user_errors
+from modeling_gqa.common.device import usable_device
+from modeling_gqa.common.pictures import check_picture, plot_costs, save
+from modeling_gqa.common.results import to_json
+from modeling_gqa.common.tables import Table
+from modeling_gqa.costs import Machine, Model
+from modeling_gqa.costs import report as cost_report
+from modeling_gqa.costs.comparison import Costs, compare
+from modeling_gqa.costs.configurations import changed, find_model
+from modeling_gqa.costs.measuring import measure_decoding, measure_machine
+
+from .errors import UserError
 
 GIB, GB, TERA = 2**30, 1e9, 1e12
 MOST, LONGEST = 1e9, 2**31 - 1  # of GiB, GB/s and TFLOP/s, and of tokens and sequences

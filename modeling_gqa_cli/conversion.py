@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from .. import conversion as _conversion  # noqa: F401
-from ..checkpoints.exporting import export_checkpoint
-from ..checkpoints.gguf import is_gguf
-from ..checkpoints.importing import import_checkpoint
-from ..common.console import err, out, printable, progress_bars, saved, user_errors
-from ..common.results import to_json
-from ..common.tables import Table, cached, share
-from ..conversion.command.inspection import inspect_checkpoint
-from ..conversion.command.job import Job
-from ..conversion.command.report import Report, describe_cost, layers_table, runs, summary, warning
-from ..conversion.layer_store import layers_folder
+from modeling_gqa import conversion as _conversion  # noqa: F401
+from modeling_gqa.checkpoints.exporting import export_checkpoint
+from modeling_gqa.checkpoints.gguf import is_gguf
+from modeling_gqa.checkpoints.importing import import_checkpoint
+from modeling_gqa.common.console import err, out, printable, progress_bars, saved, user_errors
+from modeling_gqa.common.results import to_json
+from modeling_gqa.common.tables import Table, cached, share
+from modeling_gqa.conversion.command.inspection import inspect_checkpoint
+from modeling_gqa.conversion.command.job import Job
+from modeling_gqa.conversion.command.report import Report, describe_cost, layers_table, runs, summary, warning
+from modeling_gqa.conversion.layer_store import layers_folder
 
 
 def convert(target: str, dry_run: bool, force: bool, **options: Any) -> None:

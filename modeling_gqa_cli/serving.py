@@ -4,7 +4,7 @@ import signal
 import time
 from typing import Any
 
-from ..common.console import stop
+from modeling_gqa.common.console import stop
 
 
 def serve(name: str, arguments: list[str]) -> None:
@@ -18,8 +18,9 @@ def serve(name: str, arguments: list[str]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
-    from ..common.errors import install_extra, one_line
-    from ..modeling_gqa import AUTO_CLASSES
+    from modeling_gqa.modeling_gqa import AUTO_CLASSES
+
+    from .errors import install_extra, one_line
 
     # `transformers serve` looks a model's class up by its name among these.
     for model_class in AUTO_CLASSES.values():
@@ -49,8 +50,8 @@ def served_models(manager: Any) -> Any:
     from fastapi import HTTPException
     from huggingface_hub.errors import CacheNotFound
 
-    from ..common.errors import UserError
-    from ..common.files import refuse_mistyped
+    from .errors import UserError
+    from .paths import refuse_mistyped
 
     started = int(time.time())
 

@@ -1,1 +1,0 @@
-"""The command `modeling-gqa`."""
