@@ -33,8 +33,6 @@ class ModelOptions:
 
     preset: str = option("Packaged preset, or folder with a config.json; weights start at random.", "")
     model_overrides: dict | str | None = option("JSON object: fields that replace the preset's.", metavar="JSON")
-    attn_implementation: str | None = option("eager, sdpa, flash_attention_2, ...")
-    tokenizer: str | None = option("Hub name or path. Default: a byte-level BPE is trained on the text.")
 
 
 @dataclass
@@ -45,6 +43,7 @@ class TextOptions:
     dataset_name: str | None = option("Hub data set. Default without data_files: Python's standard library.")
     dataset_config_name: str | None = option("Its configuration.")
     dataset_split: str = option("Its split. Default: train.", "train")
+    tokenizer: str | None = option("Hub name or path. Default: one trained on the text; uptrain: the student's.")
     text_column: str = option("Field that holds the text. Default: text.", "text")
     streaming: bool = option("Tokenize while training, and not before.", False)
     license: str | None = option("Licence of the text, for the model card.")
@@ -68,6 +67,7 @@ class TrainOptions:
     gradient_accumulation_steps: int = option("Batches added up in a step. Default: 1.", 1)
     bf16: bool = option("Compute in bfloat16.", False)
     torch_compile: bool = option("Compile the model.", False)
+    attn_implementation: str | None = option("eager, sdpa, flash_attention_2, ...")
     seed: int = option("Of weights and order. Default: 42.", 42)
 
 
