@@ -36,6 +36,14 @@ class ModelOptions:
 
 
 @dataclass
+class RunningOptions:
+    _argument_group_name = "How the model runs"
+
+    attn_implementation: str | None = option("eager, sdpa, flash_attention_2, ...")
+    tokenizer: str | None = option("Hub name or path. Default: a byte-level BPE is trained on the text.")
+
+
+@dataclass
 class TextOptions:
     _argument_group_name = "Text"
 
@@ -43,7 +51,6 @@ class TextOptions:
     dataset_name: str | None = option("Hub data set. Default without data_files: Python's standard library.")
     dataset_config_name: str | None = option("Its configuration.")
     dataset_split: str = option("Its split. Default: train.", "train")
-    tokenizer: str | None = option("Hub name or path. Default: one trained on the text; uptrain: the student's.")
     text_column: str = option("Field that holds the text. Default: text.", "text")
     streaming: bool = option("Tokenize while training, and not before.", False)
     license: str | None = option("Licence of the text, for the model card.")
@@ -67,7 +74,6 @@ class TrainOptions:
     gradient_accumulation_steps: int = option("Batches added up in a step. Default: 1.", 1)
     bf16: bool = option("Compute in bfloat16.", False)
     torch_compile: bool = option("Compile the model.", False)
-    attn_implementation: str | None = option("eager, sdpa, flash_attention_2, ...")
     seed: int = option("Of weights and order. Default: 42.", 42)
 
 
@@ -126,10 +132,10 @@ class CompareOptions:
     output_dir: str | None = option("Folder of the comparison. Default: runs/RECIPE.")
 
 
-PRETRAINING = (ModelOptions, TextOptions, TrainOptions, RunOptions)
+TRAINING = (RunningOptions, TextOptions, TrainOptions, RunOptions)
 GROUPS: dict[str, tuple[Any, ...]] = {
-    "pretrain": PRETRAINING,
-    "uptrain": (UptrainOptions, *PRETRAINING[1:]),
+    "pretrain": (ModelOptions, *TRAINING),
+    "uptrain": (UptrainOptions, *TRAINING),
     "compare": (CompareOptions,),
 }
 
@@ -210,7 +216,9 @@ def check_usage(script: str, argv: list[str], prog: str, groups: Iterable[Any], 
         others: whether fields of `TrainingArguments` are options, too.
     """
     path = first_argument(script, argv, prog)
-    known = {name for group in groups for name in names_of(group)} | (set(training_arguments()) if others else set())
+    known = {name for group in groups for name in names_of(group)}
+    if others:  # of a new model as well: uptraining says itself that it has none
+        known |= {*names_of(ModelOptions), *training_arguments()}
     read_yaml(path, known)
     parser = Parser(groups, prog, "RECIPE [options]", "")
     _, unknown = parser.parse_known_args(argv[1:])

@@ -29,6 +29,7 @@ from transformers.utils import is_liger_kernel_available
 from modeling_gqa_cli.errors import UserError, did_you_mean
 from modeling_gqa_cli.recipes import (
     ModelOptions,
+    RunningOptions,
     RunOptions,
     TextOptions,
     TrainOptions,
@@ -109,7 +110,7 @@ NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
 
 
 @dataclass
-class Recipe(ModelOptions, TextOptions, TrainOptions, RunOptions, TrainingArguments):  # type: ignore[misc]
+class Recipe(ModelOptions, RunningOptions, TextOptions, TrainOptions, RunOptions, TrainingArguments):  # type: ignore[misc]
     """Every option of a pretraining run: those of this package, and those of transformers' `TrainingArguments`."""
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_overrides"]

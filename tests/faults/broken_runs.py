@@ -15,7 +15,7 @@ import pytest
 import yaml
 from training_texts import MODEL, make_texts
 
-from modeling_gqa.common.errors import UserError
+from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.main import run_script
 from training.pretrain import pretrain
 
@@ -87,7 +87,8 @@ class Child:
                 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            run_script("pretrain", argv[1:], argv[0], pretrain)
+            sys.argv = argv
+            run_script("pretrain", argv[1:], "pretrain", pretrain)
             code = 0
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1
