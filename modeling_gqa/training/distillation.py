@@ -42,11 +42,7 @@ def choose_parameters(model: PreTrainedModel, trainable: str) -> None:
 
 
 def load_pair(recipe: UptrainRecipe) -> tuple[PreTrainedModel, PreTrainedModel | None]:
-    """Load student and teacher; the teacher is `None` where the recipe names none.
-
-    Raises:
-        UserError: a model cannot be loaded, or the student is not a conversion of the teacher.
-    """
+    """Load student and teacher, which is `None` where the recipe names none; raises `UserError`."""
     if recipe.teacher is None:
         return load_model("student", recipe.student, recipe, recipe.trainable), None
     if recipe.n_gpu > 1:
@@ -64,13 +60,7 @@ def load_pair(recipe: UptrainRecipe) -> tuple[PreTrainedModel, PreTrainedModel |
 def load_model(role: str, name: str, recipe: UptrainRecipe, trainable: str | None = None) -> PreTrainedModel:
     """Load a model: parameters that are trained in float32, and the matrices that stay as they are in `frozen_dtype`.
 
-    Args:
-        role: "student" or "teacher", for errors.
-        name: its folder or Hub name.
-        trainable: see `is_trained`; `None` for a model that is not trained.
-
-    Raises:
-        UserError: it cannot be loaded.
+    Raises `UserError` where it cannot be loaded. Without `trainable` (see `is_trained`) nothing of it is trained.
     """
     try:
         checkpoint = open_checkpoint(name, companions=False)
@@ -205,13 +195,11 @@ def layerwise_loss(
 
 
 def regress_layer(
-    layer: nn.Module, source: torch.Tensor, target: torch.Tensor, losses: list[torch.Tensor], hooks: ExitStack
+    layer: Any, source: torch.Tensor, target: torch.Tensor, losses: list[torch.Tensor], hooks: ExitStack
 ) -> None:
-    """Register the hooks by which a layer's attention reads `source` and appends its error to `losses`.
+    """Register hooks: the attention reads `source`, the teacher's input, and appends its error to the teacher's output.
 
-    Args:
-        source: the input of the teacher's attention, (B, T, E).
-        target: its output, (B, T, E).
+    Both are (B, T, E).
     """
 
     def feed(attention: nn.Module, arguments: tuple) -> tuple:
@@ -343,12 +331,9 @@ class PredictionSums(torch.autograd.Function):
 def parts(
     tensors: tuple[torch.Tensor, ...], head: nn.Module, rows: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield both models' logits (n, V), in at least float32, and the targets (n,) of `rows` tokens at a time.
+    """Yield both models' logits (n, V), in at least float32, and the targets (n,), of n = `rows` tokens at a time.
 
-    Args:
-        tensors: the student's logits, the teacher's states, and the targets, of all tokens.
-        head: makes the teacher's logits of its states.
-        rows: number of tokens n.
+    `tensors` are the student's logits, the teacher's states, of which `head` makes its logits, and the targets.
     """
     for logits, states, targets in zip(*(x.split(rows) for x in tensors), strict=True):
         dtype = torch.promote_types(logits.dtype, torch.float32)

@@ -134,11 +134,7 @@ def public_recipe(value: Any) -> Any:
 
 
 def load_in_clean_process(folder: Path, prompt: str) -> str:
-    """Load the repository in a process that cannot import the package, and return the text that the model writes.
-
-    Raises:
-        UserError: it does not load there.
-    """
+    """Load the repository in a process that cannot import the package, and return the text that the model writes."""
     with tempfile.TemporaryDirectory() as cache:
         process = subprocess.run(
             [sys.executable, "-I", str(Path(__file__).with_name("sample.py")), str(folder.resolve()), prompt],
@@ -154,14 +150,7 @@ def load_in_clean_process(folder: Path, prompt: str) -> str:
 
 
 def upload(folder: Path, recipe: Recipe, token: str | None) -> str:
-    """Upload the repository and return the address of the commit.
-
-    Args:
-        token: of the Hub; `None` for the one that is saved on this machine.
-
-    Raises:
-        UserError: the upload failed; `folder` is complete.
-    """
+    """Upload the repository, by a token or the one that this machine keeps, and return the address of the commit."""
     api = HfApi(token=token)
     try:
         name = api.create_repo(repository_name(recipe), private=recipe.hub_private_repo, exist_ok=True).repo_id
@@ -183,14 +172,7 @@ def repository_name(recipe: Recipe) -> str:
 
 
 def write_card(folder: Path, recipe: Recipe, config: GQAConfig, split: Split, results: Results) -> None:
-    """Write the `README.md` of a trained model.
-
-    Args:
-        folder: the repository; it exists.
-        config: the model's configuration.
-        split: the text that the model was trained on, and which of it was held out.
-        results: the numbers that were measured in this run.
-    """
+    """Write the `README.md` of a trained model; `split` says which text it was trained on, and what was held out."""
     text = CARD.format(
         title=repository_name(recipe).rpartition("/")[2],
         parameters=results["parameters"] / 1e6,

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 # Files that hold weights.
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "*.gguf")
 # Fields of TrainingArguments that the scripts do not read: refused rather than silently ignored.
+LAST, COUNTED = "the last weights are the result of a pretraining run", "the validation loss counts every token itself"
 UNUSED = {
     "resume_from_checkpoint": "use --resume",
     "do_train": "this script always trains",
@@ -53,24 +54,16 @@ UNUSED = {
     "do_predict": "this script does not predict",
     "hub_strategy": "the script uploads the finished repository once, at the end",
     "include_num_input_tokens_seen": "tokens are always counted",
-    "load_best_model_at_end": "the last weights are the result of a pretraining run",
     "dataloader_drop_last": "it would drop validation text as well",
     "auto_find_batch_size": "it would change the run's arithmetic",
     "save_only_model": "--resume needs all of a checkpoint",
     "ignore_data_skip": "a resumed run would train on the same text again",
-    "metric_for_best_model": "the last weights are the result of a pretraining run",
-    "greater_is_better": "the last weights are the result of a pretraining run",
-    "prediction_loss_only": "the validation loss is counted from the predictions",
-    "batch_eval_metrics": "the validation loss is counted over all batches",
-    "include_for_metrics": "the validation loss needs no further inputs",
-    "eval_do_concat_batches": "the validation loss is counted over all batches",
-    "eval_use_gather_object": "the validation loss is made of tensors",
-    "bf16_full_eval": "it would round the weights that are saved at the end",
-    "fp16_full_eval": "it would round the weights that are saved at the end",
-    "label_names": "labels are made by this script",
     "remove_unused_columns": "the script makes the columns, and needs all of them",
-    "length_column_name": "all blocks have one length",
-    "train_sampling_strategy": "all blocks have one length, and are drawn at random",
+    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), LAST),
+    **dict.fromkeys(("prediction_loss_only", "batch_eval_metrics", "include_for_metrics"), COUNTED),
+    **dict.fromkeys(("eval_do_concat_batches", "eval_use_gather_object", "label_names"), COUNTED),
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "it would round the weights that are saved at the end"),
+    **dict.fromkeys(("length_column_name", "train_sampling_strategy"), "all sequences have one length"),
 }
 # What may differ between a run and its resumption: none of it changes the weights.
 FREE_ON_RESUME = {
@@ -135,9 +128,6 @@ class Recipe(ModelOptions, RunningOptions, TextOptions, TrainOptions, RunOptions
 
     def check_options(self) -> None:
         """Raise `ValueError` for options that exclude each other or need what this machine lacks."""
-        name = self.output_dir or ""
-        if not name.isprintable() or any(len(part.encode()) > 255 for part in Path(name).parts):
-            raise ValueError(f"output_dir is {ascii(name)[:100]}; a name must be printable and of at most 255 bytes")
         if self.max_steps <= 0 and not self.num_train_epochs > 0:
             raise ValueError(f"num_train_epochs is {self.num_train_epochs} and max_steps is not given; set one of them")
         if self.save_strategy == "best":
@@ -237,7 +227,7 @@ def recipe_class(script: str) -> type[Any]:
 def load_recipe(
     argv: list[str], recipe_class: type[Any] = Recipe, prog: str | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """Parse a script's arguments.
+    """Read a recipe, and the options that replace its values.
 
     Args:
         argv: a recipe's name or path, and options.
@@ -277,15 +267,7 @@ def as_object(name: str, value: dict | str | None) -> dict[str, Any]:
 
 
 def as_arguments(options: dict[str, Any]) -> list[str]:
-    """Return options of pretraining as arguments.
-
-    Example:
-        ```python
-        from modeling_gqa.training.recipe import as_arguments
-
-        assert as_arguments({"max_steps": 5, "data_files": ["a", "b"]}) == ["--max_steps=5", "--data_files", "a", "b"]
-        ```
-    """
+    """Return options as arguments, such as `["--max_steps=5", "--data_files", "a", "b"]`."""
     arguments: list[str] = []
     for name, value in options.items():
         if isinstance(value, list):
@@ -339,8 +321,7 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     """Build the model's configuration from the recipe's preset and overrides.
 
     Raises:
-        UserError: no such preset, an unknown field in the overrides, a value that the model refuses, or blocks that
-            are longer than the model's positions.
+        UserError: no such preset, an unknown field, a value that the model refuses, or too few positions.
     """
     path = preset_folder(recipe.preset) / "config.json"
     if not recipe.preset or not path.is_file():

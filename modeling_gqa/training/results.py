@@ -14,40 +14,9 @@ TIMING = ("training_seconds", "sealing_seconds", "tokens_per_second", "mfu")
 
 
 class Results(TypedDict, total=False):
-    """The numbers of a finished run; a field that was not measured is left out.
+    """The numbers of a finished run, which docs/pretraining.md explains; a field that was not measured is left out.
 
-    Losses and KL divergences are means over every predicted token of the validation blocks, in nats per token; a
-    perplexity is the exponential of such a loss.
-
-    Attributes:
-        format_version: 1.
-        validation_loss: next-token loss of the trained model, in nats per token.
-        validation_perplexity: its exponential.
-        validation_blocks: number of sequences of `sequence_length` tokens that were measured on.
-        steps: number of optimizer steps.
-        tokens_seen: number of tokens trained on, of all processes and all resumptions.
-        tokens_per_step: number of tokens in one optimizer step.
-        training_seconds: seconds of training that led to the result, of all sessions. A resumed run adds those up to
-            its checkpoint; one that trains nothing keeps the earlier timings.
-        tokens_per_second: training speed of all processes together in the last session, without evaluation, saving and
-            the first step.
-        mfu: model FLOPs utilisation, a fraction of the rate of the fastest matrix product on the same devices.
-        initial_validation_loss: uptraining: the student's loss before training, in nats per token.
-        initial_validation_perplexity: its exponential.
-        teacher_validation_loss: uptraining: the teacher's loss, in nats per token.
-        teacher_validation_perplexity: its exponential.
-        kl: uptraining: KL(teacher || student) after training, in nats per token.
-        initial_kl: the same before training.
-        result_step: uptraining: the step whose weights are the result, where the last weights were worse than those
-            before training; 0 for the student as it was. The losses and `kl` are those of this step.
-        last_kl: uptraining: KL after the last step, where its weights are not the result.
-        last_validation_loss: the same for the loss, where no KL is trained on.
-        gap_closed: uptraining: fraction of the perplexity between teacher and student that training removed.
-        parameters: number of parameters.
-        cache_bytes_per_token: bytes that the whole model caches for a token, in float32.
-        processes: number of processes that trained.
-        sealing_seconds: seconds of the last session that went into writing checkpoints to disk and hashing them.
-        bigram_loss: loss of an interpolated bigram model on the same tokens, in nats per token.
+    Losses and KL divergences are means over every predicted token of the validation sequences, in nats per token.
     """
 
     format_version: int
@@ -122,23 +91,6 @@ def bigram_loss(train: PackedBlocks, validation: PackedBlocks, vocab_size: int) 
     The weight is Witten and Bell's, w = n / (n + k types), with n the count of a and types the number of different
     tokens seen after it. k is the one of six values with the smallest loss on the validation text. Every count in p(b)
     is larger by one.
-
-    Args:
-        train: the sequences to count in.
-        validation: the sequences to measure on.
-        vocab_size: number of tokens in the vocabulary.
-
-    Example:
-        ```python
-        import numpy as np
-
-        from modeling_gqa.training.results import bigram_loss
-        from modeling_gqa.data.blocks import PackedBlocks
-
-        ids, positions = np.tile([0, 1], (4, 4)), np.tile(np.arange(8), (4, 1))  # (blocks, L)
-        blocks = PackedBlocks(np.stack([ids, positions], axis=1))
-        assert bigram_loss(blocks, blocks, vocab_size=2) < 0.1  # 0 and 1 in turn are easy to predict
-        ```
     """
     previous, following = token_pairs(train)
     unigram = np.bincount(following, minlength=vocab_size) + 1.0

@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from modeling_gqa_cli.errors import UserError
 
-from .. import GQAConfig
 from ..common.console import Interrupted, failed_to_write, is_main, say
 from ..common.files import is_in
 from ..data.blocks import PackedBlocks, load_blocks, write_blocks
@@ -128,7 +127,7 @@ def announce(run: OpenRun, recipe: Recipe, model: PreTrainedModel) -> None:
         say(where or "No checkpoint had been saved yet: starting from step 0")
 
 
-def describe_attention(config: GQAConfig) -> str:
+def describe_attention(config: Any) -> str:
     """Return for instance `gqa (8 query heads, 2 key/value heads)`; of a mixed model the kinds, layer by layer."""
     layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
     if len({layer.attention_kind for layer in layers}) > 1:
@@ -187,11 +186,7 @@ class RunSetup:
     fingerprints: dict[str, str]
 
     def begin(self) -> None:
-        """Write recipe, tokenizer and tokens, and only then delete what an earlier run wrote in the folder.
-
-        Raises:
-            UserError: the folder holds files of the user's, or a run and the recipe does not say `overwrite`.
-        """
+        """Write recipe, tokenizer and tokens, and only then delete what an earlier run wrote in the folder."""
         folder = self.folder
         folder.refuse_foreign()
         if folder.holds_run and not self.recipe.overwrite:
@@ -253,11 +248,7 @@ class RunSetup:
         return checkpoint, mark
 
     def restore_tokens(self) -> None:
-        """Check the run's tokens and tokenizer, and make missing ones again.
-
-        Raises:
-            UserError: tokens are missing or damaged, and the text gives other ones.
-        """
+        """Check the run's tokens and tokenizer, and make missing or damaged ones again: they must come out the same."""
         folder, files = self.folder, self.folder.manifest.files
         tokens = ["data/validation.npy", *(() if self.recipe.streaming else ("data/train.npy",))]
         needed = [folder.path / name for name in (*tokens, "tokenizer/tokenizer_config.json")]
@@ -310,12 +301,7 @@ def fingerprint(model: str) -> str:
 
 
 def save_recipe(folder: Path, values: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Write `recipe.yaml` and `model.json`: every option of a run, and the model's configuration.
-
-    Args:
-        folder: an existing folder.
-        values: what `load_recipe` returns beside the recipe; tokens of the Hub are left out.
-    """
+    """Write `recipe.yaml` and `model.json`: every option of a run but tokens of the Hub, and the configuration."""
     kept = {name: value for name, value in values.items() if name not in ("hub_token", "local_rank")}
     (folder / SAVED_RECIPE).write_text(yaml.safe_dump(kept), encoding="utf-8")
     (folder / SAVED_MODEL).write_text(config.to_json_string(use_diff=False), encoding="utf-8")

@@ -65,13 +65,7 @@ class CompareRecipe(CompareOptions):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model of a comparison.
-
-    Args:
-        name: by which it is shown.
-        overrides: fields in which it differs from the preset, those that match it included.
-        config: its configuration.
-    """
+    """A model of a comparison; `overrides` are fields in which it differs from the preset."""
 
     name: str
     overrides: dict[str, Any]
@@ -187,7 +181,7 @@ def usual_kinds(config: GQAConfig, match: str) -> dict[str, dict[str, Any]]:
         return {"attention_kind": "mla", "kv_lora_rank": numbers - rotary, "qk_rope_head_dim": rotary}
 
     grouped = {"attention_kind": "gqa", "num_key_value_heads": heads // 4}
-    kinds = {
+    kinds: dict[str, dict[str, Any]] = {
         "mha": {"attention_kind": "mha"},
         "gqa-half": {"attention_kind": "gqa", "num_key_value_heads": heads // 2},
         "gqa-quarter": grouped,

@@ -23,13 +23,7 @@ EXTENSIONS = 4  # rates beyond either edge of those that are asked for, at most
 
 @dataclass(frozen=True)
 class Trial:
-    """A pretraining run of a comparison.
-
-    Args:
-        candidate: name of the model.
-        learning_rate: its peak.
-        seed: of weights and of the order of the text.
-    """
+    """A pretraining run of the model named `candidate`; the seed is that of weights and of the order of the text."""
 
     candidate: str
     learning_rate: float
@@ -46,11 +40,9 @@ class Plan:
     """What is known of one model, and what is not.
 
     Args:
-        candidate: name of the model.
-        sweep: validation losses of the first seed by rate, of the runs that have ended; nan for those that failed, inf
-            for those that diverged.
+        sweep: validation losses of the first seed by rate, of the runs that have ended.
         rate: the best one; `None` while the sweep goes on, and where all of its runs failed.
-        seeds: the same at the best rate, by seed.
+        seeds: validation losses at the best rate, by seed.
         needed: runs that have not ended.
     """
 
@@ -62,13 +54,11 @@ class Plan:
 
 
 def plan(candidate: str, recipe: CompareRecipe, ended: Mapping[str, float]) -> Plan:
-    """Return what is known of a model, and the runs that it still needs.
+    """Return what is known of the model named `candidate`, and the runs that it still needs.
 
     Args:
-        candidate: name of the model.
-        recipe: of the comparison.
-        ended: validation loss by name of the run, of all that have ended; nan for those that failed, inf for those
-            that diverged.
+        ended: validation loss by name of the run, of all that have ended; nan of those that failed, inf of those that
+            diverged.
     """
     rates: Sequence[float] = recipe.learning_rates
     tried = list(rates)
@@ -91,13 +81,7 @@ def plan(candidate: str, recipe: CompareRecipe, ended: Mapping[str, float]) -> P
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison as its recipe says.
-
-    Args:
-        recipe: of the comparison.
-        pretraining: the recipe of its runs, with the options that all of them have.
-        candidates: the models.
-    """
+    """A comparison: its recipe, that of its runs with the options that all of them have, and the models."""
 
     recipe: CompareRecipe
     pretraining: Recipe
@@ -165,19 +149,11 @@ class Comparison:
 
 
 def further_rate(losses: Mapping[float, float], rates: Sequence[float]) -> float | None:
-    """Return the rate that a sweep still needs where its best is an edge; `None` where it needs none.
+    """Return the rate that a sweep still needs where its best is an edge, one step beyond; `None` where it needs none.
 
     Args:
         losses: by rate; nan or inf where a run failed or diverged.
-        rates: those that were asked for, rising; the new rate continues their last, or first, step.
-
-    Example:
-        ```python
-        from modeling_gqa.training.comparison.plan import further_rate
-
-        assert further_rate({1e-3: 3.0, 2e-3: 2.0, 4e-3: 1.0}, [1e-3, 2e-3, 4e-3]) == 8e-3
-        assert further_rate({1e-3: 3.0, 2e-3: 2.0, 4e-3: 2.5}, [1e-3, 2e-3, 4e-3]) is None
-        ```
+        rates: those that were asked for, rising.
     """
     best, tried = lowest(losses), sorted(losses)
     if best is None:
@@ -193,14 +169,6 @@ def best_rate(losses: Mapping[float, float]) -> float | None:
     """Return the vertex of the parabola through the best rate and its neighbours, over the logarithm of the rate.
 
     It is the best rate itself where a neighbour is missing or diverged, and `None` where all diverged.
-
-    Example:
-        ```python
-        from modeling_gqa.training.comparison.plan import best_rate
-
-        assert best_rate({1e-3: 2.0, 2e-3: 1.0, 4e-3: 2.0}) == 2e-3
-        assert best_rate({1e-3: 2.0, 2e-3: 1.0, 4e-3: float("nan")}) == 2e-3
-        ```
     """
     best, tried = lowest(losses), sorted(losses)
     if best is None:

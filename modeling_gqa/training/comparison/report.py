@@ -81,12 +81,7 @@ def write_outcome(comparison: Comparison, runs: Runs) -> None:
 
 
 def report(recipe: CompareRecipe, outcome: Outcome, measured: str, failures: Mapping[str, str]) -> str:
-    """Return the report in Markdown.
-
-    Args:
-        measured: a sentence that says where speeds were measured.
-        failures: last words of runs that failed, by name.
-    """
+    """Return the report in Markdown; `measured` says where speeds were measured, `failures` what failed, by run."""
     text = TEXT.format(
         verdict=verdict(outcome),
         matched=MATCHED[recipe.match],
@@ -178,13 +173,7 @@ def curves(comparison: Comparison, outcome: Outcome) -> dict[str, Points]:
 
 
 def plot_comparison(outcome: Outcome, curves: Mapping[str, Points], folder: Path) -> None:
-    """Write the four pictures of a comparison.
-
-    Args:
-        outcome: what was found.
-        curves: tokens trained on and training loss of a run at the best rate, by name of the model.
-        folder: where the pictures go.
-    """
+    """Write the four pictures of a comparison; `curves` are those of training, by name of the model."""
     entries = outcome.entries
     rates = {entry.name: [(x, y) for x, y in entry.sweep.items() if isfinite(y)] for entry in entries}
     decoding = {entry.name: list(entry.speed.decode_milliseconds.items()) for entry in entries}
