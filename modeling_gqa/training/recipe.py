@@ -128,6 +128,9 @@ class Recipe(ModelOptions, RunningOptions, TextOptions, TrainOptions, RunOptions
 
     def check_options(self) -> None:
         """Raise `ValueError` for options that exclude each other or need what this machine lacks."""
+        name = self.output_dir or ""
+        if not name.isprintable() or any(len(part.encode()) > 255 for part in Path(name).parts):
+            raise ValueError(f"output_dir is {ascii(name)[:100]}; a name must be printable and of at most 255 bytes")
         if self.max_steps <= 0 and not self.num_train_epochs > 0:
             raise ValueError(f"num_train_epochs is {self.num_train_epochs} and max_steps is not given; set one of them")
         if self.save_strategy == "best":

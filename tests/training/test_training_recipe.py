@@ -12,7 +12,7 @@ from modeling_gqa.common.errors import UserError
 from modeling_gqa.training import recipe as recipes
 from modeling_gqa.training.recipe import load_config, load_recipe, trackers_in
 from modeling_gqa.training.run_setup import compare_recipes, save_recipe
-from modeling_gqa_cli.recipes import CONFIGURATION, preset_names, recipe_names
+from modeling_gqa_cli.recipes import CONFIGURATION, preset_names
 
 
 @pytest.fixture
@@ -73,12 +73,6 @@ def test_liger_is_refused_where_it_would_change_nothing(write, installed, messag
         load_recipe([write(use_liger_kernel=True, use_cpu=True)])
 
 
-@pytest.mark.parametrize("argv", [["configuration/recipes/quickstar.yaml"], []])
-def test_recipe_is_suggested(argv):
-    with pytest.raises(UserError, match="quickstart"):
-        load_recipe(argv)
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -99,15 +93,6 @@ def test_both_names_of_checkpointing(write, name):
     for values, options in (({name: True}, []), ({}, [f"--{name}=true"]), ({}, [f"--{name}"])):
         recipe, _ = load_recipe([write(**values), *options])
         assert recipe.gradient_checkpointing is True
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_recipe_in_the_repository(name, tmp_path):
-    path = CONFIGURATION / "recipes" / f"{name}.yaml"
-    # A CPU has no need of a GPU's precision to read the rest.
-    recipe, _ = load_recipe([str(path), "--output_dir", str(tmp_path), "--bf16=false", "--torch_compile=false"])
-    assert recipe.preset in preset_names()
-    assert recipe.sequence_length <= load_config(recipe).max_position_embeddings
 
 
 @pytest.mark.parametrize("name", preset_names())
