@@ -33,7 +33,8 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         yield "qk_norm=True: the latent is taken from normed keys and from values, which no class computes"
         return
     if config.is_heterogeneous:
-        differing = [name for name in PER_LAYER_FIELDS if len({repr(getattr(layer, name)) for layer in layers}) > 1]
+        first, *rest = layers
+        differing = [n for n in PER_LAYER_FIELDS if any(getattr(x, n) != getattr(first, n) for x in rest)]
         yield f"its layers differ in {', '.join(differing)} (per_layer_config), and these classes have equal layers"
         return
     attention = EXPORT_FAMILIES[family]

@@ -18,10 +18,9 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_gqa_cli.errors import UserError
 
+from ..common.batches import Batch
 from .reading import find_files, read_documents
 
-# Model inputs by name; "input_ids" (B, T) is always there.
-Batch = dict[str, torch.Tensor]
 SHUFFLE_WINDOW = 1000  # rows of one file that are shuffled at a time
 PACKED_AT_ONCE = 2**16  # tokens
 CHARACTERS_PER_TOKEN = 4  # roughly; it only sets the length of a section
