@@ -36,7 +36,7 @@ import torch
 from transformers import AutoTokenizer
 
 from modeling_gqa.conversion import load_source
-from modeling_gqa.training.trainer.pretraining import NonFiniteLoss
+from modeling_gqa.training.trainer import NonFiniteLoss
 from training.uptrain import uptrain
 
 from .measure import describe_machine

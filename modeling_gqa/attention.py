@@ -164,9 +164,15 @@ class Attention(nn.Module):
         raise NotImplementedError
 
     @staticmethod
-    def cache_sizes(layer: GQAConfig) -> tuple[int, int]:
-        """Numbers that one token adds to a layer's cached keys and to its cached values."""
+    def cache_shapes(layer: GQAConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Heads and their size of the keys, and of the values, that a layer caches."""
         raise NotImplementedError
+
+    @classmethod
+    def cache_sizes(cls, layer: GQAConfig) -> tuple[int, int]:
+        """Numbers that one token adds to a layer's cached keys and to its cached values."""
+        (heads, size), (value_heads, value_size) = cls.cache_shapes(layer)
+        return heads * size, value_heads * value_size
 
     @classmethod
     def multiplications(cls, layer: GQAConfig, queries: int, keys: int, absorbed: bool = False) -> int:
@@ -255,9 +261,9 @@ class GroupedAttention(Attention):
         return 2 * layer.hidden_size * (query_size + key_value_size), biases + norms
 
     @staticmethod
-    def cache_sizes(layer: GQAConfig) -> tuple[int, int]:
-        """Numbers that one token adds to the cache's keys and to its values: G D each."""
-        return (layer.num_key_value_heads * layer.head_dim,) * 2
+    def cache_shapes(layer: GQAConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Heads and their size of the keys, and of the values, that a layer caches: G and D of both."""
+        return ((layer.num_key_value_heads, layer.head_dim),) * 2
 
     @classmethod
     def multiplications(cls, layer: GQAConfig, queries: int, keys: int, absorbed: bool = False) -> int:

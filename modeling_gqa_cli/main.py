@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         if command.groups:
             imported("modeling_gqa.common.console", "quiet")()
     run(**values)
-    sys.exit()
+    sys.exit(0)
 
 
 def run_script(
@@ -167,7 +167,7 @@ def run_script(
             stop(missing_package(error) or str(error))
     with user_errors(argv=argv):
         script(argv, prog)
-    sys.exit()
+    sys.exit(0)
 
 
 @contextmanager

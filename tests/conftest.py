@@ -5,11 +5,13 @@ import os
 import random
 import secrets
 import signal
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Set here, before pytest-xdist starts its processes, so that all of them draw from the one that is printed.
-os.environ.setdefault("FAULTS_SEED", str(secrets.randbits(32)))
+# `make faults` draws anew. Set here, before pytest-xdist starts its processes, so that all draw from the one printed.
+DRAWS_ANEW = "RANDOM_DRAWS" in os.environ
+os.environ.setdefault("FAULTS_SEED", str(secrets.randbits(32)) if DRAWS_ANEW else "0")
 
 import pytest
 import torch
@@ -23,10 +25,19 @@ torch.set_num_threads(1)
 # After a fork PyTorch makes its pool of threads anew at this call, and fails where several threads come to it at once.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
-# `make faults` sets more. In CI hypothesis would take the same examples every time.
 FAULTS_ROUNDS = int(os.environ.setdefault("FAULTS_ROUNDS", "1"))
-settings.register_profile("tests", derandomize=False, deadline=None, print_blob=True)
+settings.register_profile("tests", derandomize=not DRAWS_ANEW, deadline=None, print_blob=True)
 settings.load_profile("tests")
+
+# The groups of tests that `make test` leaves out, by folder or file; single tests of other files are marked there.
+GROUPS = {
+    "training": "training/test_pretrain training/test_commands training/test_uptrain training/test_distributed "
+    "training/test_compare training/test_study",
+    "docs": "test_docs test_examples test_notebooks test_benchmarks",
+    "processes": "test_serve conversion/test_device",
+    "ranks": "ranks/",
+    "faults": "faults/",
+}
 
 # Reasons for which a test may be skipped; any other skip fails.
 PERMITTED_SKIPS = {
@@ -48,7 +59,12 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of the real model first: they take minutes, and at the end one process would run them alone."""
+    """Mark the groups. Put the tests of the real model first: at the end one process would run them alone."""
+    for item in items:
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
+        for group, places in GROUPS.items():
+            if path.startswith(tuple(places.split())):
+                item.add_marker(group)
     items.sort(key=lambda item: item.get_closest_marker("real") is None)
 
 
@@ -58,7 +74,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(params=range(FAULTS_ROUNDS), ids=lambda number: f"round{number}")
 def draw(request) -> random.Random:
-    """Random draws of a test of faults: others in every run, the same again under the same `FAULTS_SEED`."""
+    """Random draws of a test of faults: the same under the same `FAULTS_SEED`, of which `make faults` draws one."""
     return random.Random(f"{os.environ['FAULTS_SEED']} {request.node.nodeid}")
 
 

@@ -25,7 +25,7 @@ from benchmarks import (
     training,
 )
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.training.publish import repository
+from modeling_gqa.training import publish
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
@@ -290,7 +290,7 @@ def heal(small_llama, monkeypatch):
     tokenizer.chat_template = "{% for message in messages %}7 8 {{ message['content'] }} 9{% endfor %}"
     tokenizer.eos_token = "100"  # which no text holds
     tokenizer.save_pretrained(folder)
-    monkeypatch.setattr(repository, "load_as_stranger", lambda folder, prompt: "a sample")
+    monkeypatch.setattr(publish, "load_in_clean_process", lambda folder, prompt: "a sample")
     monkeypatch.setattr(healing, "ANSWER_TOKENS", 5)
     sizes = {"calibration": 256, "evaluation": 128, "sweep": 128}
     command = [str(folder), f"--text={small_llama / 'text'}", f"--work={small_llama / 'work'}", "--targets", "mla-1/4"]

@@ -140,6 +140,7 @@ def test_wrong_usage_is_one_line(arguments, said):
     assert said in result.stderr and result.stdout == ""
 
 
+@pytest.mark.processes
 def test_help_version_and_wrong_usage_need_no_torch():
     code = """if True:
     import sys
@@ -157,6 +158,7 @@ def test_help_version_and_wrong_usage_need_no_torch():
     assert f"modeling-gqa {modeling_gqa.__version__}" in process.stdout
 
 
+@pytest.mark.processes
 def test_ctrl_c_while_it_starts_is_one_line():
     """Importing torch takes seconds; who presses Ctrl-C meanwhile sees no traceback."""
     code = "import os, signal, sys, modeling_gqa_cli.main as start\n"
@@ -776,6 +778,7 @@ def test_force_replaces_the_whole_target(checkpoints, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.processes
 def test_a_process_of_its_own(checkpoints, tmp_path):
     """stderr is the one line and nothing else, apart from what the libraries say when they are imported."""
     process = subprocess.run(
@@ -796,6 +799,7 @@ MISSING = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("case", MISSING)
 def test_a_missing_package_is_named_with_the_extra_that_installs_it(case, checkpoints, tmp_path):
     """Without the extra `conversion` a command is refused in one line, and nothing is written.
@@ -821,6 +825,7 @@ main()"""
     assert process.returncode == 1 and not (tmp_path / "out").exists() and "Traceback" not in process.stderr
 
 
+@pytest.mark.processes
 def test_conversion_is_imported_without_what_only_extras_install():
     """`filelock` is not blocked: torch, transformers and huggingface_hub need it themselves."""
     code = "import sys; sys.modules.update(dict.fromkeys(['rich', 'datasets', 'pyarrow'], None))"

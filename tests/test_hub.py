@@ -132,6 +132,7 @@ def check(name, source, **arguments):
 """
 
 
+@pytest.mark.processes
 def test_a_configuration_saved_alone_brings_all_code(workplace):
     """Tensors that a tool copies beside it make a repository; so does a configuration that was loaded from one."""
     folder = workplace / "copied"
@@ -148,6 +149,7 @@ print(json.dumps("saved"))
     assert_complete(workplace / "configuration")
 
 
+@pytest.mark.processes
 def test_loads_and_saves_where_the_package_is_missing(workplace):
     for name in MODELS:
         assert_complete(workplace / "models" / name)
@@ -179,6 +181,7 @@ print(len(NAMES))
     assert run_python(f"NAMES = {names}\n{LOAD}{code}", fresh) == len(names)
 
 
+@pytest.mark.processes
 def test_heads_load_where_the_package_is_missing(workplace):
     code = """
 tensors = AutoModelForCausalLM.from_pretrained("models/mixed", trust_remote_code=True).state_dict()
@@ -203,6 +206,7 @@ print(json.dumps(names))
         assert_complete(workplace / "heads" / auto_class)
 
 
+@pytest.mark.processes
 def test_trainer_resumes_where_the_package_is_missing(workplace):
     code = """
 from transformers import Trainer, TrainingArguments, set_seed
@@ -242,6 +246,7 @@ print(json.dumps({"module": type(stored).__module__, "dropout": stored.config.at
     assert result["smoothed"] == pytest.approx(smoothed_loss(stored, rows), rel=1e-5)
 
 
+@pytest.mark.processes
 def test_installed_package_and_remote_code_save_each_other(workplace):
     code = """
 import modeling_gqa

@@ -132,6 +132,7 @@ def loaded(models) -> dict:
     return run_python(f"MISSING = {MISSING}\nNAMES = {NAMES}\n{CODE}", models[0])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("label", MISSING)
 def test_a_saved_model_generates_where_an_internal_is_missing(label, loaded, models):
     missing, times = MISSING[label]
@@ -145,6 +146,7 @@ def test_a_saved_model_generates_where_an_internal_is_missing(label, loaded, mod
             assert missing[0].rsplit(".", 1)[1] in said[0]
 
 
+@pytest.mark.processes
 def test_models_whose_layers_are_alike_need_no_configurations_by_layer(models):
     """In a release without `per_layer_config`, they load and generate; a mixed model says that it cannot."""
     code = """

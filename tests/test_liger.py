@@ -169,6 +169,7 @@ def compare_with_liger(folder: str) -> None:
     print(json.dumps(found))
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not INSTALLED, reason="needs liger-kernel and triton")
 def test_liger_computes_what_our_layers_compute(tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

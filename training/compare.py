@@ -32,25 +32,25 @@ def compare(argv: list[str], prog: str | None = None) -> None:
         ```
     """
     # Imported here, and not by the file: help and wrong usage are then answered at once.
-    from modeling_gqa.training.comparison.candidates import candidates_of, pretraining_of, sizes_table
-    from modeling_gqa.training.comparison.folder import FREE, REPORT, write_outcome, write_tokenizer
-    from modeling_gqa.training.comparison.plan import Comparison
-    from modeling_gqa.training.comparison.recipe import CompareRecipe
-    from modeling_gqa.training.comparison.words import MATCHED, planned
-    from modeling_gqa.training.console import say
+    from modeling_gqa.common.console import say
+    from modeling_gqa.training.comparison.models import MATCHED, CompareRecipe, candidates_of, sizes_table
+    from modeling_gqa.training.comparison.plan import FREE, Comparison
+    from modeling_gqa.training.comparison.report import REPORT, write_outcome
     from modeling_gqa.training.recipe import load_recipe
     from modeling_gqa.training.shared.folder import begin, finish, with_runs
     from modeling_gqa.training.shared.runs import Runs
 
+    # The models, and the runs of each: a sweep of learning rates, then seeds at the best
     recipe, values = load_recipe(argv, CompareRecipe, prog)
-    candidates, pretraining = candidates_of(recipe)
-    say(f"{MATCHED[recipe.match]}:\n\n{sizes_table(candidates, pretraining.sequence_length).to_markdown()}\n")
+    candidates, pretraining, values_of_runs = candidates_of(recipe)
     comparison = Comparison(recipe, pretraining, candidates)
     runs = Runs(comparison.folder, comparison.needed, recipe.jobs, recipe.launcher, comparison.later)
-    say(f"{planned(recipe, pretraining, len(candidates))}\n")
+    say(f"{MATCHED[recipe.match]}\n\n{sizes_table(candidates, pretraining.sequence_length).to_markdown()}\n")
+    say(f"{comparison.planned()}\n")
+
+    # Runs that are left are trained here or by other launches; the last to end writes the report
     with runs.writing():
-        told = with_runs(values, pretraining_of(recipe)[1])
-        begin(runs, "comparison", told, FREE, lambda: write_tokenizer(comparison))
+        begin(runs, "comparison", with_runs(values, values_of_runs), FREE, comparison.write_tokenizer)
         runs.run_all()
         finish(runs, comparison.folder / REPORT, lambda: write_outcome(comparison, runs))
 

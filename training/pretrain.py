@@ -35,23 +35,35 @@ def pretrain(argv: list[str], prog: str | None = None) -> None:
     # Imported here, and not by the file: help and wrong usage are then answered at once.
     from transformers import AutoModelForCausalLM, set_seed
 
-    from modeling_gqa.training.recipe import load_recipe
-    from modeling_gqa.training.recipe.model import check_training, load_config, warn_of_weights
-    from modeling_gqa.training.run import open_run, train
-    from modeling_gqa.training.trainer.pretraining import PretrainTrainer
+    from modeling_gqa.training.recipe import check_training, load_config, load_recipe, warn_of_weights
+    from modeling_gqa.training.run_setup import announce, open_run
+    from modeling_gqa.training.trainer import PretrainTrainer
 
+    # Recipe and model configuration, checked before anything is written
     recipe, values = load_recipe(argv, prog=prog)
     config = load_config(recipe)
     if not recipe.resume:
         warn_of_weights(recipe)
     check_training(recipe, config)
+
+    # Run folder, tokenizer and tokens; of a resumed run its checkpoint
     with open_run(recipe, values, config) as run:
+        # Model
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, getattr(run.tokenizer, name))
+        attention = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
         set_seed(recipe.seed)
-        kwargs = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
-        model = AutoModelForCausalLM.from_config(config, **kwargs)
-        train(PretrainTrainer(model, recipe, **run.for_trainer), run)
+        model = AutoModelForCausalLM.from_config(config, **attention)
+        announce(run, recipe, model)
+
+        # Training
+        trainer = PretrainTrainer(model, recipe, **run.for_trainer)
+        results = trainer.run(run.checkpoint)
+
+        # results.json, and final/: a Hub repository
+        from modeling_gqa.training.publish import save_run
+
+        save_run(trainer, run, results)
 
 
 if __name__ == "__main__":

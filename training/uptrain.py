@@ -37,22 +37,33 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
     # Imported here, and not by the file: help and wrong usage are then answered at once.
     from transformers import set_seed
 
-    from modeling_gqa.training.recipe import load_recipe
-    from modeling_gqa.training.recipe.model import check_length, check_training
-    from modeling_gqa.training.recipe.uptraining import UptrainRecipe
-    from modeling_gqa.training.run import open_run, train
-    from modeling_gqa.training.teacher_student import check_tokenizers, load_pair
-    from modeling_gqa.training.trainer.uptraining import UptrainTrainer
+    from modeling_gqa.training.distillation import check_tokenizers, load_pair
+    from modeling_gqa.training.recipe import check_length, check_training, load_recipe
+    from modeling_gqa.training.run_setup import announce, open_run
+    from modeling_gqa.training.uptrain_recipe import UptrainRecipe
+    from modeling_gqa.training.uptraining import UptrainTrainer
 
+    # Recipe and models, checked before anything is written
     recipe, values = load_recipe(argv, UptrainRecipe, prog)
     student, teacher = load_pair(recipe)
     check_tokenizers(recipe, student.config)
     check_length(recipe, student.config)
     check_training(recipe, student.config)
     recipe.tokenizer = recipe.tokenizer or recipe.student
+
+    # Run folder, tokenizer and tokens; of a resumed run its checkpoint
     with open_run(recipe, values, student.config) as run:
+        announce(run, recipe, student)
+
+        # Training
         set_seed(recipe.seed)
-        train(UptrainTrainer(student, recipe, teacher, **run.for_trainer), run)
+        trainer = UptrainTrainer(student, recipe, teacher, **run.for_trainer)
+        results = trainer.run(run.checkpoint)
+
+        # results.json, and final/: a Hub repository
+        from modeling_gqa.training.publish import save_run
+
+        save_run(trainer, run, results)
 
 
 if __name__ == "__main__":

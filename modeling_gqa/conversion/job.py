@@ -17,6 +17,7 @@ import torch
 import transformers
 
 from modeling_gqa_cli.errors import UserError
+from modeling_gqa_vllm.kernels import FAST_SIZES
 
 from .. import __version__
 from ..checkpoints.aside import check_target, refuse_overlap, written_aside
@@ -25,9 +26,7 @@ from ..checkpoints.writing import write_model
 from ..common.batches import Batch
 from ..common.progress import ShowProgress
 from ..configuration_gqa import GQAConfig
-from ..costs import cache_bytes_per_token, count_parameters
-from ..costs.kernels import FAST_SIZES
-from ..costs.layers import as_model
+from ..costs import CostedModel, cache_bytes_per_token, count_parameters
 from ..data.packing import read_batches
 from ..modeling_gqa import GQAForCausalLM
 from .calibration import IN_MEMORY
@@ -308,7 +307,7 @@ def count_memory(source: GQAConfig, target: GQAConfig, dtype: torch.dtype, rows:
 
     `rows` and `length` are those of a batch of text in sequences and tokens; 0 without text.
     """
-    old, new = ([layer.attention_parameters for layer in as_model(c).layers] for c in (source, target))
+    old, new = ([layer.attention_parameters for layer in CostedModel(c).layers] for c in (source, target))
     changed = changed_layers(source, target)
     work = [
         layer_work(target.per_layer_config[i], old[i], new[i], dtype.itemsize, rows * length, length) for i in changed

@@ -10,12 +10,12 @@ import torch
 
 from modeling_gqa_cli import options as declared
 from modeling_gqa_cli.errors import UsageError, UserError
+from modeling_gqa_vllm.kernels import FAST_SIZES
 
 from ..checkpoints.aside import refuse_overlap
 from ..common.device import usable_device
 from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token
-from ..costs.kernels import FAST_SIZES
 from ..data.reading import find_files
 from .targets import (
     cached_numbers,

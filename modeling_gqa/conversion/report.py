@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from modeling_gqa_vllm.kernels import CPU_HEADS, FAST_SUMS, grouped_kernel, is_mistaken, latent_kernels
+
 from ..common import cards
 from ..common.results import write_json
 from ..common.tables import Table, cached, runs, share
 from ..configuration_gqa import GQAConfig
-from ..costs.kernels import CPU_HEADS, FAST_SUMS, grouped_kernel, is_mistaken, latent_kernels
-from ..costs.layers import as_model
+from ..costs import CostedModel
 from .targets import describe
 
 REPORT_NAME = "conversion.json"
@@ -75,7 +76,7 @@ RUNS = "transformers 5.17 or newer, below 6, with or without `modeling_gqa` inst
 
 def vllm_kernels(config: GQAConfig) -> list[str]:
     """Return a line for each run of equal layers: which of vLLM's kernels run it on GPUs, and whether a CPU does."""
-    layers = as_model(config).layers
+    layers = CostedModel(config).layers
     lines = [f"vLLM, layers {where}: {how}." for where, how in runs(map(layer_kernels, layers))]
     return [*lines, NEEDED] if any(layer.config.attention_kind == "mla" for layer in layers) else lines
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from ..common.errors import UserError
-from ..training.recipe.pretraining import Recipe
+from ..training.recipe import Recipe
 from .packing import TextEncoder, pack
 from .source import recipe_errors
 from .split import SPLIT_RECORD, Split

@@ -16,7 +16,7 @@ from pathlib import Path
 from modeling_gqa_cli.recipes import public_name
 
 from ..common.errors import UserError, one_line
-from ..training.recipe.pretraining import Recipe
+from ..training.recipe import Recipe
 from .reading import Document, Files, find_files, read_documents, row_text
 
 # Tests repeat themselves, installed packages have other licences, and lib2to3's test data is broken on purpose.

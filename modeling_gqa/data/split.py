@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..common.errors import UserError
-from ..training.recipe.pretraining import Recipe
+from ..training.recipe import Recipe
 from .reading import Document
 from .source import Source, recipe_errors
 

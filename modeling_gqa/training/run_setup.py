@@ -1,41 +1,174 @@
-"""How a run begins, and how it is resumed.
-
-A new run writes its recipe, its tokenizer and its tokens. A resumed one checks them and finds its checkpoint.
-"""
+"""How a run begins: its folder is opened, its text tokenized; or its checkpoint found, and what it reads checked."""
 
 import glob
+import json
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import yaml
 from huggingface_hub import get_token
-from transformers import PreTrainedConfig
+from torch.utils.data import Dataset
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..checkpoints.files import local_folder
-from ..common.errors import UserError
+from modeling_gqa_cli.errors import UserError
+
+from ..common.console import Interrupted, failed_to_write, is_main, say
 from ..common.files import is_in
-from ..data.blocks import write_blocks
-from ..data.source import Source
-from ..data.split import split_source
+from ..data.blocks import PackedBlocks, load_blocks, write_blocks
+from ..data.source import Source, open_source
+from ..data.split import load_split, split_source
+from ..data.stream import CheckedStream, StreamedBlocks
 from ..data.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
-from .console import say
-from .folder.checkpoint import find_resumable
-from .folder.listing import describe, read_object
+from .folder.checkpoint import find_resumable, what_is_kept
+from .folder.listing import describe
 from .folder.manifest import SAVED_MODEL, SAVED_RECIPE, checkpoints
 from .folder.run_folder import RunFolder
-from .recipe.pretraining import Recipe
-from .recipe.saved import compare_recipes, save_recipe
+from .recipe import FREE_ON_RESUME, Recipe, trackers_in
 
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """What a run begins with, on the main process.
+class OpenRun:
+    """What a script trains on, where, and from which checkpoint.
+
+    Attributes:
+        source: the text.
+        folder: the open folder, of the main process; other processes have none.
+        checkpoint: the one to continue from; `None` for a start from step 0.
+        seconds_before: seconds of training up to that checkpoint, in all sessions.
+        upload: a Hub token to upload the result with; "" for the one that `hf auth login` has saved; `None` for none.
+    """
+
+    source: Source
+    tokenizer: PreTrainedTokenizerBase
+    train: Dataset
+    validation: PackedBlocks
+    folder: RunFolder | None
+    checkpoint: Path | None
+    seconds_before: float
+    upload: str | None
+
+    @property
+    def for_trainer(self) -> dict[str, Any]:
+        return {
+            "train_dataset": self.train,
+            "eval_dataset": self.validation,
+            "processing_class": self.tokenizer,
+            "folder": self.folder,
+            "seconds_before": self.seconds_before,
+        }
+
+
+@contextmanager
+def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -> Iterator[OpenRun]:
+    """On every process: prepare or reopen the run in `output_dir`, and hold its lock while it is used.
+
+    Args:
+        values: what `load_recipe` returns beside the recipe, before `check_training`.
+        config: the model's configuration.
+
+    Raises:
+        UserError: an error that the user can correct, a full disk and Ctrl-C included.
+    """
+    if recipe.push_to_hub and not (recipe.hub_token or get_token()):
+        raise UserError("push_to_hub needs a Hub token: run `hf auth login` first, or set HF_TOKEN")
+    values["warmup_steps"] = recipe.warmup_steps  # `check_training` may have shortened it
+    # Trainer would upload at every save, and save the token; `save_run` uploads the finished repository.
+    upload = (recipe.hub_token or "") if recipe.push_to_hub else None
+    recipe.push_to_hub, recipe.hub_token = False, None
+    source, output = open_source(recipe), Path(recipe.output_dir)
+    folder = RunFolder(output) if is_main() else None
+    checkpoint: Path | None = None
+    mark: dict[str, Any] = {}
+    try:
+        if folder is not None:
+            check_overlap(recipe)
+            folder.open()
+            fingerprints = {role: fingerprint(name) for role, name in recipe.models().items()}
+            setup = RunSetup(folder, recipe, values, config, source, fingerprints)
+            if recipe.resume:
+                checkpoint, mark = setup.resume()
+            else:
+                setup.begin()
+        if recipe.world_size > 1:
+            checkpoint = from_main_process(checkpoint)
+        with trackers_in(output):
+            text, seconds = load_text(recipe, source, mark), mark.get("training_seconds", 0.0)
+            yield OpenRun(source, *text, folder, checkpoint, seconds, upload)
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted; {what_is_kept(output)}") from None
+    except Exception as error:
+        reason = failed_to_write(error, output)
+        if reason is None:
+            raise
+        raise UserError(f"{reason}; {what_is_kept(output)}") from error
+    finally:
+        if folder is not None:
+            folder.close()
+
+
+def announce(run: OpenRun, recipe: Recipe, model: PreTrainedModel) -> None:
+    """Print the model, the text, the folder, and where training begins."""
+    size = f"{len(run.train):,} sequences" if isinstance(run.train, PackedBlocks) else "a stream of sequences"
+    attention = describe_attention(model.config)
+    say(f"Model   {recipe.model_name}: {model.num_parameters() / 1e6:.2f}M parameters, {attention}")
+    say(f"Text    {run.source.name}; {size} of {recipe.sequence_length} tokens, {len(run.validation):,} for validation")
+    say(f"Run     {recipe.output_dir}, on {recipe.world_size} x {recipe.device.type}")
+    if recipe.resume:
+        where = f"Resuming from {run.checkpoint}" if run.checkpoint else None
+        say(where or "No checkpoint had been saved yet: starting from step 0")
+
+
+def describe_attention(config: Any) -> str:
+    """Return for instance `gqa (8 query heads, 2 key/value heads)`; of a mixed model the kinds, layer by layer."""
+    layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
+    if len({layer.attention_kind for layer in layers}) > 1:
+        return "by layer, " + ", ".join(layer.attention_kind for layer in layers)
+    first = layers[0]
+    if first.attention_kind == "mla":
+        return f"mla ({first.num_attention_heads} query heads, a latent of {first.kv_lora_rank})"
+    return (
+        f"{first.attention_kind} ({first.num_attention_heads} query heads, {first.num_key_value_heads} key/value heads)"
+    )
+
+
+def from_main_process(checkpoint: Path | None) -> Path | None:
+    """Wait until the main process has prepared the run, and return the checkpoint that it has found."""
+    found = [checkpoint]
+    try:
+        torch.distributed.broadcast_object_list(found)
+    except RuntimeError as error:
+        raise UserError("the main process has stopped; it says why") from error
+    return found[0]
+
+
+def load_text(
+    recipe: Recipe, source: Source, mark: dict[str, Any]
+) -> tuple[PreTrainedTokenizerBase, Dataset, PackedBlocks]:
+    """On every process: load the run's tokenizer, and its training and validation blocks."""
+    folder = Path(recipe.output_dir)
+    tokenizer = load_tokenizer(str(folder / "tokenizer"))
+    validation = load_blocks(folder / "data", "validation")
+    if not recipe.streaming:
+        return tokenizer, load_blocks(folder / "data", "train"), validation
+    split = load_split(source, recipe, folder / "data")
+    step = recipe.train_batch_size * recipe.world_size * recipe.gradient_accumulation_steps
+    stream = CheckedStream(StreamedBlocks(split, tokenizer, recipe.sequence_length), kept=8 * step)
+    stream.expected = mark.get("stream")
+    return tokenizer, stream, validation
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """How a run begins or is resumed, on the main process.
 
     Args:
         folder: the open folder of the run.
@@ -53,11 +186,7 @@ class Beginning:
     fingerprints: dict[str, str]
 
     def begin(self) -> None:
-        """Write recipe, tokenizer and tokens, and only then delete what an earlier run wrote in the folder.
-
-        Raises:
-            UserError: the folder holds files of the user's, or a run and the recipe does not say `overwrite`.
-        """
+        """Write recipe, tokenizer and tokens, and only then delete what an earlier run wrote in the folder."""
         folder = self.folder
         folder.refuse_foreign()
         if folder.holds_run and not self.recipe.overwrite:
@@ -110,8 +239,6 @@ class Beginning:
             raise UserError(
                 f"{edited} has changed since it was written, and --resume writes it again: move it away first"
             )
-        if self.recipe.streaming and checkpoint and "stream" not in mark:
-            check_earlier_stream(checkpoint)
         newer = [path.name for path in checkpoints(folder.path)]
         folder.refuse_foreign(newer[newer.index(checkpoint.name) + 1 :] if checkpoint else newer)
         versions = folder.manifest.notes.get("versions", VERSIONS)
@@ -121,32 +248,21 @@ class Beginning:
         return checkpoint, mark
 
     def restore_tokens(self) -> None:
-        """Check the run's tokens and tokenizer, and make missing ones again.
-
-        Raises:
-            UserError: tokens are missing or damaged, and the text gives other ones.
-        """
+        """Check the run's tokens and tokenizer, and make missing or damaged ones again: they must come out the same."""
         folder, files = self.folder, self.folder.manifest.files
         tokens = ["data/validation.npy", *(() if self.recipe.streaming else ("data/train.npy",))]
         needed = [folder.path / name for name in (*tokens, "tokenizer/tokenizer_config.json")]
         missing = next((f"{path} is missing" for path in needed if not path.is_file()), None)
         problem = missing or folder.changed("data", "tokenizer")
         if problem is None:
-            # A run of a version without manifests has them from now on.
-            unknown = [name for name in tokens if files.get(name) is None]
-            files |= {name: describe(folder.path / name) for name in unknown}
-            folder.manifest.save()
             return
-        then = {name: files.get(name) for name in tokens}
-        if None in then.values():
-            raise UserError(f"{problem}, and the run did not note what its tokens were: bring it back")
         say(f"{problem}: making the tokens again")
         with folder.staging() as staged:
             try:
                 self.write_tokens(staged)
             except UserError as error:
                 raise UserError(f"{problem}, and the tokens cannot be made again: {error}") from error
-            if any(describe(staged / name) != entry for name, entry in then.items()):
+            if any(describe(staged / name) != files.get(name) for name in tokens):
                 raise UserError(
                     f"{problem}, and {self.source.name} does not give the tokens that the run was trained on: bring "
                     "back the file, or the text as it was"
@@ -154,18 +270,12 @@ class Beginning:
             folder.place("tokenizer", "data")
 
 
-def check_upload(recipe: Recipe) -> None:
-    """Raise `UserError` where the recipe uploads the result and there is no Hub token."""
-    if recipe.push_to_hub and not (recipe.hub_token or get_token()):
-        raise UserError("push_to_hub needs a Hub token: run `hf auth login` first, or set HF_TOKEN")
-
-
 def check_overlap(recipe: Recipe) -> None:
     """Raise `UserError` where output_dir lies in a folder that the run reads, or that folder in output_dir."""
     output = Path(recipe.output_dir).resolve()
     for what, name in recipe.inputs():
         path = Path(name).expanduser()
-        # A Hub name is no path here; of a pattern, the folder that it searches or the files that it matches are meant.
+        # A Hub name is no path here; a pattern stands for the folder that it searches, or the files that it matches.
         matched = [] if os.path.exists(path) else glob.glob(str(path), recursive=True)
         paths = [Path(found) for found in matched if os.path.isfile(found)] if matched else [path]
         if "**" in path.parts:
@@ -178,22 +288,46 @@ def check_overlap(recipe: Recipe) -> None:
                 )
 
 
-def check_earlier_stream(checkpoint: Path) -> None:
-    """Raise `UserError` for a checkpoint in the second epoch of a stream without hashes.
-
-    Versions that kept no hashes ended each epoch with a smaller batch, which cannot be repeated exactly.
-    """
-    epoch = (read_object(checkpoint / "trainer_state.json") or {}).get("epoch")
-    if isinstance(epoch, int | float) and epoch > 1:
-        raise UserError(
-            f"{checkpoint} was written by an earlier version, which had begun to read its stream again (epoch "
-            f"{epoch:.2f}): training cannot go on from there exactly; start again with --overwrite"
-        )
-    say(f"{checkpoint} was written by an earlier version: whether the stream has changed since is not checked")
-
-
 def fingerprint(model: str) -> str:
     """Return a hash of a model's weights and configuration; `model` is a folder or Hub name."""
+    from ..checkpoints.files import local_folder  # uptraining alone reads models
+
     folder = local_folder(model)
     files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
     return "-".join(describe(path)["sha256"][:16] for path in files)
+
+
+# -- The recipe that a folder keeps
+
+
+def save_recipe(folder: Path, values: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Write `recipe.yaml` and `model.json`: every option of a run but tokens of the Hub, and the configuration."""
+    kept = {name: value for name, value in values.items() if name not in ("hub_token", "local_rank")}
+    (folder / SAVED_RECIPE).write_text(yaml.safe_dump(kept), encoding="utf-8")
+    (folder / SAVED_MODEL).write_text(config.to_json_string(use_diff=False), encoding="utf-8")
+
+
+def compare_recipes(values: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Raise `UserError` where the run in `output_dir` has other options or another model; it names them.
+
+    Options in `FREE_ON_RESUME` may differ.
+    """
+    folder = Path(values["output_dir"])
+    if not (folder / SAVED_RECIPE).is_file() or not (folder / SAVED_MODEL).is_file():
+        raise UserError(f"nothing to resume in {folder}: it holds no {SAVED_RECIPE}")
+    try:
+        saved = dict(yaml.safe_load((folder / SAVED_RECIPE).read_text(encoding="utf-8")))
+        model = dict(json.loads((folder / SAVED_MODEL).read_text(encoding="utf-8")))
+    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        raise UserError(f"{folder / SAVED_RECIPE} or {SAVED_MODEL} is damaged: {error}") from error
+    ours = json.loads(config.to_json_string(use_diff=False))
+    pairs = [(key, saved.get(key, value), value) for key, value in values.items() if key not in FREE_ON_RESUME]
+    pairs += [
+        (f"model {key}", model.get(key), ours.get(key)) for key in sorted({*model, *ours} - {"transformers_version"})
+    ]
+    changed = [f"{key} ({then!r} then, {now!r} now)" for key, then, now in pairs if then != now]
+    if changed:
+        raise UserError(
+            f"the run in {folder} has another recipe: {', '.join(changed)}; resume with the earlier values, or leave "
+            "--resume out and give a new --output-dir"
+        )

@@ -15,8 +15,8 @@ import pytest
 import yaml
 from training_texts import MODEL, make_texts
 
-from modeling_gqa.common.errors import UserError
-from modeling_gqa.training import console
+from modeling_gqa_cli.errors import UserError
+from modeling_gqa_cli.main import run_script
 from training.pretrain import pretrain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +88,7 @@ class Child:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.argv = argv
-            console.main(pretrain)
+            run_script("pretrain", argv[1:], "pretrain", pretrain)
             code = 0
         except SystemExit as error:
             code = error.code if isinstance(error.code, int) else 1

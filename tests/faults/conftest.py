@@ -13,13 +13,13 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS / "training"), str(TESTS / "faults"
 
 from broken_runs import RECIPE, write_texts
 
-from modeling_gqa.training.publish import repository
+from modeling_gqa.training import publish
 from training.pretrain import pretrain
 
 
 @pytest.fixture(autouse=True)
 def no_stranger(monkeypatch):
-    monkeypatch.setattr(repository, "load_as_stranger", lambda folder, prompt: "a sample")
+    monkeypatch.setattr(publish, "load_in_clean_process", lambda folder, prompt: "a sample")
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def whole(tmp_path_factory) -> tuple[Path, Path]:
     write_texts(folder / "text")
     (folder / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, "data_files": [str(folder / "text")]}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repository, "load_as_stranger", lambda folder, prompt: "a sample")
+        patch.setattr(publish, "load_in_clean_process", lambda folder, prompt: "a sample")
         pretrain([str(folder / "recipe.yaml"), "--output_dir", str(folder / "run")])
     return folder / "text", folder / "run"
 

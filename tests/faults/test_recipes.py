@@ -11,9 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from modeling_gqa.common.errors import UserError
-from modeling_gqa.training.recipe import load_recipe
-from modeling_gqa.training.recipe.model import check_training, load_config
-from modeling_gqa.training.recipe.pretraining import Recipe
+from modeling_gqa.training.recipe import Recipe, check_training, load_config, load_recipe
 
 # What reads files or would start something outside of this process.
 LEFT_OUT = {

@@ -363,16 +363,3 @@ def test_a_changed_stream_is_refused(start, tmp_path):
     before = snapshot(run)
     refused(lambda: start("run", "--resume", **streaming), "the stream has changed")
     assert snapshot(run) == before
-
-
-def test_a_later_epoch_of_an_earlier_stream_is_refused(start, whole):
-    streaming = {"streaming": True, "validation_fraction": 0.3}
-    run = start("stream", text=whole[0], **streaming)
-    shutil.rmtree(run / "final")
-    for checkpoint in run.glob("checkpoint-*"):
-        (checkpoint / "complete.json").write_text('{"processes": 1}')
-        state = json.loads((checkpoint / "trainer_state.json").read_text())
-        (checkpoint / "trainer_state.json").write_text(json.dumps(state | {"epoch": 2.25}))
-    before = snapshot(run)
-    refused(lambda: start("stream", "--resume", text=whole[0], **streaming), "an earlier version, .* .epoch 2.25.: ")
-    assert snapshot(run) == before

@@ -21,7 +21,7 @@ from modeling_gqa.data.packing import read_sections  # noqa: E402
 from modeling_gqa.data.reading import find_files  # noqa: E402
 from modeling_gqa.data.source import open_source  # noqa: E402
 from modeling_gqa.data.split import split_source  # noqa: E402
-from modeling_gqa.training.recipe.pretraining import Recipe  # noqa: E402
+from modeling_gqa.training.recipe import Recipe  # noqa: E402
 
 FAULTS = 12  # of each file in a round
 TEXTS = [f"document {number}: “naïve” 漢字 🙂\n" * (1 + number % 3) for number in range(40)]

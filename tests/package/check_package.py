@@ -81,7 +81,7 @@ def check_contents(wheel: Path, source: Path) -> None:
     parts = ("training/**/*.py", "configuration/recipes/*.yaml", "configuration/*/*/config.json")
     expected = [path.relative_to(ROOT).as_posix() for pattern in parts for path in ROOT.glob(pattern)]
     missing = [name for name in ["py.typed", *expected] if f"modeling_gqa/{name}" not in installed]
-    for folder in ("modeling_gqa", "training", "configuration", "tests", "benchmarks"):
+    for folder in ("modeling_gqa", "training", "studies", "configuration", "tests", "benchmarks"):
         files = (path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".json"))
         missing += [name for path in files if (name := path.relative_to(ROOT).as_posix()) not in shipped]
     missing += [name for name in ("LICENSE", "constraints.txt", "Makefile") if name not in shipped]
@@ -120,7 +120,7 @@ def use(stranger: Stranger, wheel: Path) -> None:
     gqa = ("--attention-kind", "gqa", "--num-key-value-heads", "2")
     run(command, "convert", "runs/tiny-mha/final", "converted", *gqa, "--text", "text", *tokens, says="Saved converted")
     pair = ("--student", "converted", "--teacher", "runs/tiny-mha/final")
-    run(command, "uptrain", "uptrain-tiny", *pair, *FEW_STEPS, says="KL to the teacher")
+    run(command, "uptrain", "uptrain-tiny", *pair, *FEW_STEPS, says="KL divergence from the teacher")
     run(python, "-c", LOAD, says="[[")
 
 

@@ -8,14 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_pretrain import assert_same_weights
 
 from modeling_gqa.common.errors import UserError, install_extra
-from modeling_gqa.training.comparison.recipe import CompareRecipe
-from modeling_gqa.training.recipe import load_recipe
-from modeling_gqa.training.recipe.pretraining import Recipe
-from modeling_gqa.training.recipe.uptraining import UptrainRecipe
+from modeling_gqa.training.comparison.models import CompareRecipe
+from modeling_gqa.training.recipe import Recipe, load_config, load_recipe
 from modeling_gqa.training.results import FORMAT_VERSION, Results
+from modeling_gqa.training.uptrain_recipe import UptrainRecipe
 from modeling_gqa_cli.main import run_script
 from modeling_gqa_cli.recipes import CONFIGURATION, preset_names, recipe_names
 from training.pretrain import pretrain
@@ -41,7 +39,9 @@ def test_a_packaged_recipe_is_found_by_name(script, tmp_path, monkeypatch):
     for name in recipe_names(script):
         path = CONFIGURATION / "recipes" / f"{name}.yaml"
         for named in (name, str(path)):
-            assert load_recipe([named, *needed.get(script, [])], classes[script])[0].script == script
+            recipe = load_recipe([named, *needed.get(script, [])], classes[script])[0]
+            assert recipe.script == script and recipe.preset in ("", *preset_names())
+            assert script != "pretrain" or load_config(recipe).max_position_embeddings >= recipe.sequence_length
 
 
 @pytest.mark.parametrize("option", ["--sequence-length", "--sequence_length"])
@@ -75,20 +75,6 @@ def test_the_run_folder_is_named_after_the_preset(preset):
 def test_a_recipe_that_is_not_there(name, message):
     with pytest.raises(UserError, match=message):
         load_recipe([name])
-
-
-def test_the_installed_script_resumes_what_the_checkout_began(script, finished, tmp_path):
-    """Workers and a second process import it by its installed name, and not from the folder that it runs in."""
-    for path in finished[0].rglob("*"):
-        target = tmp_path / "run" / path.relative_to(finished[0])
-        if path.is_file() and path.relative_to(finished[0]).parts[0] not in ("final", "checkpoint-24", "results.json"):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
-    command = [sys.executable, "-m", "modeling_gqa.scripts.pretrain", str(script.recipe), "--resume"]
-    options = ["--output-dir", str(tmp_path / "run"), "--dataloader-num-workers", "1"]
-    process = subprocess.run([*command, *options], cwd=tmp_path, env=script.env, capture_output=True, text=True)
-    assert process.returncode == 0 and "Resuming from" in process.stdout, process.stderr
-    assert_same_weights(tmp_path / "run", finished[0])
 
 
 def test_the_installed_command_trains(script, tmp_path):
@@ -134,5 +120,8 @@ def test_only_the_quickstart_deletes_an_earlier_run_unasked():
 def test_results_are_documented(finished):
     results = json.loads((finished[0] / "results.json").read_text())
     assert results["format_version"] == FORMAT_VERSION and results.keys() <= Results.__annotations__.keys()
-    assert re.findall(r"^ +(\w+): ", Results.__doc__ or "", re.MULTILINE) == list(Results.__annotations__)
+    documented = (
+        (CONFIGURATION.parent / "docs" / "pretraining.md").read_text().split("## What does results.json hold?")[1]
+    )
+    assert set(Results.__annotations__) <= set(re.findall(r"`(\w+)`", documented))
     assert yaml.safe_load((finished[0] / "final" / "recipe.yaml").read_text())["preset"] == "tiny-mixed"

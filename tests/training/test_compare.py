@@ -11,27 +11,22 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
 
-from modeling_gqa.common.errors import UserError
 from modeling_gqa.common.progress import duration
 from modeling_gqa.costs import cache_bytes_per_token, count_parameters, training_flops
 from modeling_gqa.costs.speeds import Speed
-from modeling_gqa.training.comparison.anchors import anchors
-from modeling_gqa.training.comparison.candidates import candidates_of, usual_kinds
-from modeling_gqa.training.comparison.folder import on_tokens, write_outcome
+from modeling_gqa.training.comparison import report as reporting
+from modeling_gqa.training.comparison.models import CompareRecipe, candidates_of, usual_kinds
 from modeling_gqa.training.comparison.outcome import Entry, Outcome
-from modeling_gqa.training.comparison.pictures import plot_comparison, styles
-from modeling_gqa.training.comparison.plan import Comparison, Trial, plan
-from modeling_gqa.training.comparison.recipe import CompareRecipe
-from modeling_gqa.training.comparison.sweep import EXTENSIONS, best_rate, further_rate
-from modeling_gqa.training.comparison.words import conclusion, confounds, planned, steps, write_report
+from modeling_gqa.training.comparison.plan import EXTENSIONS, Comparison, Trial, best_rate, further_rate, plan
+from modeling_gqa.training.comparison.report import plot_comparison, report, results_table, verdict, write_outcome
 from modeling_gqa.training.shared.folder import begin
 from modeling_gqa.training.shared.processes import gpu_of
 from modeling_gqa.training.shared.runs import Run, Runs
+from modeling_gqa_cli.errors import UserError
 from training.compare import compare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +99,7 @@ def recipe_of(corpus: Path, **fields) -> CompareRecipe:
 
 
 def test_usual_kinds_and_their_caches(corpus):
-    candidates, _ = candidates_of(recipe_of(corpus, match="nothing"))
+    candidates, *_ = candidates_of(recipe_of(corpus, match="nothing"))
     shares = {x.name: cache_bytes_per_token(x.config) / cache_bytes_per_token(candidates[0].config) for x in candidates}
     assert shares == {
         "mha": 1, "gqa-half": 1 / 2, "gqa-quarter": 1 / 4, "mqa": 1 / 8, "mla-quarter": 1 / 4, "mla-eighth": 1 / 8,
@@ -117,7 +112,7 @@ def test_usual_kinds_and_their_caches(corpus):
 @pytest.mark.parametrize("match", ["parameters", "flops"])
 def test_models_are_matched_by_width(corpus, match):
     """No other width of the MLP is nearer."""
-    candidates, pretraining = candidates_of(recipe_of(corpus, match=match))
+    candidates, pretraining, _ = candidates_of(recipe_of(corpus, match=match))
     length = pretraining.sequence_length
     count = count_parameters if match == "parameters" else lambda config: training_flops(config, 1, length)
     first = candidates[0].config
@@ -134,13 +129,13 @@ def test_models_are_matched_by_cache(corpus):
         "mqa": {"attention_kind": "mqa"},
         "mla": {"attention_kind": "mla", "qk_rope_head_dim": 8},
     }
-    candidates, _ = candidates_of(recipe_of(corpus, match="cache", kinds=kinds))
+    candidates, *_ = candidates_of(recipe_of(corpus, match="cache", kinds=kinds))
     assert len({cache_bytes_per_token(candidate.config) for candidate in candidates}) == 1
     assert [candidate.config.head_dim for candidate in candidates] == [16, 8, 64, 8]
 
 
 def test_usual_kinds_with_one_cache(corpus):
-    candidates, _ = candidates_of(recipe_of(corpus, match="cache"))
+    candidates, *_ = candidates_of(recipe_of(corpus, match="cache"))
     assert [candidate.name for candidate in candidates] == ["gqa-quarter", "mha", "gqa-half", "mqa", "mla"]
     assert {cache_bytes_per_token(candidate.config) for candidate in candidates} == {512}
 
@@ -160,11 +155,11 @@ WRONG = {
     "value": ({"kinds": {"a": {}, "b": {"attention_kind": "gqa", "num_key_value_heads": 3}}}, "is not divisible"),
     "parameters": (
         {"kinds": {"a": {}, "b": {"head_dim": 2048}}},
-        "b cannot be matched: its attention alone is larger than the first model",
+        "b: cannot be matched: its attention alone is larger than the first model",
     ),
     "cache": (
         {"match": "cache", "kinds": {"a": {}, "b": {"per_layer_config": {"1": {"attention_kind": "mqa"}}}}},
-        "b cannot be matched by cache",
+        "b: cannot be matched by cache",
     ),
     "no fields": ({"kinds": {"mha": None, "mqa": {}}}, "kinds has None for mha; give an object"),
     "path": ({"kinds": {"gqa-1/4": {}, "mqa": {}}}, "kinds has the name 'gqa-1/4'; names have up to 100"),
@@ -183,7 +178,7 @@ def test_usual_kinds_need_heads_to_share(corpus):
     config = candidates_of(recipe_of(corpus, match="nothing"))[0][0].config
     config.num_attention_heads = config.num_key_value_heads = 6
     with pytest.raises(UserError, match="which 4 does not divide"):
-        usual_kinds(config)
+        usual_kinds(config, "parameters")
 
 
 # -- what is concluded
@@ -219,74 +214,33 @@ def test_the_spread_is_pooled(outcome):
 
 
 def test_no_winner_within_the_spread(outcome):
-    said = conclusion(outcome)
-    assert said == [
-        "The lowest mean validation loss is 2.0050 nats per token, of mha.",
-        "Of broken no run at the best rate has ended: there is no loss to compare.",
-        "Within the spread of seeds, gqa (+0.0110) cannot be told from it.",
-        "Beyond the spread, mla (+0.0990) and mqa (+0.1950) have a higher loss.",
-    ]
+    assert verdict(outcome).endswith("these seeds: gqa.") and "mha, 2.0050" in verdict(outcome)
     single = Outcome([entry("mha", "mha", 4, 2.0), entry("gqa", "gqa", 2, 1.0)])
-    assert conclusion(single)[1].startswith("No model has two seeds, so there is no spread")
-    assert not single.differ(*single.entries)
-    assert conclusion(Outcome([entry("mha", "mha", 4)])) == ["No run has ended: there is nothing to conclude."]
+    assert verdict(single).endswith("these seeds: mha.") and not single.differ(*single.entries)
+    assert verdict(Outcome([entry("mha", "mha", 4)])) == "No run at a best rate has ended."
+    assert "64 to 512 tokens" in verdict(Outcome(outcome.entries, tokens_seen=[64, 128, 512]))
 
 
-def test_the_front_and_what_its_steps_cost(outcome):
-    """mla is on no front: gqa has a lower loss with the same cache."""
-    assert [x.name for x in outcome.front] == ["mha", "gqa", "mqa"]
-    assert steps(outcome) == [
-        "From mha to gqa the cache shrinks 4 times and the loss rises by 0.0110 nats per token (perplexity by 1.1%), "
-        "which is within the spread of seeds; a decoded token after 1,024 takes 2.00 ms where it took 2.00.",
-        "From gqa to mqa the cache shrinks 2 times and the loss rises by 0.1840 nats per token (perplexity by 20.2%); "
-        "a decoded token after 1,024 takes 2.00 ms where it took 2.00.",
-    ]
-
-
-def test_confounds_name_what_failed(outcome):
-    said = " ".join(confounds(CompareRecipe(seeds=2), outcome, "my text"))
-    assert "Runs of mqa and broken failed or diverged at the best rate" in said
-    assert "Runs of the sweep of broken failed: the best rate may be another." in said
+def test_the_table_of_results(outcome):
+    """mla is on no front: gqa has a lower loss with the same cache. What failed, and a best rate at an edge, show."""
+    rows = {
+        row[0]: dict(zip(results_table(outcome, 2).header, row, strict=True)) for row in results_table(outcome, 2).rows
+    }
+    assert (
+        [name for name, row in rows.items() if row["front"]] == ["mha", "gqa", "mqa"] == [x.name for x in outcome.front]
+    )
+    margin = outcome.margin(outcome.entries[1], outcome.entries[0])
+    assert rows["gqa"]["above the lowest"] == f"0.0110 ± {margin:.4f}"
+    assert rows["mqa"]["seeds"] == "1 of 2" and rows["broken"]["seeds"] == "0 of 2"
+    assert rows["broken"]["loss"] == "failed" and rows["broken"]["best rate"] == "-"
     edge = Outcome([entry("mha", "mha", 4, 2.0, sweep={1e-3: 3.0, 2e-3: 2.0})])
-    assert "The best rate of mha lies at the edge" in " ".join(confounds(CompareRecipe(), edge, "my text"))
-
-
-def said_of(entries: list[Entry]) -> list[str]:
-    return anchors(Outcome(entries, bytes_per_token=3.0))
-
-
-def test_published_figures_and_whether_they_agree():
-    """The slope is numpy's fit; an order agrees, does not, or cannot be told."""
-    losses = {400: (2.00, 2.01), 200: (2.035, 2.055), 50: (2.115, 2.135)}
-    entries = [entry("mha", "mha", 400, *losses[400]), entry("gqa", "gqa", 200, *losses[200])]
-    entries += [entry("mqa", "mqa", 50, *losses[50]), entry("mla", "mla", 52, 1.90, 1.92)]
-    said = said_of(entries)
-    halvings = [-math.log2(cache) for cache in losses for _ in range(2)]
-    rise = np.polyfit(halvings, [loss for pair in losses.values() for loss in pair], 1)[0] / math.log(2) / 3
-    assert f"Here: {rise:+.4f} +- " in said[0]
-    assert said[0].endswith("(mha, gqa and mqa); the sign agrees.")
-    assert "Here, with similar caches: mqa 2.1250, mla 1.9100, and MLA's best rate is 1.00 of the other's" in said[1]
-    assert said[1].endswith("the order does not agree: mla has a lower loss than mqa.")
-    assert said[2].endswith("Here: mha 2.0050, gqa 2.0450, mqa 2.1250; the order agrees.")
-    assert said[3].endswith("Here: mla 1.9100, mha 2.0050, gqa 2.0450, mqa 2.1250; the order agrees.")
-
-
-def test_published_figures_within_the_spread():
-    alike = [entry("mha", "mha", 400, 2.0, 2.1), entry("mqa", "mqa", 50, 2.01, 2.11)]
-    said = said_of(alike)
-    assert len(said) == 2
-    assert said[0].endswith("the sign cannot be told from the seeds' spread.")
-    assert said[1].endswith("the spread of the seeds lets no order be told.")
-    assert said_of([entry("mla", "mla", 50, 2.0, 2.1), entry("mixed", "mixed", 50, 2.0, 2.1)]) == []
-    single = said_of([entry("mha", "mha", 400, 2.0), entry("mqa", "mqa", 50, 2.01)])
-    assert len(single) == 1
-    assert single[0].endswith("with one seed each no order can be told.")
+    assert "2.00e-03 (edge)" in results_table(edge, 1).rows[0]
 
 
 @pytest.mark.parametrize("tokenizer", [None, "gpt2"])
 def test_a_tokenizer_that_the_recipe_names_is_kept(corpus, tokenizer, tmp_path):
     recipe = recipe_of(corpus, output_dir=str(tmp_path))
-    candidates, pretraining = candidates_of(recipe)
+    candidates, pretraining, _ = candidates_of(recipe)
     pretraining.tokenizer = tokenizer
     for run in Comparison(recipe, pretraining, candidates).needed({}):
         assert run.options["tokenizer"] == (tokenizer or str(tmp_path / "tokenizer"))
@@ -319,14 +273,14 @@ def test_a_run_that_diverges_is_a_result(tmp_path):
 def test_the_number_of_runs_is_told_before_they_start(corpus, tmp_path):
     """The sweep's and, while the best rate is not known, as many as there are seeds; what has ended is left out."""
     recipe = recipe_of(corpus, output_dir=str(tmp_path), learning_rates=[1e-3, 2e-3, 4e-3], seeds=2)
-    candidates, pretraining = candidates_of(recipe)
+    candidates, pretraining, _ = candidates_of(recipe)
     comparison = Comparison(recipe, pretraining, candidates)
     runs = Runs(tmp_path, comparison.needed, 2, "", comparison.later)
     models = len(candidates)
     tokens = pretraining.max_steps * pretraining.per_device_train_batch_size * pretraining.sequence_length
-    said = planned(recipe, pretraining, models)
+    said = comparison.planned()
     assert said.startswith(f"{models * (3 + 2)} runs: {models} models") and f"{tokens:,} tokens" in said
-    assert f"{tokens:,} tokens" not in planned(replace(recipe, launcher="torchrun -m"), pretraining, models)
+    assert f"{tokens:,} tokens" not in replace(comparison, recipe=replace(recipe, launcher="torchrun -m")).planned()
     assert runs.left() == (models * (3 + 2), models * (3 + 2))
     for rate, loss in ((1e-3, 3.0), (2e-3, 2.0), (4e-3, 3.0)):
         folder = tmp_path / "runs" / Trial(candidates[0].name, rate, recipe.seed).name
@@ -360,27 +314,20 @@ def test_runs_at_once_have_a_gpu_each(monkeypatch):
 
 
 def test_report_and_pictures(outcome, tmp_path):
-    text = write_report(CompareRecipe(seeds=2), outcome, "this machine", "my text", {"broken-rate1": "error: no"})
-    assert text.index("The lowest mean") < text.index("What else may explain it") < text.index("## Results")
-    assert text.rstrip().endswith(steps(outcome)[-1])
-    assert "- broken-rate1: error: no" in text
+    text = report(CompareRecipe(seeds=2), outcome, "this machine", {"broken-rate1": "error: no"})
+    assert verdict(outcome) in text and "this machine" in text
+    assert "- broken-rate1: error: no" in text and "| **2.0000** |" in text
     plot_comparison(outcome, {"mha": [(1, 3.0), (2, 2.0)]}, tmp_path)
     for line in text.splitlines():
         if line.startswith("!["):
             assert (tmp_path / line.split("(")[1].rstrip(")")).stat().st_size > 5000
-    assert "There are no speeds" in write_report(CompareRecipe(), outcome, "There are no speeds: no.", "my text", {})
-    found = styles(outcome.entries)
-    assert found["gqa"]["color"] == found["broken"]["color"]
-    assert len({tuple(style.items()) for style in found.values()}) == len(found)
 
 
 def test_the_report_where_all_runs_have_failed(tmp_path):
     """Their failures are what it is for; there is nothing to draw."""
     lost = Outcome([Entry(name, name, {}, 1, 1.0, 4, dict.fromkeys(RATES, NAN), None, {}) for name in ("mha", "mqa")])
-    text = write_report(CompareRecipe(), lost, "No speeds.", "my text", {"mha-rate1": "error: no memory"})
-    assert "No run has ended" in text
-    assert "error: no memory" in text
-    assert "pareto" not in text
+    text = report(CompareRecipe(), lost, "No speeds.", {"mha-rate1": "error: no memory"})
+    assert verdict(lost) in text and "error: no memory" in text
     plot_comparison(lost, {}, tmp_path)
     assert len(list(tmp_path.glob("*.png"))) == 4
 
@@ -391,22 +338,13 @@ def test_a_comparison_without_speeds(corpus, monkeypatch, tmp_path, capsys):
     def refuse(*_, **__):
         raise UserError("speeds could not be measured: out of memory")
 
-    monkeypatch.setattr("modeling_gqa.training.comparison.folder.measure_speeds", refuse)
+    monkeypatch.setattr(reporting, "measure_speeds", refuse)
     recipe = recipe_of(corpus, output_dir=str(tmp_path), kinds={"mha": {}, "mqa": {"attention_kind": "mqa"}})
-    candidates, pretraining = candidates_of(recipe)
+    candidates, pretraining, _ = candidates_of(recipe)
     comparison = Comparison(recipe, pretraining, candidates)
     write_outcome(comparison, Runs(tmp_path, comparison.needed, 1, ""))
     assert "There are no speeds: speeds could not be measured: out of memory." in (tmp_path / "report.md").read_text()
     assert "There are no speeds" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("tokens", [(64, 64), (64, 512)])
-def test_runs_with_other_numbers_of_tokens_are_said(tokens, tmp_path):
-    for number, seen in enumerate(tokens):
-        (tmp_path / "runs" / str(number)).mkdir(parents=True)
-        (tmp_path / "runs" / str(number) / "results.json").write_text(json.dumps({"tokens_seen": seen}))
-    said = on_tokens(Runs(tmp_path, lambda _: [], 1, ""))
-    assert said.startswith("All models are trained" if len(set(tokens)) == 1 else "Runs were NOT trained on as many")
 
 
 def test_folders_of_others(tmp_path):
@@ -497,7 +435,7 @@ def check_every_run_is_done_once(comparison: Launches, before: dict[str, float],
     ended = [line.split()[0] for line in lines if line.split()[0] in after]
     assert len(ended) == len(set(ended)) == len(after) - len(before)
     content = json.loads((comparison.folder / "comparison.json").read_text())
-    assert 1 < content["bytes_per_token"] < 6
+    assert 1 < content["bytes_per_token"] < 6 and content["tokens_seen"] == [6 * 2 * 32]
     for text in printed:
         assert re.search(r"^10 runs: 2 models", text, re.MULTILINE)
     assert any(re.search(r"^\d+ runs to go, \d+ have ended", text, re.MULTILINE) for text in printed)
@@ -522,8 +460,7 @@ def check_runs_differ_in_what_is_compared_alone(comparison: Launches) -> None:
 
 def check_report(comparison: Launches) -> None:
     text = (comparison.folder / "report.md").read_text()
-    for part in ("The lowest mean validation loss is", "## What else may explain it", "## The pareto front"):
-        assert part in text
+    assert re.search(r"^Lowest loss: (mha|mla), \d", text, re.MULTILINE)
     assert all((comparison.folder / name).is_file() for name in ("loss_by_cache.png", "curves.png", "decoding.png"))
 
 

@@ -29,7 +29,7 @@ def test_ddp_equals_one_process(script, losses, tmp_path, options):
     assert two.returncode == 0 and one.returncode == 0, two.stderr + one.stderr
     assert f"{tmp_path}/two, on 2 x cpu" in two.stdout
     # Said, trained and saved once.
-    assert two.stdout.count("byte-level BPE tokenizer") == two.stdout.count("A fresh process") == 1
+    assert two.stdout.count("byte-level BPE tokenizer") == two.stdout.count("A clean process") == 1
     results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("two", "one")]
     assert [result["processes"] for result in results] == [2, 1]
     assert results[0]["tokens_seen"] == results[1]["tokens_seen"] == 8 * 8 * 64

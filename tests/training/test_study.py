@@ -1,6 +1,8 @@
-"""The GQA paper's studies: what is trained, what is concluded, and all three of a small model."""
+"""The GQA paper's studies: what is trained, what the tables say, and all three of a small model."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +13,16 @@ from training_texts import MODEL, make_texts
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig
-from modeling_gqa.common.errors import UserError
 from modeling_gqa.data.tokenizer import train_tokenizer
-from modeling_gqa.training.shared.spread import Sample, Spread, agreement, pooled
-from modeling_gqa.training.studies.findings import Times, conversion, groups, uptraining
-from modeling_gqa.training.studies.points import Study, check_source
-from modeling_gqa.training.studies.recipe import Point, Student, StudyRecipe
-from training.study import study
+from modeling_gqa_cli.errors import UserError
+from studies.__main__ import study
+from studies.recipe import StudyRecipe
+from studies.report import Times, conversion, groups, uptraining
+from studies.study import Point, Student, Study, check_source
 
+ROOT = Path(__file__).resolve().parents[2]
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "vocab_size": 300}
 CONFIG = GQAConfig(attention_kind="mha", **SIZES)
-GROUPED = GQAConfig(attention_kind="gqa", num_key_value_heads=4, **SIZES)
 
 
 def asked(name: str, folder: Path, **fields) -> Study:
@@ -91,23 +92,23 @@ def test_wrong_sources(fields, options, said):
         check_source(config, StudyRecipe(**options))
 
 
-@pytest.mark.parametrize("argv", [[], ["study-quick"], ["quality", "study-quick"]])
+@pytest.mark.parametrize("argv", [[], ["quality", "study-quick"]])
 def test_a_study_is_named(argv):
-    with pytest.raises(UserError, match=r"name a study first: .*\{conversion,uptraining,groups\} RECIPE"):
-        study(argv)
+    done = subprocess.run([sys.executable, "-m", "studies", *argv], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "python -m studies conversion" in done.stderr
 
 
 def test_a_source_without_its_tokens(pretrained, tmp_path):
     (pretrained / "results.json").rename(tmp_path / "results.json")
     try:
         with pytest.raises(UserError, match="give --pretraining-tokens"):
-            study(["groups", "study-quick", "--source", str(pretrained), "--output-dir", str(tmp_path / "out"), *SHORT])
+            study("groups", ["study-quick", "--source", str(pretrained), "--output-dir", str(tmp_path / "out"), *SHORT])
     finally:
         (tmp_path / "results.json").rename(pretrained / "results.json")
     assert not (tmp_path / "out").exists()
 
 
-# -- what is concluded
+# -- what the tables say
 
 
 def put(found: Study, losses: dict[Point, tuple[float, float]], noise: float = 0.001) -> None:
@@ -120,53 +121,29 @@ def put(found: Study, losses: dict[Point, tuple[float, float]], noise: float = 0
             (folder / "results.json").write_text(json.dumps(results))
 
 
-def test_the_spread_of_samples():
-    one, other = Sample("one", [1.0, 3.0]), Sample("other", [7.0, 7.0])
-    spread = pooled([one.values, other.values])
-    assert (spread.deviation, spread.freedom) == (1.0, 2)
-    assert spread.differ(one, other)  # 5 apart, and t is 4.303
-    assert not Spread(1.2, 2).differ(one, other)
-    assert agreement([one, other], spread) == "the order agrees"
-    assert agreement([other, one], spread) == "the order does not agree: one has a lower loss than other"
-    middle = Sample("middle", [6.0, 6.0])
-    assert agreement([one, other, middle], spread) == "the order agrees as far as the spread of the seeds lets one tell"
-    assert agreement([other, middle], spread) == "the spread of the seeds lets no order be told"
-    assert agreement([other, one], pooled([[1.0], [2.0]])) == "with one seed each no order can be told"
-
-
-@pytest.mark.parametrize("freedom", [1, 2, 3, 7, 14, 30])
-def test_quantiles_of_student(freedom):
-    """Within plus and minus each lie 95 % of the distribution: its density, integrated."""
-    half = torch.linspace(0, Spread(1.0, freedom).quantile, 200_001, dtype=torch.float64)
-    density = torch.distributions.StudentT(torch.tensor(float(freedom), dtype=torch.float64)).log_prob(half).exp()
-    assert 2 * torch.trapezoid(density, half).item() == pytest.approx(0.95, abs=5e-5)
-
-
-@pytest.mark.parametrize(("first", "verdict"), [(4.2, "the order agrees"), (4.05, "first has a lower loss than mean")])
-def test_methods_of_conversion(first, verdict, tmp_path):
-    found = asked("conversion", tmp_path, seeds=2)
-    losses = {"mean": (5.0, 4.1), "first": (5.5, first), "random": (7.0, 4.6), "lowrank": (4.5, 4.0)}
+def test_methods_of_conversion(tmp_path):
+    found = asked("conversion", tmp_path, seeds=2, methods=["mean", "lowrank", "first"])
+    losses = {"mean": (5.0, 4.1), "lowrank": (4.5, 4.0)}
     put(found, {Point(Student(1, method), 0.05): pair for method, pair in losses.items()})
     findings = conversion(found)
-    assert "Before uptraining: lowrank 4.5000, mean 5.0000, first 5.5000, random 7.0000." in findings.said[1]
-    assert "the order agrees" in findings.said[1]
-    assert verdict in findings.said[2]
-    assert findings.table.rows[3] == ["lowrank", "4.5000", "4.0005 ± 0.0007"]
+    assert findings.table.rows == [
+        ["mean", "5.0000", "4.1005 ± 0.0007"],
+        ["lowrank", "4.5000", "4.0005 ± 0.0007"],
+        ["first", "failed", "failed"],
+    ]
+    assert findings.numbers["mean"] == {"before": [5.0, 5.0], "after": [4.1, 4.101]}
+    assert findings.numbers["first"] == {"before": None, "after": None}
 
 
-@pytest.mark.parametrize(("tenth", "verdict"), [(4.1, "diminish, as in the paper"), (2.0, "do not diminish, unlike")])
-def test_shares_of_the_tokens(tenth, verdict, tmp_path):
-    found = asked("uptraining", tmp_path, shares=[0.05, 0.1], seeds=2)
-    many, grouped, one = (found.student(heads) for heads in (8, 2, 1))
-    put(found, {Point(many, 0.05): (4.0, 3.9), Point(many, 0.1): (4.0, 3.8)})
-    put(found, {Point(grouped, 0.05): (5.0, 4.2), Point(grouped, 0.1): (5.0, tenth)})
-    put(found, {Point(one, 0.05): (6.0, 4.3), Point(one, 0.1): (6.0, 4.2)})
+def test_shares_of_the_tokens(tmp_path):
+    """What each was before training is known of the runs that are left where the first share has failed."""
+    found = asked("uptraining", tmp_path, shares=[0.001, 0.1], seeds=2)
+    put(found, {Point(found.student(heads), 0.1): (10.0 - heads, 4.0) for heads in (8, 2, 1)})
     findings = uptraining(found)
-    assert findings.table.header == ["", "MHA", "GQA-2", "MQA"]
-    assert findings.table.rows[0] == ["0%", "4.0000", "5.0000", "6.0000"]
-    assert "GQA-2 5.0000, MQA 6.0000 nats per token; the order agrees" in findings.said[1]
-    assert verdict in findings.said[2]
-    assert "The source itself goes from 4.0000 to 3.8005 by 10%" in findings.said[4]
+    assert findings.table.header[1:] == ["MHA", "GQA-2", "MQA"]
+    assert findings.table.rows[0] == ["0 %", "2.0000", "8.0000", "9.0000"]
+    assert findings.table.rows[1] == ["0.1 %", "failed", "failed", "failed"]
+    assert findings.numbers["GQA-2"] == {"0": [8.0, 8.0], "0.1": [4.0, 4.001]}
 
 
 def test_numbers_of_heads(tmp_path):
@@ -178,64 +155,17 @@ def test_numbers_of_heads(tmp_path):
     assert [row[:3] for row in findings.table.rows] == [
         ["MQA", "1", "64"], ["GQA-2", "2", "128"], ["GQA-4", "4", "256"], ["MHA", "8", "512"],
     ]  # fmt: skip
-    assert "GQA-2 takes 1.10 times MQA's time and MHA 2.20 times: as in the paper" in findings.said[1]
-    assert "Here GQA-2 has 67% of MQA's rise in loss (+0.2000 of +0.3000 nats per token), at 2.00" in findings.said[2]
+    assert findings.table.rows[3][3:6] == ["2.20", "2.200", "2.20"]
+    assert findings.numbers["8"]["losses"] == [4.0, 4.001]
 
 
 @pytest.mark.parametrize(("heads", "grouped"), [(2, 1), (3, 1), (4, 2), (6, 3), (8, 2), (12, 3), (16, 4)])
 def test_heads_of_gqa(heads, grouped, tmp_path):
+    """A source of two or three heads has no GQA between itself and MQA."""
     config = GQAConfig(attention_kind="mha", hidden_size=96, num_attention_heads=heads, head_dim=4, num_hidden_layers=1)
     found = Study("groups", StudyRecipe(output_dir=str(tmp_path)), config, 1_000_000)
     assert found.heads == grouped
-
-
-def test_a_source_of_two_heads_has_no_gqa(tmp_path):
-    config = GQAConfig(attention_kind="mha", hidden_size=64, num_attention_heads=2, num_hidden_layers=1, vocab_size=300)
-    for name in ("uptraining", "groups"):
-        found = Study(
-            name, StudyRecipe(output_dir=str(tmp_path / name), seeds=2, shares=[0.05, 0.1]), config, 1_000_000
-        )
-        put(found, dict.fromkeys(found.points(), (5.0, 4.0)))
-        findings = uptraining(found) if name == "uptraining" else groups(found, {1: Times(1, 1), 2: Times(2, 2)})
-        assert len(findings.table.rows) == (3 if name == "uptraining" else 2)
-        assert "GQA-1" not in " ".join(findings.said)
-
-
-def test_times_that_say_nothing(tmp_path):
-    found = asked("groups", tmp_path, seeds=1)
-    findings = groups(found, {heads: Times(1.0, 1.0 + heads / 100) for heads in (1, 2, 4, 8)})
-    assert "MHA 1.07 times: too little to tell" in findings.said[1]
-
-
-def test_the_first_share_has_failed(tmp_path):
-    """What each was before training is known of the runs that are left."""
-    found = asked("uptraining", tmp_path, shares=[0.001, 0.1], seeds=2)
-    put(found, {Point(found.student(heads), 0.1): (10.0 - heads, 4.0) for heads in (8, 2, 1)})
-    findings = uptraining(found)
-    assert findings.table.rows[0] == ["0%", "2.0000", "8.0000", "9.0000"]
-    assert findings.table.rows[1] == ["0.1%", "failed", "failed", "failed"]
-
-
-@pytest.mark.parametrize(("half", "most"), [(5.1, 5.3), (4.9999, 5.3)])
-def test_no_gain_is_no_return(half, most, tmp_path):
-    found = asked("uptraining", tmp_path, shares=[0.05, 0.1], seeds=2)
-    for heads in (8, 2, 1):
-        put(found, {Point(found.student(heads), 0.05): (5.0, half), Point(found.student(heads), 0.1): (5.0, most)})
-    assert "unlike in the paper, the first gain is none, or within the spread" in uptraining(found).said[2]
-
-
-def test_a_source_of_grouped_heads_is_named(tmp_path):
-    found = Study("groups", StudyRecipe(output_dir=str(tmp_path), seeds=2), GROUPED, 1_000_000)
-    put(found, {Point(found.student(heads), 0.05): (5.0, 4.0 + heads / 1e6) for heads in (1, 2, 4)})
-    said = " ".join(groups(found, {heads: Times(1.0, 1.0 + heads) for heads in (1, 2, 4)}).said[1:])
-    assert "times GQA-4's speed" in said
-    assert "The losses of GQA-4 and MQA cannot be told apart" in said
-
-
-def test_failed_runs_are_named_as_such(tmp_path):
-    found = asked("conversion", tmp_path, methods=["mean", "first"], seeds=1)
-    put(found, {Point(Student(1, "mean"), 0.05): (5.0, 4.1)})
-    assert conversion(found).table.rows[1] == ["first", "failed", "failed"]
+    assert found.compared_heads() == [heads, grouped, 1][: 3 if grouped > 1 else 2]
 
 
 # -- the whole
@@ -265,7 +195,7 @@ def test_the_three_studies_of_a_small_model(pretrained, corpus, tmp_path, capsys
     recipe.write_text(yaml.safe_dump(fields | {"seeds": 1, "jobs": 2}))
     runs = {}
     for name in ("conversion", "uptraining", "groups"):
-        study([name, str(recipe), *SHORT])
+        study(name, [str(recipe), *SHORT])
         runs[name] = {path.parent.name: path.stat().st_mtime for path in tmp_path.glob("out/runs/*/results.json")}
         content = json.loads((tmp_path / "out" / f"{name}.json").read_text())
         assert content["failures"] == {}
@@ -279,7 +209,7 @@ def test_the_three_studies_of_a_small_model(pretrained, corpus, tmp_path, capsys
     before = json.loads((tmp_path / "out" / "uptraining.json").read_text())["results"]["MHA"]
     assert before["0.1"][0] < before["0"][0]
     with pytest.raises(UserError, match="holds a study with another recipe: calibration_tokens"):
-        study(["groups", str(recipe), *SHORT, "--calibration-tokens", "256"])
+        study("groups", [str(recipe), *SHORT, "--calibration-tokens", "256"])
     AutoModelForCausalLM.from_config(GQAConfig.from_pretrained(pretrained)).save_pretrained(pretrained)
     with pytest.raises(UserError, match=r"holds a study with another recipe: runs\.source"):
-        study(["groups", str(recipe), *SHORT])
+        study("groups", [str(recipe), *SHORT])

@@ -9,10 +9,10 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa.common.errors import UserError
-from modeling_gqa.training.recipe import load_recipe, pretraining, trackers
-from modeling_gqa.training.recipe.model import load_config
-from modeling_gqa.training.recipe.saved import compare_recipes, save_recipe
-from modeling_gqa_cli.recipes import CONFIGURATION, preset_names, recipe_names
+from modeling_gqa.training import recipe as recipes
+from modeling_gqa.training.recipe import load_config, load_recipe, trackers_in
+from modeling_gqa.training.run_setup import compare_recipes, save_recipe
+from modeling_gqa_cli.recipes import CONFIGURATION, preset_names
 
 
 @pytest.fixture
@@ -68,15 +68,9 @@ def test_refused(write, yaml_values, options, message):
     ("installed", "message"), [(False, "use_liger_kernel needs the package liger-kernel"), (True, "needs a GPU")]
 )
 def test_liger_is_refused_where_it_would_change_nothing(write, installed, message, monkeypatch):
-    monkeypatch.setattr(pretraining, "is_liger_kernel_available", lambda: installed)
+    monkeypatch.setattr(recipes, "is_liger_kernel_available", lambda: installed)
     with pytest.raises(UserError, match=message):
         load_recipe([write(use_liger_kernel=True, use_cpu=True)])
-
-
-@pytest.mark.parametrize("argv", [["configuration/recipes/quickstar.yaml"], []])
-def test_recipe_is_suggested(argv):
-    with pytest.raises(UserError, match="quickstart"):
-        load_recipe(argv)
 
 
 @pytest.mark.parametrize(
@@ -99,15 +93,6 @@ def test_both_names_of_checkpointing(write, name):
     for values, options in (({name: True}, []), ({}, [f"--{name}=true"]), ({}, [f"--{name}"])):
         recipe, _ = load_recipe([write(**values), *options])
         assert recipe.gradient_checkpointing is True
-
-
-@pytest.mark.parametrize("name", recipe_names())
-def test_recipe_in_the_repository(name, tmp_path):
-    path = CONFIGURATION / "recipes" / f"{name}.yaml"
-    # A CPU has no need of a GPU's precision to read the rest.
-    recipe, _ = load_recipe([str(path), "--output_dir", str(tmp_path), "--bf16=false", "--torch_compile=false"])
-    assert recipe.preset in preset_names()
-    assert recipe.sequence_length <= load_config(recipe).max_position_embeddings
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -148,7 +133,7 @@ def test_a_run_does_not_depend_on_where_the_checkout_is(write):
 
 @pytest.mark.parametrize("way", ["words", "commas", "list", "text"])
 def test_several_trackers(way, write, monkeypatch):
-    monkeypatch.setattr(trackers, "get_reporting_integration_callbacks", lambda names: [])
+    monkeypatch.setattr(recipes, "get_reporting_integration_callbacks", lambda names: [])
     given = {"list": ["tensorboard", "wandb"], "text": "tensorboard,wandb"}.get(way)
     options = {"words": ["--report-to", "tensorboard", "wandb"], "commas": ["--report-to=tensorboard,wandb"]}.get(way)
     recipe, _ = load_recipe([write(**({"report_to": given} if given else {})), *(options or [])])
@@ -160,7 +145,7 @@ def test_trackers_write_into_the_folder(tmp_path, monkeypatch):
     for name in ("TENSORBOARD_LOGGING_DIR", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRACKIO_DIR", "mine")
-    with trackers.trackers_in(tmp_path):
+    with trackers_in(tmp_path):
         assert Path(os.environ["TENSORBOARD_LOGGING_DIR"]).parent == tmp_path / "runs"
         assert os.environ["WANDB_DIR"] == str(tmp_path) and os.environ["TRACKIO_DIR"] == "mine"
     assert "WANDB_DIR" not in os.environ and os.environ["TRACKIO_DIR"] == "mine"

@@ -21,12 +21,11 @@ from modeling_gqa.common.errors import UserError
 from modeling_gqa.conversion import convert_model, target_config
 from modeling_gqa.data.blocks import load_blocks
 from modeling_gqa.data.tokenizer import train_tokenizer
-from modeling_gqa.training.publish import repository
+from modeling_gqa.training import distillation, publish, uptraining
+from modeling_gqa.training.distillation import choose_parameters, layerwise_loss, prediction_losses, run_teacher
 from modeling_gqa.training.recipe import load_recipe
-from modeling_gqa.training.recipe.uptraining import UptrainRecipe
-from modeling_gqa.training.trainer import distillation, uptraining
-from modeling_gqa.training.trainer.distillation import choose_parameters, layerwise_loss, prediction_losses, run_teacher
-from modeling_gqa.training.trainer.uptraining import UptrainTrainer
+from modeling_gqa.training.uptrain_recipe import UptrainRecipe
+from modeling_gqa.training.uptraining import UptrainTrainer
 from modeling_gqa_cli.recipes import CONFIGURATION, recipe_names
 from training.uptrain import uptrain
 
@@ -96,7 +95,7 @@ def write(pair, corpus, tmp_path):
 @pytest.fixture
 def here(write, monkeypatch):
     """Runs the script in this process; what a stranger would load is tested once."""
-    monkeypatch.setattr(repository, "load_as_stranger", lambda folder, prompt: "a sample")
+    monkeypatch.setattr(publish, "load_in_clean_process", lambda folder, prompt: "a sample")
 
     def here(output: Path, *options: str, **values) -> dict:
         uptrain([write(**values), "--output_dir", str(output), *options])
@@ -239,22 +238,14 @@ def test_stages_of_the_trainer(pair, packed, tmp_path):
         )
 
 
-def test_budget(write, tmp_path):
-    options = ["--max_steps", "-1", "--pretraining_fraction", "0.1"]
-    recipe, _ = load_recipe([write(), *options], UptrainRecipe)  # results.json: 20,000 tokens; a step takes 4 * 64
-    assert recipe.max_steps == round(2000 / 256)
-    recipe, _ = load_recipe([write(), *options, "--gradient_accumulation_steps", "3"], UptrainRecipe)
-    assert recipe.max_steps == round(2000 / 768)
-    recipe, _ = load_recipe([write(), *options, "--pretraining_tokens", "1000000"], UptrainRecipe)
-    assert recipe.max_steps == round(100_000 / 256)
-    options = ["--max_steps", "5", "--pretraining_fraction", "0"]  # in place of the recipe's
-    recipe, _ = load_recipe([write(pretraining_fraction=0.1, max_steps=None), *options], UptrainRecipe)
-    assert recipe.max_steps == 5
-
-
 @pytest.mark.parametrize(
-    ("recipe", "option", "steps"),
+    ("recipe", "options", "steps"),
     [
+        # The teacher's results.json has 20,000 tokens, and a step takes 4 * 64.
+        ({"max_steps": None}, "--pretraining-fraction=0.1", 2000 / 256),
+        ({"max_steps": None}, "--pretraining-fraction=0.1 --gradient-accumulation-steps=3", 2000 / 768),
+        ({"max_steps": None}, "--pretraining-fraction=0.1 --pretraining-tokens=1000000", 100_000 / 256),
+        # The command line's budget replaces the recipe's.
         ({"max_steps": None, "pretraining_fraction": 0.1}, "--max-steps=5", 5),
         ({"max_steps": 5}, "--pretraining-fraction=0.1", 8),
         ({"max_steps": 5}, "--pretraining-fraction=0", 5),
@@ -263,8 +254,8 @@ def test_budget(write, tmp_path):
         ({"max_steps": 5, "pretraining_fraction": 0.1}, "--pretraining-fraction=0", 5),
     ],
 )
-def test_the_command_lines_budget_replaces_the_recipes(write, recipe, option, steps):
-    assert load_recipe([write(**recipe), option], UptrainRecipe)[0].max_steps == steps
+def test_budget(write, recipe, options, steps):
+    assert load_recipe([write(**recipe), *options.split()], UptrainRecipe)[0].max_steps == round(steps)
 
 
 def test_two_budgets_on_the_command_line_are_refused(write):
@@ -272,15 +263,12 @@ def test_two_budgets_on_the_command_line_are_refused(write):
         load_recipe([write(max_steps=None), "--max-steps=5", "--pretraining-fraction=0.1"], UptrainRecipe)
 
 
-def test_every_recipe_in_the_repository_has_its_steps_here():
-    assert set(STEPS) == set(recipe_names("uptrain"))
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_recipe_in_the_repository(name):
-    path = CONFIGURATION / "recipes" / f"{name}.yaml"
-    recipe, _ = load_recipe([str(path), "--student", "s", "--pretraining_tokens", "1638400"], UptrainRecipe)
-    assert recipe.max_steps == STEPS[name] and name not in recipe_names()
+def test_steps_of_the_recipes_in_the_repository():
+    recipes = {
+        name: load_recipe([name, "--student", "s", "--pretraining_tokens", "1638400", "--bf16=false"], UptrainRecipe)[0]
+        for name in recipe_names("uptrain")
+    }
+    assert {name: recipe.max_steps for name, recipe in recipes.items()} == STEPS
 
 
 def test_results(here, pair, tmp_path):
@@ -468,17 +456,6 @@ def test_without_a_teacher(here, pair, tmp_path):
     assert first == pytest.approx(results["initial_validation_loss"], rel=0.05) and "stage" not in log[0]
 
 
-def test_the_students_dtype_is_kept(here, pair, tmp_path):
-    student = shutil.copytree(pair[1], tmp_path / "student")
-    AutoModelForCausalLM.from_pretrained(student, dtype=torch.bfloat16).save_pretrained(student)
-    here(tmp_path / "run", student=str(student))
-    healed, before = (load_file(path / "model.safetensors") for path in (tmp_path / "run" / "final", student))
-    assert healed.keys() == before.keys() and {tensor.dtype for tensor in healed.values()} == {torch.bfloat16}
-    for name, tensor in healed.items():
-        assert torch.equal(tensor, before[name]) == (".self_attn." not in name)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final").dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("rate", [1e-3, RUINOUS], ids=["heals", "ruins"])
 def test_two_processes_equal_one_and_a_stranger_loads_the_result(rate, write, here, tmp_path):
     """Stage 1 uses some of the parameters that stage 2 trains; DDP must not wait for the others."""
@@ -577,8 +554,7 @@ def test_teachers_that_do_not_fit(write, pair, tmp_path):
     assert "are the same model" in refused(student=str(pair[0]))
 
 
-@pytest.mark.parametrize("role", ["student", "teacher"])
-@pytest.mark.parametrize("place", ["final", "data/model", "mine"])
+@pytest.mark.parametrize(("role", "place"), [("student", "final"), ("teacher", "data/model")])
 def test_a_model_in_the_output_folder_is_kept(here, pair, tmp_path, role, place):
     folder = tmp_path / "run" / place
     shutil.copytree(pair[role == "student"], folder)

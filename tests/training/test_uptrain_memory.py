@@ -15,11 +15,10 @@ from transformers.trainer import logger as trainer_logger
 
 from modeling_gqa import GQAConfig, costs
 from modeling_gqa.data.tokenizer import train_tokenizer
-from modeling_gqa.training import teacher_student as pairs
-from modeling_gqa.training.publish import repository
-from modeling_gqa.training.recipe.uptraining import UptrainRecipe
-from modeling_gqa.training.teacher_student import load_pair, share_parameters
-from modeling_gqa.training.trainer.uptraining import UptrainTrainer
+from modeling_gqa.training import distillation, publish
+from modeling_gqa.training.distillation import load_pair, share_parameters
+from modeling_gqa.training.uptrain_recipe import UptrainRecipe
+from modeling_gqa.training.uptraining import UptrainTrainer
 from training.uptrain import uptrain
 
 # Sizes at which weights outweigh what a step computes.
@@ -103,7 +102,7 @@ def test_only_equal_parameters_are_shared(folders, tmp_path):
 @pytest.fixture
 def heal(folders, corpus, tmp_path, monkeypatch):
     """Runs the script; returns the losses that were logged and the folder of the run."""
-    monkeypatch.setattr(repository, "load_as_stranger", lambda folder, prompt: "a sample")
+    monkeypatch.setattr(publish, "load_in_clean_process", lambda folder, prompt: "a sample")
     path = tmp_path / "uptrain.yaml"
     values = {
         **{role: str(folder) for role, folder in folders.items()}, "data_files": [str(corpus)], "sequence_length": 32,
@@ -124,8 +123,8 @@ def heal(folders, corpus, tmp_path, monkeypatch):
 def test_losses_and_gradients_are_those_of_float32_weights(heal, monkeypatch):
     """Under autocast a frozen matrix is rounded to the dtype that it is stored in, whichever it is held in."""
     found, run = heal("ours")
-    monkeypatch.setattr(pairs, "frozen_dtype", lambda *_: torch.float32)
-    monkeypatch.setattr(pairs, "share_parameters", lambda *_: None)
+    monkeypatch.setattr(distillation, "frozen_dtype", lambda *_: torch.float32)
+    monkeypatch.setattr(distillation, "share_parameters", lambda *_: None)
     expected, other = heal("float32")
     assert found == expected and len(found) == 5
     final, then = (AutoModelForCausalLM.from_pretrained(folder / "final").state_dict() for folder in (run, other))

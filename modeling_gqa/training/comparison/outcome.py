@@ -1,17 +1,21 @@
-"""What a comparison has found: losses with their spread, speeds, the pareto front and what each step on it costs."""
+"""What a comparison has found: losses with their spread, sizes, speeds and the pareto front."""
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ...common.pictures import kind_of
-from ...costs import Model
+from transformers import AutoTokenizer
+
+from ...costs import CostedModel, cache_bytes_per_token, count_parameters, training_flops
 from ...costs.speeds import Speed
+from ...data.blocks import load_blocks
+from ..folder.listing import read_object
+from ..results import RESULTS
 from ..shared.spread import Sample, Spread, pooled
-from .candidates import Candidate
-from .plan import Plan, usable
+from .plan import Comparison
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Entry:
         kind: "mha", "mqa", "gqa", "mla" or "mixed".
         overrides: fields in which it differs from the preset.
         parameters: of the model.
-        training_flops_per_token: forward and backward, at the length of a block.
+        training_flops_per_token: forward and backward, at the length of a sequence.
         cache_bytes_per_token: in bfloat16.
         sweep: validation loss of the first seed, by learning rate; nan where the run failed, inf where it diverged.
         rate: the best one; `None` where all runs failed.
@@ -43,21 +47,24 @@ class Entry:
     speed: Speed = field(default_factory=Speed)
 
     @property
-    def loss(self) -> float:
-        """The mean over the seeds that did not fail; nan where there are none."""
-        found = usable(self.losses)
-        return statistics.fmean(found) if found else math.nan
-
-    @property
     def sample(self) -> Sample:
         """The losses of the runs that did not fail."""
         return Sample(self.name, usable(self.losses))
 
     @property
+    def loss(self) -> float:
+        """The mean over the seeds that did not fail; nan where there are none."""
+        return self.sample.mean if self.sample.values else math.nan
+
+    @property
     def deviation(self) -> float:
         """The standard deviation over seeds; nan below two seeds."""
-        found = usable(self.losses)
-        return statistics.stdev(found) if len(found) > 1 else math.nan
+        return statistics.stdev(self.sample.values) if len(self.sample.values) > 1 else math.nan
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the best rate is the lowest or the highest that was tried: a better one may lie beyond."""
+        return self.rate is not None and self.rate in (min(self.sweep), max(self.sweep))
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,12 @@ class Outcome:
     Args:
         entries: the models, in the order of the recipe.
         bytes_per_token: of the validation text; nan where it is not known.
+        tokens_seen: the numbers of tokens that runs were trained on, each once; more than one cannot be compared.
     """
 
     entries: Sequence[Entry]
     bytes_per_token: float = math.nan
+    tokens_seen: Sequence[int] = ()
 
     @property
     def finished(self) -> list[Entry]:
@@ -83,12 +92,16 @@ class Outcome:
         return pooled(usable(entry.losses) for entry in self.finished)
 
     def bits_per_byte(self, loss: float) -> float:
-        """Return a loss, or a difference of losses, in bits per byte of the validation text."""
+        """Return a loss in bits per byte of the validation text."""
         return loss / math.log(2) / self.bytes_per_token
 
+    def margin(self, one: Entry, other: Entry) -> float:
+        """Return half of the 95 % interval of the difference of two means; nan without a spread."""
+        return self.spread.margin(math.sqrt(sum(1 / len(entry.sample.values) for entry in (one, other))))
+
     def differ(self, one: Entry, other: Entry) -> bool:
-        """Return whether the means of two models are further apart than the margin of their difference."""
-        return self.spread.differ(one.sample, other.sample)
+        """Return whether two means are further apart than the margin of their difference."""
+        return abs(one.loss - other.loss) > self.margin(one, other)
 
     @property
     def front(self) -> list[Entry]:
@@ -106,24 +119,49 @@ class Outcome:
                 asdict(entry) | {"mean_loss": entry.loss, "loss_deviation": entry.deviation} for entry in self.entries
             ],
             "bytes_per_token": self.bytes_per_token,
+            "tokens_seen": list(self.tokens_seen),
             "pooled_deviation": self.spread.deviation,
+            "degrees_of_freedom": self.spread.freedom,
             "pareto_front": [entry.name for entry in self.front],
         }
 
 
-def describe(
-    candidate: Candidate, found: Plan, flops_per_token: float, parameters: int, cache: int, speed: Speed
-) -> Entry:
-    """Return what was found of a candidate."""
-    return Entry(
-        name=candidate.name,
-        kind=kind_of(Model(candidate.config)),
-        overrides=candidate.overrides,
-        parameters=parameters,
-        training_flops_per_token=flops_per_token,
-        cache_bytes_per_token=cache,
-        sweep=found.sweep,
-        rate=found.rate,
-        losses=found.seeds,
-        speed=speed,
-    )
+def outcome_of(comparison: Comparison, ended: Mapping[str, float], speeds: Mapping[str, Speed]) -> Outcome:
+    """Return what the runs of a comparison have found.
+
+    Args:
+        ended: validation loss by name of the run, of all that have ended; nan for those that failed, inf for those
+            that diverged.
+        speeds: by name of the model, of those that were measured.
+    """
+    tokens = comparison.pretraining.sequence_length
+    entries = [
+        Entry(
+            name=candidate.name,
+            kind=CostedModel(candidate.config).kind,
+            overrides=candidate.overrides,
+            parameters=count_parameters(candidate.config),
+            training_flops_per_token=training_flops(candidate.config, 1, tokens) / tokens,
+            cache_bytes_per_token=cache_bytes_per_token(candidate.config),
+            sweep=found.sweep,
+            rate=found.rate,
+            losses=found.seeds,
+            speed=speeds.get(candidate.name, Speed()),
+        )
+        for candidate, found in zip(comparison.candidates, comparison.plans(ended), strict=True)
+    ]
+    runs = sorted(path.parent for path in comparison.folder.glob(f"runs/*/{RESULTS}"))
+    seen = {(read_object(run / RESULTS) or {}).get("tokens_seen", 0) for run in runs}
+    return Outcome(entries, bytes_per_token(runs[0]) if runs else math.nan, sorted(seen))
+
+
+def bytes_per_token(run: Path) -> float:
+    """Return how many bytes of text a token of a run's validation text stands for."""
+    ids = load_blocks(run / "data", "validation").blocks[:, 0]
+    texts = AutoTokenizer.from_pretrained(run / "tokenizer").batch_decode(ids, skip_special_tokens=True)
+    return sum(len(text.encode()) for text in texts) / ids.size
+
+
+def usable(losses: Mapping[int, float]) -> list[float]:
+    """Return the losses of runs that neither failed nor diverged."""
+    return [loss for loss in losses.values() if math.isfinite(loss)]

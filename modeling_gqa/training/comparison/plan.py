@@ -1,4 +1,4 @@
-"""Which runs a comparison still needs: for each model a sweep, then seeds at its best rate."""
+"""Which runs a comparison still needs: for each model a sweep of learning rates, then seeds at its best rate."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,23 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..recipe.objects import as_object
-from ..recipe.pretraining import Recipe
+import numpy as np
+
+from ...common.console import say
+from ...data.source import open_source
+from ...data.split import split_source
+from ...data.tokenizer import train_tokenizer
+from ..recipe import Recipe
 from ..shared.runs import Run
-from .candidates import Candidate
-from .recipe import CompareRecipe
-from .sweep import best_rate, further_rate
+from .models import Candidate, CompareRecipe
+
+# What may differ when a comparison goes on: none of it changes what a finished run has found.
+FREE = {"learning_rates", "seeds", "jobs", "launcher", "contexts", "report_to", "output_dir"}
+EXTENSIONS = 4  # rates beyond either edge of those that are asked for, at most
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A pretraining run of a comparison.
-
-    Args:
-        candidate: name of the model.
-        learning_rate: its peak.
-        seed: of weights and of the order of the text.
-    """
+    """A pretraining run of the model named `candidate`; the seed is that of weights and of the order of the text."""
 
     candidate: str
     learning_rate: float
@@ -39,11 +40,9 @@ class Plan:
     """What is known of one model, and what is not.
 
     Args:
-        candidate: name of the model.
-        sweep: validation losses of the first seed by rate, of the runs that have ended; nan for those that failed, inf
-            for those that diverged.
+        sweep: validation losses of the first seed by rate, of the runs that have ended.
         rate: the best one; `None` while the sweep goes on, and where all of its runs failed.
-        seeds: the same at the best rate, by seed.
+        seeds: validation losses at the best rate, by seed.
         needed: runs that have not ended.
     """
 
@@ -55,13 +54,11 @@ class Plan:
 
 
 def plan(candidate: str, recipe: CompareRecipe, ended: Mapping[str, float]) -> Plan:
-    """Return what is known of a model, and the runs that it still needs.
+    """Return what is known of the model named `candidate`, and the runs that it still needs.
 
     Args:
-        candidate: name of the model.
-        recipe: of the comparison.
-        ended: validation loss by name of the run, of all that have ended; nan for those that failed, inf for those
-            that diverged.
+        ended: validation loss by name of the run, of all that have ended; nan of those that failed, inf of those that
+            diverged.
     """
     rates: Sequence[float] = recipe.learning_rates
     tried = list(rates)
@@ -84,13 +81,7 @@ def plan(candidate: str, recipe: CompareRecipe, ended: Mapping[str, float]) -> P
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison as its recipe says.
-
-    Args:
-        recipe: of the comparison.
-        pretraining: the recipe of its runs, with the options that all of them have.
-        candidates: the models.
-    """
+    """A comparison: its recipe, that of its runs with the options that all of them have, and the models."""
 
     recipe: CompareRecipe
     pretraining: Recipe
@@ -99,6 +90,33 @@ class Comparison:
     @property
     def folder(self) -> Path:
         return Path(str(self.recipe.output_dir)).resolve()  # runs compare what they are told when they go on
+
+    def planned(self) -> str:
+        """Return how many runs there are, and of how many tokens where the recipe says so."""
+        rates, seeds, models, runs = (
+            len(self.recipe.learning_rates),
+            self.recipe.seeds,
+            len(self.candidates),
+            self.pretraining,
+        )
+        said = (
+            f"{models * (rates + seeds)} runs: {models} models, each at {rates} learning rates and with {seeds} seeds "
+            "at the best; more where the best is the first or the last."
+        )
+        runs = self.pretraining
+        if runs.max_steps <= 0 or self.recipe.launcher:  # which may start several processes
+            return said
+        batch = runs.per_device_train_batch_size * runs.gradient_accumulation_steps
+        return f"{said} A run trains on {batch * runs.max_steps * runs.sequence_length:,} tokens."
+
+    def write_tokenizer(self) -> None:
+        """Train the tokenizer that all runs share, unless the recipe names one."""
+        if not self.pretraining.tokenizer:
+            source = open_source(self.pretraining)
+            say(f"Training a byte-level BPE tokenizer on {source.name} ...")
+            documents = split_source(source, self.pretraining).documents("train")
+            tokenizer = train_tokenizer(documents, self.candidates[0].config.vocab_size)
+            tokenizer.save_pretrained(self.folder / "tokenizer")
 
     def plans(self, ended: Mapping[str, float]) -> list[Plan]:
         """Return what is known of each model."""
@@ -117,7 +135,7 @@ class Comparison:
         options: dict[str, Any] = {
             "publish": False,
             "tokenizer": self.pretraining.tokenizer or str(self.folder / "tokenizer"),
-            **as_object("options", self.recipe.options),
+            **self.recipe.options,  # type: ignore[dict-item]
             "preset": self.recipe.preset,
             "model_overrides": overrides,
             "learning_rate": trial.learning_rate,
@@ -127,6 +145,47 @@ class Comparison:
         return Run(trial.name, "pretrain", self.recipe.pretraining, options)
 
 
-def usable(losses: Mapping[int, float]) -> list[float]:
-    """Return the losses of runs that did not fail."""
-    return [loss for loss in losses.values() if math.isfinite(loss)]
+# -- The sweep
+
+
+def further_rate(losses: Mapping[float, float], rates: Sequence[float]) -> float | None:
+    """Return the rate that a sweep still needs where its best is an edge, one step beyond; `None` where it needs none.
+
+    Args:
+        losses: by rate; nan or inf where a run failed or diverged.
+        rates: those that were asked for, rising.
+    """
+    best, tried = lowest(losses), sorted(losses)
+    if best is None:
+        return None
+    if best == tried[-1] and sum(rate > rates[-1] for rate in tried) < EXTENSIONS:
+        return rounded(best * rates[-1] / rates[-2])
+    if best == tried[0] and sum(rate < rates[0] for rate in tried) < EXTENSIONS:
+        return rounded(best * rates[0] / rates[1])
+    return None
+
+
+def best_rate(losses: Mapping[float, float]) -> float | None:
+    """Return the vertex of the parabola through the best rate and its neighbours, over the logarithm of the rate.
+
+    It is the best rate itself where a neighbour is missing or diverged, and `None` where all diverged.
+    """
+    best, tried = lowest(losses), sorted(losses)
+    if best is None:
+        return None
+    place = tried.index(best)
+    near = tried[max(0, place - 1) : place + 2]
+    if len(near) < 3 or not all(math.isfinite(losses[rate]) for rate in near):
+        return best
+    curvature, slope, _ = np.polyfit([math.log(rate / best) for rate in near], [losses[rate] for rate in near], 2)
+    return rounded(best * math.exp(-slope / curvature / 2)) if curvature > 1e-12 else best
+
+
+def lowest(losses: Mapping[float, float]) -> float | None:
+    finite = [rate for rate, loss in losses.items() if math.isfinite(loss)]
+    return min(finite, key=lambda rate: losses[rate], default=None)
+
+
+def rounded(rate: float) -> float:
+    """Return a rate in three digits, by which runs are named."""
+    return float(f"{rate:.2e}")

@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from ...common.console import say
 from ...common.errors import UserError
 from ...common.pictures import new_figure
-from ..console import say
 from ..folder.listing import read_object, write_text
-from ..recipe.fields import FREE_ON_RESUME
+from ..recipe import FREE_ON_RESUME
 from .runs import Runs
 
 RECIPE = "recipe.json"

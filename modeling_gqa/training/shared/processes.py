@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
-LIBRARIES = ("run", "recipe", "recipe.model", "trainer.pretraining", "trainer.uptraining")
+LIBRARIES = ("run_setup", "trainer", "uptraining", "publish")
 
 
 class RunProcess:

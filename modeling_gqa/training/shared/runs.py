@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
+from ...common.console import Interrupted, failed_to_write, say
 from ...common.errors import UserError
 from ...common.progress import duration
-from ..console import say
-from ..errors import NON_FINITE, Interrupted, failed_to_write
 from ..folder.listing import read_object, write_text
 from ..folder.manifest import SAVED_RECIPE
-from ..recipe.objects import as_arguments
-from ..results import RESULTS
+from ..recipe import as_arguments
+from ..results import NON_FINITE, RESULTS
 from .processes import RunProcess, gpu_of
 
 WAIT = 2.0  # seconds between looks at runs that other launches have claimed

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
 
-from ...checkpoints.checkpoint import load_source
-from ...common.errors import UserError
-from ..console import warn
-from ..folder.checkpoint import is_whole
-from ..recipe.uptraining import UptrainRecipe
-from ..results import Results
+from modeling_gqa_cli.errors import UserError
+
+from ..checkpoints.checkpoint import load_source
+from ..common.console import warn
 from .distillation import choose_parameters, layerwise_loss, model_inputs, prediction_losses, run_teacher
-from .pretraining import PretrainTrainer
+from .folder.checkpoint import is_whole
+from .results import Results
+from .trainer import PretrainTrainer, perplexity
+from .uptrain_recipe import UptrainRecipe
 
 
 class UptrainTrainer(PretrainTrainer):
@@ -57,7 +58,7 @@ class UptrainTrainer(PretrainTrainer):
             loss = layerwise_loss(model, self.accelerator.unwrap_model(model), seen, inputs)
             return loss / self.current_gradient_accumulation_steps  # every micro-batch has as many tokens
         logits = model(**model_inputs(inputs)).logits
-        sums = self.compare(logits, self.teacher_states(inputs), inputs["labels"], self.args.temperature)
+        sums = self.prediction_sums(logits, self.teacher_states(inputs), inputs["labels"], self.args.temperature)
         loss, kl, _ = sums / num_items_in_batch
         loss = (1 - self.args.kl_weight) * loss + self.args.kl_weight * kl
         # The number of items is that of all processes, over which DDP takes the mean.
@@ -67,7 +68,9 @@ class UptrainTrainer(PretrainTrainer):
         with torch.no_grad(), self.accelerator.autocast():
             return self.teacher.model(**model_inputs(inputs)).last_hidden_state  # (B, T, E)
 
-    def compare(self, logits: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, temperature: float) -> Any:
+    def prediction_sums(
+        self, logits: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, temperature: float
+    ) -> Any:
         with self.accelerator.autocast():
             return prediction_losses(logits, states, self.teacher.lm_head, labels, temperature)
 
@@ -79,13 +82,13 @@ class UptrainTrainer(PretrainTrainer):
         rows = zip(
             logits.split(1), self.teacher_states(self._prepare_inputs(inputs)).split(1), labels.split(1), strict=True
         )
-        sums = torch.stack([self.compare(*row, temperature=1.0) for row in rows])  # (B, 3)
+        sums = torch.stack([self.prediction_sums(*row, temperature=1.0) for row in rows])  # (B, 3)
         return loss, torch.cat([labels[:, 1:].ne(-100).sum(-1, keepdim=True), sums], dim=-1), labels  # (B, 4)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         output = super().evaluation_loop(*args, **kwargs)
         if "eval_teacher_loss" in output.metrics:
-            output.metrics["eval_teacher_perplexity"] = math.exp(min(output.metrics["eval_teacher_loss"], 700.0))
+            output.metrics["eval_teacher_perplexity"] = perplexity(output.metrics["eval_teacher_loss"])
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -93,10 +96,10 @@ class UptrainTrainer(PretrainTrainer):
             logs["stage"] = 1 if self.state.global_step <= self.layerwise_steps else 2
         super().log(logs, *args, **kwargs)
 
-    def run(self, checkpoint: Any) -> None:
+    def run(self, checkpoint: Path | None) -> Results:
         # For the losses before training; a resumed run finds them in its log.
         self.args.eval_on_start = checkpoint is None
-        super().run(checkpoint)
+        return super().run(checkpoint)
 
     @property
     def measure(self) -> str:

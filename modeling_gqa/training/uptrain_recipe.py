@@ -9,15 +9,13 @@ from transformers import PreTrainedModel
 
 from modeling_gqa_cli.recipes import UptrainOptions, public_name
 
-from ...checkpoints.checkpoint import open_checkpoint
-from ...checkpoints.files import LICENCES, copy_files, local_folder
-from ...checkpoints.gguf import is_gguf
-from ...common.cards import base_metadata, kept_metadata
-from ...conversion.report import REPORT_NAME
-from ..folder.listing import read_object
-from ..results import RESULTS, Results
-from .fields import UNUSED
-from .pretraining import Recipe
+from ..checkpoints.checkpoint import open_checkpoint
+from ..checkpoints.files import LICENCES, copy_files, local_folder
+from ..checkpoints.gguf import is_gguf
+from ..common.cards import base_metadata, kept_metadata
+from .folder.listing import read_object
+from .recipe import UNUSED, Recipe
+from .results import RESULTS, Results
 
 # Chosen with configuration/recipes/uptrain-tiny.yaml.
 LAYERWISE_FRACTION, KL_WEIGHT = 0.5, 0.9
@@ -148,4 +146,4 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
         return open_checkpoint(self.student, download=False).dtype
 
     def copy_documents(self, folder: Path) -> None:
-        copy_files(local_folder(self.student), folder, (*LICENCES, REPORT_NAME))
+        copy_files(local_folder(self.student), folder, (*LICENCES, "conversion.json"))

@@ -1,6 +1,6 @@
 """Load a saved repository without the package, and print what the model writes.
 
-    python modeling_gqa/training/publish/sample.py runs/quickstart/final "import os"
+    python modeling_gqa/training/sample.py runs/quickstart/final "import os"
 
 Only the code inside the repository is used: this process cannot import the installed package.
 """

@@ -1,20 +1,50 @@
-"""Which models a study trains, and for how long."""
+"""Which models a study trains, for how long, and with which losses."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ... import GQAConfig
-from ...common.errors import UserError
-from ...conversion import target_config
-from ..folder.listing import read_object
-from ..results import RESULTS
-from ..shared.runs import Run, is_finite
-from ..shared.spread import Sample, Spread, pooled
-from .recipe import Point, Student, StudyRecipe, options_of_runs
+from modeling_gqa import GQAConfig
+from modeling_gqa.conversion import target_config
+from modeling_gqa.training.folder.listing import read_object
+from modeling_gqa.training.results import RESULTS
+from modeling_gqa.training.shared.runs import Run, is_finite
+from modeling_gqa.training.shared.spread import Sample, Spread, pooled
+from modeling_gqa_cli.errors import UserError
+
+from .recipe import StudyRecipe
 
 PAPERS = "mean"  # the GQA paper's method, by which the studies of uptraining and of groups convert
+
+
+@dataclass(frozen=True)
+class Student:
+    """A conversion of the source.
+
+    Args:
+        heads: number of key/value heads.
+        method: how heads become one; "" where the source has as many.
+    """
+
+    heads: int
+    method: str
+
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        return f"{self.heads}-heads-{self.method}" if self.method else "source"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A student after a share of the source's pretraining tokens."""
+
+    student: Student
+    share: float
+
+    def run_name(self, seed: int) -> str:
+        return f"{self.student.name}-share{self.share:g}-seed{seed}"
 
 
 @dataclass(frozen=True)
@@ -49,6 +79,21 @@ class Study:
             heads for heads in self.all_heads() if heads <= max(1, self.most_heads // share)
         )
 
+    def all_heads(self) -> list[int]:
+        """Return the numbers of key/value heads that divide the source's."""
+        return [heads for heads in range(1, self.most_heads + 1) if self.most_heads % heads == 0]
+
+    def label(self, heads: int) -> str:
+        return "MHA" if heads == self.config.num_attention_heads else "MQA" if heads == 1 else f"GQA-{heads}"
+
+    def config_with(self, heads: int) -> GQAConfig:
+        """Return the source's configuration with this number of key/value heads."""
+        if heads == self.most_heads:
+            return self.config
+        if heads == 1:
+            return target_config(self.config, "mqa")
+        return target_config(self.config, "gqa", num_key_value_heads=heads)
+
     def student(self, heads: int) -> Student:
         """Return the source with `heads` key/value heads, converted as the paper does."""
         return Student(heads, PAPERS if heads < self.most_heads else "")
@@ -58,21 +103,13 @@ class Study:
         if self.name == "conversion":
             return [Point(Student(1, method), self.recipe.share) for method in self.recipe.methods]
         if self.name == "uptraining":
-            students = [self.student(heads) for heads in (self.most_heads, self.heads, 1)]
+            students = [self.student(heads) for heads in self.compared_heads()]
             return [Point(student, share) for student in students for share in self.recipe.shares]
         return [Point(self.student(heads), self.recipe.share) for heads in self.all_heads()]
 
-    def all_heads(self) -> list[int]:
-        """Return the numbers of key/value heads that divide the source's."""
-        return [heads for heads in range(1, self.most_heads + 1) if self.most_heads % heads == 0]
-
-    def config_with(self, heads: int) -> GQAConfig:
-        """Return the source's configuration with this number of key/value heads."""
-        if heads == self.most_heads:
-            return self.config
-        if heads == 1:
-            return target_config(self.config, "mqa")
-        return target_config(self.config, "gqa", num_key_value_heads=heads)
+    def compared_heads(self) -> list[int]:
+        """Return the source's number of heads, GQA's and MQA's, each once."""
+        return list(dict.fromkeys((self.most_heads, self.heads, 1)))
 
     def seeds(self) -> range:
         return range(self.recipe.seed, self.recipe.seed + self.recipe.seeds)
@@ -101,7 +138,7 @@ class Study:
 
     def run(self, point: Point, seed: int) -> Run:
         options: dict[str, Any] = {
-            **options_of_runs(self.recipe),
+            **self.recipe.options_of_runs(),
             "student": str(self.student_folder(point.student, seed)),
             "pretraining_fraction": point.share,
             "pretraining_tokens": self.pretraining_tokens,
@@ -110,24 +147,23 @@ class Study:
         }
         return Run(point.run_name(seed), "uptrain", self.recipe.uptraining, options, size=point.share)
 
-    def losses(self, point: Point, name: str = "", field: str = "validation_loss") -> Sample | None:
+    def losses(self, point: Point, field: str = "validation_loss") -> Sample | None:
         """Return validation losses over seeds, of the runs that did not fail; `None` where all did.
 
         Args:
             point: what was trained.
-            name: of the sample.
             field: of results.json; "initial_validation_loss": before training.
         """
         paths = [self.folder / "runs" / point.run_name(seed) / RESULTS for seed in self.seeds()]
         found = [loss for path in paths if is_finite(loss := (read_object(path) or {}).get(field))]
-        return Sample(name or point.student.name, found) if found else None
+        return Sample(point.student.name, found) if found else None
 
-    def curve(self, heads: int, name: str) -> dict[float, Sample]:
+    def curve(self, heads: int) -> dict[float, Sample]:
         """Return losses by share, 0 included, of the model with these heads."""
         points = [point for point in self.points() if point.student == self.student(heads)]
         # All of them begin alike, and the first may have failed.
-        known = (self.losses(point, name, "initial_validation_loss") for point in points)
-        curve = {0.0: next(filter(None, known), None)} | {point.share: self.losses(point, name) for point in points}
+        known = (self.losses(point, "initial_validation_loss") for point in points)
+        curve = {0.0: next(filter(None, known), None)} | {point.share: self.losses(point) for point in points}
         return {share: sample for share, sample in curve.items() if sample is not None}
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,34 +9,34 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from ... import GQAForCausalLM
-from ...checkpoints.files import local_folder
-from ...common.errors import UserError
-from ...conversion import convert_model, load_source
-from ...data.blocks import tokenize
-from ...data.packing import pack
-from ...data.source import open_source
-from ...data.split import split_source
-from ...data.tokenizer import load_tokenizer
-from ..console import say
-from ..folder.listing import read_object
-from ..recipe import load_recipe
-from ..recipe.objects import as_arguments
-from ..recipe.uptraining import UptrainRecipe
-from ..results import RESULTS
-from ..run_setup import fingerprint
-from ..shared.runs import Runs
-from .points import Study, check_source
-from .recipe import SET_IN_RUNS, Student, StudyRecipe, options_of_runs
+from modeling_gqa import GQAForCausalLM
+from modeling_gqa.checkpoints.files import local_folder
+from modeling_gqa.common.console import say
+from modeling_gqa.conversion import convert_model, load_source
+from modeling_gqa.data.blocks import tokenize
+from modeling_gqa.data.packing import pack
+from modeling_gqa.data.source import open_source
+from modeling_gqa.data.split import split_source
+from modeling_gqa.data.tokenizer import load_tokenizer
+from modeling_gqa.training.folder.listing import read_object
+from modeling_gqa.training.recipe import as_arguments, load_recipe
+from modeling_gqa.training.results import RESULTS
+from modeling_gqa.training.run_setup import fingerprint
+from modeling_gqa.training.shared.runs import Runs
+from modeling_gqa.training.uptrain_recipe import UptrainRecipe
+from modeling_gqa_cli.errors import UserError
 
-BATCH = 8  # blocks
-APART = 8  # every so many blocks one calibrates, so that they come from more documents
+from .recipe import SET_IN_RUNS, StudyRecipe
+from .study import Student, Study, check_source
+
+BATCH = 8  # sequences
+APART = 8  # every so many sequences one calibrates, so that they come from more documents
 PAPERS_METHODS = ("mean", "first", "random")  # which see no text
 
 
 def uptraining_of(recipe: StudyRecipe) -> tuple[UptrainRecipe, dict[str, Any]]:
     """Return the recipe of a study's runs, as if the source were trained, and its values; raises `UserError`."""
-    options = {**options_of_runs(recipe), "student": recipe.source, "max_steps": 1, "pretraining_fraction": 0}
+    options = {**recipe.options_of_runs(), "student": recipe.source, "max_steps": 1, "pretraining_fraction": 0}
     return load_recipe([recipe.uptraining, *as_arguments(options)], UptrainRecipe)
 
 
@@ -75,7 +74,11 @@ def convert_students(study: Study, runs: Runs, source: GQAForCausalLM, tokenizer
             say(f"Converting {folder.name} ...")
             if student.method and student.method not in PAPERS_METHODS and not text:
                 text = calibration(study, tokenizer)
-            write_student(folder, convert(study, source, student, seed, text), tokenizer)
+            model = convert(study, source, student, seed, text)
+            partial = folder.with_name(f"{folder.name}.partial")
+            model.save_pretrained(partial)
+            tokenizer.save_pretrained(partial)
+            partial.rename(folder)
 
 
 def convert(study: Study, source: GQAForCausalLM, student: Student, seed: int, text: Sequence[Any]) -> GQAForCausalLM:
@@ -86,14 +89,6 @@ def convert(study: Study, source: GQAForCausalLM, student: Student, seed: int, t
     seen = None if student.method in PAPERS_METHODS else text
     converted, _ = convert_model(source, target, seen, method=student.method, seed=seed)
     return converted
-
-
-def write_student(folder: Path, model: GQAForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write a model and its tokenizer, which is complete when its folder has this name."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    partial.rename(folder)
 
 
 def calibration(study: Study, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, torch.Tensor]]:

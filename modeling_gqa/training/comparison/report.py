@@ -1,0 +1,240 @@
+"""The report of a comparison: a line of verdict, tables, pictures, JSON, and trackers."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from math import isfinite, isinf, isnan
+from pathlib import Path
+from typing import Any
+
+from modeling_gqa_cli.errors import UserError
+
+from ...common.console import say
+from ...common.pictures import COLORS, line_styles, name_lines, new_figure, save, tidy
+from ...common.results import write_json
+from ...common.tables import Table, with_prefix
+from ...costs.speeds import measure_speeds, where_measured
+from ..folder.listing import read_object, write_text
+from ..folder.manifest import checkpoints
+from ..recipe import trackers_in
+from ..shared.runs import Runs
+from .models import MATCHED, CompareRecipe
+from .outcome import Entry, Outcome, outcome_of
+from .plan import Comparison, Trial
+
+REPORT = "report.md"
+LOSS = "validation loss (nats per token)"
+Points = Sequence[tuple[float, float]]
+TEXT = """# Attention compared
+
+{verdict}
+
+{matched} Each model sees the same text in the same order. The learning rate is swept with the first seed; schedule,
+batch size and initialisation are the recipe's for all models.
+
+{results}
+
+Loss: mean over seeds, in nats per token. Above the lowest: ± is the margin of the difference (95 %, Student's t, from
+a deviation of {deviation} of one run, pooled over the models with {freedom} degrees of freedom). Front: no other
+model has a lower loss with as small a cache. Cache: bfloat16. {measured}
+
+![validation loss against bytes of cache](loss_by_cache.png)
+
+![milliseconds of a decoded token against the context](decoding.png)
+
+## Learning rates
+
+Validation loss of the first seed.
+
+{rates}
+
+![validation loss against the learning rate](loss_by_rate.png)
+
+![training loss against tokens](curves.png)
+"""
+SPEEDS = (
+    "Speeds: {machine}, random weights, the models in turn; decoding of one sequence, a prompt of {prompt:,} tokens, "
+    "training of {batch:,} sequences of {tokens:,} tokens without the optimizer."
+)
+
+
+def write_outcome(comparison: Comparison, runs: Runs) -> None:
+    """Measure speeds; write `comparison.json`, `report.md` and the pictures; tell the trackers."""
+    recipe, folder = comparison.recipe, comparison.folder
+    batch, tokens = comparison.pretraining.per_device_train_batch_size, comparison.pretraining.sequence_length
+    prompt, machine = max(recipe.contexts), where_measured()
+    measured = SPEEDS.format(machine=machine, prompt=prompt, batch=batch, tokens=tokens)
+    say("Measuring speeds ...")
+    configs = {candidate.name: candidate.config for candidate in comparison.candidates}
+    try:
+        speeds = measure_speeds(configs, recipe.contexts, prompt, training_block=(batch, tokens))
+    except UserError as error:  # too little memory for all models at once, for one
+        speeds, measured = {}, f"There are no speeds: {error}."
+        say(measured)
+    outcome, failures = outcome_of(comparison, runs.ended(), speeds), runs.failures()
+    content = {"recipe": asdict(recipe), "machine": machine, "failures": failures, **outcome.to_dict()}
+    write_json(folder / "comparison.json", content)
+    plot_comparison(outcome, curves(comparison, outcome), folder)
+    write_text(folder / REPORT, report(recipe, outcome, measured, failures))
+    say(verdict(outcome))
+    if recipe.report_to:
+        track(recipe, outcome)
+
+
+def report(recipe: CompareRecipe, outcome: Outcome, measured: str, failures: Mapping[str, str]) -> str:
+    """Return the report in Markdown; `measured` says where speeds were measured, `failures` what failed, by run."""
+    text = TEXT.format(
+        verdict=verdict(outcome),
+        matched=MATCHED[recipe.match],
+        results=results_table(outcome, recipe.seeds).to_markdown(),
+        deviation=number(outcome.spread.deviation),
+        freedom=outcome.spread.freedom,
+        measured=measured,
+        rates=rates_table(outcome).to_markdown(),
+    )
+    lost = "".join(f"- {name}: {said}\n" for name, said in failures.items())
+    return text + (f"\n## Runs that failed\n\n{lost}" if lost else "")
+
+
+def verdict(outcome: Outcome) -> str:
+    """Return a line: which model has the lowest loss, and which cannot be told from it."""
+    if len(outcome.tokens_seen) > 1:
+        low, *_, high = outcome.tokens_seen
+        return f"Runs were trained on {low:,} to {high:,} tokens: their losses cannot be compared."
+    if not outcome.finished:
+        return "No run at a best rate has ended."
+    best, *others = outcome.finished
+    alike = ", ".join(entry.name for entry in others if not outcome.differ(best, entry)) or "none"
+    return f"Lowest loss: {best.name}, {best.loss:.4f} nats per token. Not told from it by these seeds: {alike}."
+
+
+def results_table(outcome: Outcome, seeds: int) -> Table:
+    """Losses, costs and speeds, one line for each model."""
+    contexts = sorted({context for entry in outcome.entries for context in entry.speed.decode_milliseconds})
+    header = ["model", "loss", "above the lowest", "bits per byte", "deviation", "seeds", "best rate", "front"]
+    header += ["parameters", "FLOP per token", "cache, bytes per token", *(f"ms a token after {x:,}" for x in contexts)]
+    header += ["prompt, tokens/s", "training, tokens/s"]
+    front, best = outcome.front, outcome.finished[:1]
+    rows = []
+    for entry in outcome.entries:
+        above = "-"
+        if best and isfinite(entry.loss):
+            above = f"{entry.loss - best[0].loss:.4f} ± {number(outcome.margin(entry, best[0]))}"
+        rate = "-" if entry.rate is None else f"{entry.rate:.2e}{' (edge)' if entry.at_edge else ''}"
+        ended = f"{len(entry.sample.values)} of {seeds}"
+        bits = number(outcome.bits_per_byte(entry.loss))
+        losses = [loss_in_words(entry.loss), above, bits, number(entry.deviation), ended, rate]
+        sizes = [
+            f"{entry.parameters:,}",
+            with_prefix(entry.training_flops_per_token),
+            f"{entry.cache_bytes_per_token:,}",
+        ]
+        speed = entry.speed
+        speeds = [number(speed.decode_milliseconds.get(x, float("nan")), ".2f") for x in contexts]
+        speeds += [number(x, ",.0f") for x in (speed.prompt_tokens_per_second, speed.training_tokens_per_second)]
+        rows.append([entry.name, *losses, "yes" if entry in front else "", *sizes, *speeds])
+    return Table(header, rows)
+
+
+def rates_table(outcome: Outcome) -> Table:
+    """Validation loss of the first seed by learning rate, one line for each model; the lowest is in bold."""
+    rates = sorted({rate for entry in outcome.entries for rate in entry.sweep})
+    rows = []
+    for entry in outcome.entries:
+        low = min(entry.sweep.values(), key=lambda loss: (not isfinite(loss), loss), default=None)
+        cells = {rate: loss_in_words(loss) for rate, loss in entry.sweep.items()}
+        cells |= {rate: f"**{loss:.4f}**" for rate, loss in entry.sweep.items() if loss == low and isfinite(loss)}
+        best = "-" if entry.rate is None else f"{entry.rate:.2e}"
+        rows.append([entry.name, *(cells.get(rate, "") for rate in rates), best])
+    return Table(["model", *(f"{rate:.2e}" for rate in rates), "best"], rows)
+
+
+def loss_in_words(loss: float) -> str:
+    return "failed" if isnan(loss) else "diverged" if isinf(loss) else f"{loss:.4f}"
+
+
+def number(value: float, form: str = ".4f") -> str:
+    return "-" if isnan(value) else format(value, form)
+
+
+# -- Pictures
+
+
+def curves(comparison: Comparison, outcome: Outcome) -> dict[str, Points]:
+    """Return tokens and training loss of the first run of each model at its best rate."""
+    found: dict[str, Points] = {}
+    for entry in outcome.entries:
+        if entry.rate is not None and entry.losses:
+            trial = Trial(entry.name, entry.rate, min(entry.losses))
+            last = checkpoints(comparison.folder / "runs" / trial.name)[-1:]
+            state = read_object(last[0] / "trainer_state.json") if last else None
+            logs = [log for log in (state or {}).get("log_history", []) if {"loss", "tokens_seen"} <= log.keys()]
+            found[entry.name] = [(log["tokens_seen"], log["loss"]) for log in logs]
+    return found
+
+
+def plot_comparison(outcome: Outcome, curves: Mapping[str, Points], folder: Path) -> None:
+    """Write the four pictures of a comparison; `curves` are those of training, by name of the model."""
+    entries = outcome.entries
+    rates = {entry.name: [(x, y) for x, y in entry.sweep.items() if isfinite(y)] for entry in entries}
+    decoding = {entry.name: list(entry.speed.decode_milliseconds.items()) for entry in entries}
+    save(plot_losses(outcome), folder / "loss_by_cache.png")
+    save(plot_lines(entries, rates, "learning rate", LOSS, "{:.1e}"), folder / "loss_by_rate.png")
+    token = "decoded token, one sequence (ms)"
+    save(plot_lines(entries, decoding, "context (tokens)", token, "{:,}"), folder / "decoding.png")
+    save(plot_lines(entries, curves, "tokens trained on", "training loss (nats per token)"), folder / "curves.png")
+
+
+def plot_losses(outcome: Outcome) -> Any:
+    """Draw mean losses with the deviation over seeds against the bytes of cache per token, and the pareto front."""
+    figure = new_figure(figsize=(6.5, 4))
+    axis = figure.subplots()
+    front = [(entry.cache_bytes_per_token, entry.loss) for entry in outcome.front]
+    axis.plot([x for x, _ in front], [y for _, y in front], color="0.7", linewidth=1, zorder=0)
+    for entry in outcome.finished:
+        bars = entry.deviation if isfinite(entry.deviation) else None
+        place, color = (entry.cache_bytes_per_token, entry.loss), COLORS[entry.kind]
+        axis.errorbar(*place, yerr=bars, fmt="o", color=color, capsize=3)
+        axis.annotate(entry.name, place, (6, 5), textcoords="offset points", color=color, fontsize=8)
+    ticks = sorted({entry.cache_bytes_per_token for entry in outcome.finished})
+    axis.set(xscale="log", xlabel="cache (bytes per token, bfloat16)", ylabel=LOSS)
+    axis.set_xticks(ticks, labels=[f"{tick:,}" for tick in ticks])
+    tidy(axis)
+    axis.set_title("bars: one standard deviation over seeds; grey: the pareto front", fontsize=8)
+    return figure
+
+
+def plot_lines(entries: Sequence[Entry], lines: Mapping[str, Points], xlabel: str, ylabel: str, ticks: str = "") -> Any:
+    """Draw a line for each model, named at its end; `ticks` is the format of a logarithmic axis, marked at each x."""
+    figure = new_figure(figsize=(6.5, 4))
+    axis = figure.subplots()
+    styles = dict(zip((entry.name for entry in entries), line_styles([entry.kind for entry in entries]), strict=True))
+    drawn = {name: lines[name] for name in styles if lines.get(name)}
+    marker = "o" if max(map(len, drawn.values()), default=0) < 20 else None
+    for name, points in drawn.items():
+        axis.plot([x for x, _ in points], [y for _, y in points], marker=marker, markersize=4, **styles[name])
+    axis.set(xlabel=xlabel, ylabel=ylabel)
+    if ticks:
+        places = sorted({x for points in drawn.values() for x, _ in points})
+        axis.set_xscale("log")
+        axis.set_xticks(places, labels=[ticks.format(x) for x in places], rotation=30)
+    else:
+        axis.xaxis.set_major_formatter("{x:,.0f}")
+    tidy(axis)
+    name_lines(axis, [(*points[-1], name, styles[name]["color"]) for name, points in drawn.items()], least=0.06)
+    return figure
+
+
+def track(recipe: CompareRecipe, outcome: Outcome) -> None:
+    """Write the outcome to the trackers that the recipe names."""
+    from accelerate import Accelerator
+
+    folder = Path(str(recipe.output_dir))
+    accelerator = Accelerator(log_with=list(recipe.report_to), project_dir=str(folder))
+    config = {name: value for name, value in asdict(recipe).items() if isinstance(value, str | int | float)}
+    with trackers_in(folder):
+        accelerator.init_trackers("comparison", config=config)
+    for entry in outcome.finished:
+        numbers = {name: getattr(entry, name) for name in ("loss", "cache_bytes_per_token", "parameters")}
+        numbers["learning_rate"] = entry.rate
+        accelerator.log({f"{entry.name}/{name}": value for name, value in numbers.items()})
+    accelerator.end_training()

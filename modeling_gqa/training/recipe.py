@@ -1,0 +1,409 @@
+"""The recipe of a run: every option with its type and default, the checks of their values, and where they come from."""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from accelerate.utils import DynamoBackend
+from huggingface_hub.utils import validate_repo_id
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.optimization import get_scheduler
+from transformers.utils import is_liger_kernel_available
+
+from modeling_gqa_cli.errors import UserError, did_you_mean
+from modeling_gqa_cli.recipes import (
+    ModelOptions,
+    RunningOptions,
+    RunOptions,
+    TextOptions,
+    TrainOptions,
+    preset_folder,
+    preset_names,
+    read_values,
+)
+
+from ..common.console import warn
+
+if TYPE_CHECKING:
+    from .results import Results
+
+# Files that hold weights.
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*", "*.gguf")
+# Fields of TrainingArguments that the scripts do not read: refused rather than silently ignored.
+LAST, COUNTED = "the last weights are the result of a pretraining run", "the validation loss counts every token itself"
+UNUSED = {
+    "resume_from_checkpoint": "use --resume",
+    "do_train": "this script always trains",
+    "do_eval": "use --eval-strategy",
+    "do_predict": "this script does not predict",
+    "hub_strategy": "the script uploads the finished repository once, at the end",
+    "include_num_input_tokens_seen": "tokens are always counted",
+    "dataloader_drop_last": "it would drop validation text as well",
+    "auto_find_batch_size": "it would change the run's arithmetic",
+    "save_only_model": "--resume needs all of a checkpoint",
+    "ignore_data_skip": "a resumed run would train on the same text again",
+    "remove_unused_columns": "the script makes the columns, and needs all of them",
+    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), LAST),
+    **dict.fromkeys(("prediction_loss_only", "batch_eval_metrics", "include_for_metrics"), COUNTED),
+    **dict.fromkeys(("eval_do_concat_batches", "eval_use_gather_object", "label_names"), COUNTED),
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "it would round the weights that are saved at the end"),
+    **dict.fromkeys(("length_column_name", "train_sampling_strategy"), "all sequences have one length"),
+}
+# What may differ between a run and its resumption: none of it changes the weights.
+FREE_ON_RESUME = {
+    "resume", "overwrite", "output_dir", "run_name", "project", "report_to", "disable_tqdm", "log_level",
+    "log_level_replica", "logging_steps", "logging_first_step", "save_steps", "save_strategy", "save_total_limit",
+    "push_to_hub", "hub_model_id", "hub_private_repo", "hub_revision", "hub_token", "ddp_timeout", "ddp_backend",
+    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",
+    "sample_prompt", "license", "bigram_baseline", "local_rank", "eval_strategy", "eval_steps", "eval_delay",
+    "eval_on_start", "per_device_eval_batch_size", "eval_accumulation_steps", "logging_strategy", "skip_memory_metrics",
+    "log_on_each_node", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_always_push",
+    "torch_empty_cache_steps", "enable_jit_checkpoint",
+}  # fmt: skip
+# Bounds: TrainingArguments accepts more, and training then fails when it has begun, or at its end.
+NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
+    (("sequence_length",), lambda number: number >= 2, "at least 2"),
+    (
+        (
+            "max_eval_blocks", "per_device_train_batch_size", "per_device_eval_batch_size", "save_total_limit",
+            "gradient_accumulation_steps", "eval_accumulation_steps", "torch_empty_cache_steps", "ddp_timeout",
+            "dataloader_prefetch_factor",
+        ),
+        lambda number: number >= 1,
+        "at least 1",
+    ),
+    (
+        (
+            "learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", "dataloader_num_workers", "eval_delay",
+            "eval_steps", "neftune_noise_alpha",
+        ),
+        lambda number: number >= 0,
+        "at least 0",
+    ),
+    (("adam_epsilon", "logging_steps", "save_steps"), lambda number: number > 0, "positive"),
+    (("adam_beta1", "adam_beta2", "label_smoothing_factor"), lambda number: 0 <= number < 1, "at least 0 and below 1"),
+    (("seed", "data_seed"), lambda number: 0 <= number < 2**32, f"from 0 to {2**32 - 1}"),
+]  # fmt: skip
+
+
+@dataclass
+class Recipe(ModelOptions, RunningOptions, TextOptions, TrainOptions, RunOptions, TrainingArguments):  # type: ignore[misc]
+    """Every option of a pretraining run: those of this package, and those of transformers' `TrainingArguments`."""
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_overrides"]
+    _argument_group_name = "Options"
+    script, unused = "pretrain", UNUSED
+    budgets: ClassVar[tuple[str, ...]] = ()  # fields that each set the length of training
+
+    # The filter would show an average in place of a NaN; here training stops at the first NaN.
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide non-finite losses in the log."})
+    enable_jit_checkpoint: bool = field(default=True, metadata={"help": "Do not save and exit on SIGTERM."})
+
+    def __post_init__(self) -> None:
+        if self.disable_tqdm is None:
+            self.disable_tqdm = not sys.stderr.isatty()
+        given = [self.report_to] if isinstance(self.report_to, str) else self.report_to
+        self.report_to = [name for names in given for name in names.split(",")]
+        # Unless told, accelerate does not join CPU processes into a group.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        self.check_numbers()
+        super().__post_init__()
+        self.check_options()
+
+    def check_options(self) -> None:
+        """Raise `ValueError` for options that exclude each other or need what this machine lacks."""
+        name = self.output_dir or ""
+        if not name.isprintable() or any(len(part.encode()) > 255 for part in Path(name).parts):
+            raise ValueError(f"output_dir is {ascii(name)[:100]}; a name must be printable and of at most 255 bytes")
+        if self.max_steps <= 0 and not self.num_train_epochs > 0:
+            raise ValueError(f"num_train_epochs is {self.num_train_epochs} and max_steps is not given; set one of them")
+        if self.save_strategy == "best":
+            raise ValueError("save_strategy best has no effect here: the last weights are the result of a run")
+        if not 0 < self.validation_fraction < 1:
+            raise ValueError(f"validation_fraction is {self.validation_fraction}; it must lie between 0 and 1")
+        if self.data_files and self.dataset_name:
+            raise ValueError("data_files and dataset_name are both given; name one source of text")
+        if self.streaming and self.max_steps <= 0:
+            raise ValueError("streaming has no end, so max_steps must say how long to train")
+        if self.streaming and self.dataloader_num_workers:
+            raise ValueError(
+                f"dataloader_num_workers is {self.dataloader_num_workers}, and each would stream all of the text; "
+                "streaming needs 0"
+            )
+        if self.fsdp and self.world_size == 1:
+            raise ValueError("fsdp shards a model over several processes, and there is one: start it with torchrun")
+        if self.use_liger_kernel and not is_liger_kernel_available():
+            raise ValueError("use_liger_kernel needs the package liger-kernel: install it, or leave the option out")
+        if self.use_liger_kernel and self.use_cpu:
+            raise ValueError("use_liger_kernel needs a GPU, and this run is on the CPU: leave the option out")
+        if self.torch_compile and str(self.torch_compile_backend).upper() not in DynamoBackend.__members__:
+            backends = ", ".join(sorted(DynamoBackend.__members__)).lower()
+            raise ValueError(f"torch_compile_backend is {self.torch_compile_backend}; there are {backends}")
+        if self.torch_compile and self.torch_compile_mode:
+            from torch._inductor import list_mode_options  # slow to import, and only this needs it
+
+            if self.torch_compile_mode not in (modes := list_mode_options()):
+                raise ValueError(f"torch_compile_mode is {self.torch_compile_mode}; there are {', '.join(modes)}")
+        if self.push_to_hub and not self.publish:
+            raise ValueError("push_to_hub uploads final/, which publish false does not write: leave one of them out")
+        if self.push_to_hub and self.hub_model_id:
+            validate_repo_id(self.hub_model_id)
+        check_trackers(self.report_to, self.output_dir)
+
+    def check_numbers(self) -> None:
+        """Raise `ValueError` for a number that is not finite or outside its bounds."""
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{item.name} is {value}; it must be a finite number")
+        for names, permitted, words in NUMBERS:
+            for name in names:
+                value = getattr(self, name, None)
+                if isinstance(value, int | float) and not permitted(value):
+                    raise ValueError(f"{name} is {value}; it must be {words}")
+
+    def inputs(self) -> list[tuple[str, str]]:
+        """Return what the run reads: pairs of a word for it, such as `text`, and its path or Hub name."""
+        preset = str(preset_folder(self.preset)) if self.preset else None
+        texts = [("text", name) for name in (*self.data_files, self.dataset_name)]
+        return [(what, name) for what, name in (*texts, ("preset", preset), ("tokenizer", self.tokenizer)) if name]
+
+    # -- What depends on the kind of recipe; `UptrainRecipe` has its own.
+
+    @property
+    def model_name(self) -> str:
+        """The model's name as it is printed."""
+        return self.preset
+
+    def models(self) -> dict[str, str]:
+        """Return the models that the run reads, by their roles: each a folder or Hub name."""
+        return {}
+
+    def origin(self, results: "Results") -> str:
+        """Return the words of the card's first sentence on how the model was made."""
+        return "pretrained from scratch with `modeling_gqa`"
+
+    def method(self) -> str:
+        """Return the card's lines on how the model was trained, beyond text, steps and schedule."""
+        return ""
+
+    def card_metadata(self) -> dict[str, Any]:
+        """Return entries of the card's metadata that replace those of the text and the model's kind."""
+        return {}
+
+    def saved_dtype(self, model: PreTrainedModel) -> torch.dtype:
+        """Return the dtype of the saved weights."""
+        return model.dtype
+
+    def copy_documents(self, folder: Path) -> None:
+        """Copy into the saved repository the licences and reports of the model that training began with."""
+
+
+# -- Where the values come from
+
+
+def recipe_class(script: str) -> type[Any]:
+    """Return the dataclass of the options of `pretrain` or `uptrain`."""
+    if script == "pretrain":
+        return Recipe
+    from .uptrain_recipe import UptrainRecipe  # it loads what reads checkpoints
+
+    return UptrainRecipe
+
+
+def load_recipe(
+    argv: list[str], recipe_class: type[Any] = Recipe, prog: str | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """Read a recipe, and the options that replace its values.
+
+    Args:
+        argv: a recipe's name or path, and options.
+        recipe_class: `Recipe`, `UptrainRecipe` or `CompareRecipe`.
+        prog: how the script was started, for errors.
+
+    Returns:
+        The recipe, and its values by field, which `save_recipe` writes and `compare_recipes` reads.
+
+    Raises:
+        UserError: an unknown recipe, field or option, a value of the wrong type, or values that do not go together.
+
+    Example:
+        ```python
+        from modeling_gqa.training.recipe import load_recipe
+
+        recipe, values = load_recipe(["tiny", "--preset", "tiny-mla", "--max-steps", "100"])
+        assert recipe.max_steps == values["max_steps"] == 100 and recipe.output_dir == "runs/tiny-mla"
+        ```
+    """
+    values = read_values(argv, recipe_class, prog or f"modeling-gqa {recipe_class.script}")
+    try:
+        return recipe_class(**values), values
+    except Exception as error:  # TrainingArguments reads files, asks packages and devices: each has its own classes
+        raise UserError(error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}") from error
+
+
+def as_object(name: str, value: dict | str | None) -> dict[str, Any]:
+    """Return a JSON object that is given as such or as text; raises `ValueError`."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value or {}
+    except ValueError as error:
+        raise ValueError(f"{name} is no JSON object: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} must be a JSON object, not {found!r}")
+    return found
+
+
+def as_arguments(options: dict[str, Any]) -> list[str]:
+    """Return options as arguments, such as `["--max_steps=5", "--data_files", "a", "b"]`."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, list):
+            arguments += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            arguments.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+    return arguments
+
+
+# -- Trackers, such as TensorBoard
+
+
+def check_trackers(names: Sequence[str], folder: str | None) -> None:
+    """Raise `ValueError` for a tracker that there is not, or whose package is not installed.
+
+    Args:
+        folder: where they are going to write; trackio wants to know when it is imported, which is here.
+    """
+    try:
+        with trackers_in(Path(folder or "")):
+            for tracker in get_reporting_integration_callbacks(names):
+                tracker()
+    except Exception as error:  # each tracker has a class of its own
+        raise ValueError(f"report_to {', '.join(names)}: {error}") from error
+
+
+@contextmanager
+def trackers_in(folder: Path) -> Iterator[None]:
+    """While it is entered, trackers begin to write below `folder`, unless an environment variable says where.
+
+    Their own defaults are the folder that the command was started in, and one of the user's.
+    """
+    places = {
+        "TENSORBOARD_LOGGING_DIR": folder / "runs" / time.strftime("%Y-%m-%d-%H-%M-%S"),
+        "WANDB_DIR": folder,
+        "TRACKIO_DIR": folder / "trackio",
+    }
+    ours = {name: str(place.absolute()) for name, place in places.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+# -- The model that the recipe names
+
+
+def load_config(recipe: Recipe) -> PreTrainedConfig:
+    """Build the model's configuration from the recipe's preset and overrides.
+
+    Raises:
+        UserError: no such preset, an unknown field, a value that the model refuses, or too few positions.
+    """
+    path = preset_folder(recipe.preset) / "config.json"
+    if not recipe.preset or not path.is_file():
+        names = preset_names()
+        hint = did_you_mean(recipe.preset, names) or f"; there are {', '.join(names)}"
+        raise UserError(f"no model preset named {recipe.preset!r}{hint}")
+    values = json.loads(path.read_text(encoding="utf-8"))
+    overrides = recipe.model_overrides or {}
+    if not isinstance(overrides, dict):
+        raise UserError(f"model_overrides must be a JSON object, not {overrides!r}")
+    config_class = type(AutoConfig.for_model(values["model_type"]))
+    known = {item.name for item in fields(config_class)}
+    for key in overrides:
+        if key not in known | {"per_layer_config"}:
+            raise UserError(f"model_overrides: unknown field {key}{did_you_mean(key, known)}")
+    try:
+        # Not from_pretrained, which would write this machine's path into the run and refuse to resume it elsewhere.
+        config = config_class.from_dict(values, **overrides)
+    except Exception as error:  # strict configurations wrap what was wrong in classes of their own
+        raise UserError(f"model preset {recipe.preset}: {error.__cause__ or error}") from error
+    check_length(recipe, config)
+    return config
+
+
+def warn_of_weights(recipe: Recipe) -> None:
+    """Print a warning where the preset is the folder of a trained model, whose weights are not read."""
+    folder = preset_folder(recipe.preset)
+    if any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
+        warn(
+            f"preset {recipe.preset} holds weights, which are not read: it gives the configuration alone, and training "
+            f"starts from random weights. To train these further: uptrain uptrain-tiny --student {recipe.preset} "
+            "--teacher none --trainable all --max-steps N"
+        )
+
+
+def check_length(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Raise `UserError` where a block has more tokens than the model has positions."""
+    if recipe.sequence_length > config.max_position_embeddings:
+        raise UserError(
+            f"sequence_length is {recipe.sequence_length}, and the model's max_position_embeddings is "
+            f"{config.max_position_embeddings}; make the one smaller or the other larger"
+        )
+
+
+def shorten_warmup(recipe: Recipe, steps: int) -> None:
+    """Set `warmup_steps` to a tenth of a run of `steps` steps, with a warning, where it is a half of them or more.
+
+    A recipe's number of steps suits the recipe's own length. A share of the run, a number below 1, is left as it is.
+    """
+    if recipe.warmup_steps < 1 or 2 * recipe.warmup_steps < steps:
+        return
+    shorter = steps // 10
+    warn(
+        f"warmup_steps is {recipe.warmup_steps:g}, and this run has {steps:,} steps: it takes {shorter:,}; set "
+        "warmup_steps to choose, such as 0.1 for a tenth"
+    )
+    recipe.warmup_steps = shorter
+
+
+def check_training(recipe: Recipe, config: PreTrainedConfig) -> None:
+    """Raise `UserError` where the model, the optimizer or the learning rate's schedule cannot be made.
+
+    A warm-up that is too long for the run is shortened.
+    """
+    if recipe.max_steps > 0:
+        shorten_warmup(recipe, recipe.max_steps)
+    kwargs = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
+    steps = max(recipe.max_steps, 1)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **kwargs)
+        optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(recipe, model)
+        optimizer = optimizer_class([torch.zeros(1, 1, requires_grad=True)], **options)
+        get_scheduler(
+            recipe.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=recipe.get_warmup_steps(steps),
+            num_training_steps=steps,
+            scheduler_specific_kwargs=recipe.lr_scheduler_kwargs or None,  # type: ignore[arg-type]
+        )
+    except Exception as error:  # each optimizer, schedule and attention implementation has its own classes
+        raise UserError(f"this model cannot be trained as the recipe says: {error.__cause__ or error}") from error

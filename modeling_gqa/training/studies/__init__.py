@@ -1,1 +1,0 @@
-"""The three studies of the GQA paper on a model of one's own."""

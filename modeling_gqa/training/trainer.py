@@ -1,0 +1,392 @@
+"""The Trainer: exact validation losses, speed and MFU, a stop at the first non-finite loss, whole checkpoints."""
+
+import math
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import (
+    EvalPrediction,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    default_data_collator,
+)
+from transformers.trainer_utils import EvalLoopOutput
+
+from modeling_gqa_cli.errors import UserError
+
+from ..common.console import is_main, say
+from ..costs import cache_bytes_per_token, training_flops
+from ..data.blocks import PackedBlocks
+from ..data.stream import CheckedStream
+from .folder.checkpoint import what_is_kept
+from .folder.listing import read_object
+from .folder.run_folder import RunFolder
+from .recipe import Recipe, shorten_warmup
+from .results import FORMAT_VERSION, NON_FINITE, RESULTS, TIMING, Results, bigram_loss
+
+
+class NonFiniteLoss(UserError):
+    """Training has diverged; the message says where and what to try."""
+
+
+class PretrainTrainer(Trainer):
+    """`Trainer` for packed sequences.
+
+    Args:
+        folder: the run's folder, of the main process; other processes have none.
+        seconds_before: seconds of training in earlier sessions.
+    """
+
+    # Narrower than the base class's.
+    args: Recipe
+    train_dataset: Any
+    eval_dataset: Any
+    processing_class: Any
+
+    def __init__(
+        self, model: Any, args: Recipe, folder: RunFolder | None = None, seconds_before: float = 0.0, **kwargs: Any
+    ) -> None:
+        self.folder, self.seconds_before, self.began = folder, seconds_before, time.perf_counter()
+        self.nothing_left = False  # to train
+        # Trainer deletes whole folders, whoever wrote what is in them; `RunFolder.rotate` deletes what runs wrote.
+        self.checkpoint_limit, args.save_total_limit = args.save_total_limit, None
+        # Our own callback answers SIGTERM (see SaveOnSigterm); the Trainer must not install its handler.
+        heed_sigterm, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=default_data_collator,
+            compute_metrics=sum_losses,
+            preprocess_logits_for_metrics=losses_of_sequences,
+            **kwargs,
+        )
+        args.enable_jit_checkpoint = heed_sigterm
+        self.throughput, self.sigterm = Throughput(model.config), SaveOnSigterm()
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+        self.add_callback(Lines if args.disable_tqdm else Bar)
+        self.add_callback(self.throughput)
+        if heed_sigterm:
+            self.add_callback(self.sigterm)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        shorten_warmup(self.args, num_training_steps)  # where the number of epochs decides, it is known only now
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    # -- A step
+
+    def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        input_ids = inputs["input_ids"]
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        if any_process(not math.isfinite(loss.item()), self.args):
+            self.stop_non_finite("loss")
+        self.throughput.count(input_ids, self.args.world_size)
+        self.state.num_input_tokens_seen += input_ids.numel() * self.args.world_size
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        # A finite loss can have non-finite gradients; the step must not be taken, nor its weights saved.
+        norm = super()._get_grad_norm(model, grad_norm)
+        # Under fp16 the loss scaler expects overflows and skips such steps.
+        if norm is not None and not self.args.fp16 and not math.isfinite(norm):
+            self.stop_non_finite("gradient")
+        return norm
+
+    def stop_non_finite(self, what: str) -> None:
+        raise NonFiniteLoss(
+            f"{NON_FINITE} {what} at step {self.state.global_step + 1}, before the weights were changed; "
+            f"{what_is_kept(self.args.output_dir)}. Try a lower learning_rate, more warmup_steps, a smaller "
+            "max_grad_norm, or bf16 in place of fp16"
+        )
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs.update(self.throughput.rates(self.args.device))
+            logs["tokens_seen"] = self.state.num_input_tokens_seen
+        super().log(logs, *args, **kwargs)
+
+    # -- Evaluation and checkpoints
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        output, prefix = super().evaluation_loop(*args, **kwargs), kwargs.get("metric_key_prefix", "eval")
+        # Trainer averages batches of unequal token counts; every token counts the same here.
+        loss = output.metrics.pop(f"{prefix}_token_loss")
+        output.metrics.update({f"{prefix}_loss": loss, f"{prefix}_perplexity": perplexity(loss)})
+        return output
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        # Every loader draws a seed, which would make the numbers that dropout draws depend on when one evaluates.
+        with torch.random.fork_rng(devices=[]):
+            return super().evaluate(*args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        name = f"checkpoint-{self.state.global_step}"
+        writing: Any = self.folder.checkpoint(name) if self.folder else nullcontext({})
+        with writing as mark:
+            self.accelerator.wait_for_everyone()  # until the main process has claimed the name
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()  # until every process has written its part
+            mark["processes"] = self.args.world_size
+            mark["training_seconds"] = round(self.training_seconds, 1)
+            if isinstance(self.train_dataset, CheckedStream) and self.folder:
+                blocks = self.state.num_input_tokens_seen // self.args.sequence_length
+                mark["stream"] = self.train_dataset.mark(blocks)
+        if self.folder:
+            self.folder.rotate(self.checkpoint_limit, newest=name, best=self.best_checkpoint())
+
+    def best_checkpoint(self) -> str | None:
+        """Return the name of a checkpoint that stays although newer ones exceed the limit."""
+        return None
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        # A checkpoint holds a tied weight once.
+        tied: Any = self.model.all_tied_weights_keys
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
+
+    # -- The whole
+
+    @property
+    def training_seconds(self) -> float:
+        """Seconds of training up to now, those of earlier sessions included."""
+        return self.seconds_before + time.perf_counter() - self.began
+
+    def run(self, checkpoint: Path | None) -> Results:
+        """Train, from `checkpoint` if one is given, and return the numbers of the run with its last weights.
+
+        It ends the process with exit code 143 where SIGTERM has stopped and saved the training.
+        """
+        self.began = time.perf_counter()
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")) if checkpoint else None
+        if state is not None and state.global_step >= state.max_steps:
+            # Stopped between the last step and the end of the script; Trainer would take one step more.
+            self.nothing_left, self.state = True, state
+            self._load_from_checkpoint(str(checkpoint))
+        else:
+            self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        seconds = self.training_seconds
+        if self.sigterm.stopped:
+            say(f"Stopped by SIGTERM and saved at step {self.state.global_step}; --resume continues.")
+            sys.exit(128 + signal.SIGTERM)
+        return self.results(seconds)
+
+    def results(self, seconds: float) -> Results:
+        """Return the numbers of the run; the last weights are evaluated unless the last step has been."""
+        recipe, model, state = self.args, self.accelerator.unwrap_model(self.model), self.state
+        done = [log for log in state.log_history if "eval_loss" in log and log["step"] == state.global_step]
+        metrics = done[-1] if done else self.evaluate()
+        results: Results = {
+            "format_version": FORMAT_VERSION,
+            "validation_loss": metrics["eval_loss"],
+            "validation_perplexity": metrics["eval_perplexity"],
+            "validation_blocks": len(self.eval_dataset),
+            "steps": state.global_step,
+            "tokens_seen": state.num_input_tokens_seen,
+            "tokens_per_step": state.num_input_tokens_seen // max(state.global_step, 1),
+            "training_seconds": round(seconds, 1),
+            **self.throughput.rates(recipe.device, whole_run=True),  # type: ignore[typeddict-item]
+            **self.further_results(metrics),
+            "parameters": model.num_parameters(),
+            "cache_bytes_per_token": cache_bytes_per_token(model.config, torch.float32),
+            "processes": recipe.world_size,
+        }
+        if self.folder is not None:
+            results["sealing_seconds"] = round(self.folder.sealing_seconds, 2)
+        if recipe.bigram_baseline and isinstance(self.train_dataset, PackedBlocks) and is_main():
+            results["bigram_loss"] = bigram_loss(self.train_dataset, self.eval_dataset, model.config.vocab_size)
+        earlier = read_object(Path(recipe.output_dir) / RESULTS) or {}
+        if self.nothing_left and earlier.get("steps") == results["steps"]:
+            results |= {name: earlier[name] for name in TIMING if name in earlier}  # type: ignore[typeddict-item]
+        return results
+
+    def further_results(self, metrics: dict[str, float]) -> Results:
+        """Return results beyond the loss, from the final evaluation `metrics` and the log."""
+        return {}
+
+    def outcome(self, results: Results) -> tuple[Results, dict[str, torch.Tensor]]:
+        """Return the weights that the run ends with, by their names, after `results`, which are those of the last."""
+        return results, self.accelerator.get_state_dict(self.model)  # under FSDP every process takes part
+
+
+def losses_of_sequences(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Reduce logits (B, T, V) to the summed loss and the number of predicted tokens of every sequence: (B, 2)."""
+    targets = labels[:, 1:]  # (B, T - 1)
+    losses = cross_entropy(logits[:, :-1].float().transpose(1, 2), targets, reduction="none")  # (B, T - 1)
+    return torch.stack([losses.sum(-1), targets.ne(-100).sum(-1)], dim=-1)  # (B, 2)
+
+
+def sum_losses(prediction: EvalPrediction) -> dict[str, float]:
+    """Return the mean loss over all predicted tokens, from the sums of every sequence."""
+    total, tokens = np.asarray(prediction.predictions, dtype=np.float64).sum(axis=0)
+    return {"token_loss": float(total / tokens)}
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
+
+
+def any_process(flag: bool, args: TrainingArguments) -> bool:
+    """Return whether `flag` is set on any process; every process must call this function."""
+    if args.world_size == 1:
+        return flag
+    flags = torch.tensor(int(flag), device=args.device)
+    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
+    return bool(flags)
+
+
+# -- Callbacks
+
+
+@cache
+def peak_flops(device: str, dtype: torch.dtype) -> float:
+    """Return the FLOP/s of the fastest matrix product on a device, at which the MFU is 1; it is measured once."""
+    from ..costs.measuring import matmul_rate
+
+    devices = [device] if device.startswith("cuda") else []
+    with torch.random.fork_rng(devices=devices):  # training draws the same numbers as without the measurement
+        return matmul_rate(device, dtype)
+
+
+class Throughput(TrainerCallback):
+    """Measures tokens per second and model FLOPs utilisation (MFU) of training.
+
+    Evaluation, saving and the first step (warm-up, compilation) are left out, unlike in `train_tokens_per_second`.
+    FLOPs are counted by `training_flops`, which knows each layer's attention, unlike `total_flos`.
+
+    Args:
+        config: the model's configuration; `None` where a step is more than one model's forward and backward. Then only
+            tokens are counted.
+    """
+
+    def __init__(self, config: Any | None) -> None:
+        self.config = config
+        self.flops_of: dict[torch.Size, float] = {}
+        self.peak = 0.0
+        self.reset(time.perf_counter())
+
+    def reset(self, now: float) -> None:
+        self.window = self.total = (0, 0.0, now)  # tokens, FLOPs, and seconds without those left out
+        self.tokens, self.flops, self.left_out, self.step_end = 0, 0.0, 0.0, now
+
+    def count(self, input_ids: torch.Tensor, world_size: int) -> None:
+        """Count one micro-batch, of shape (B, T) on each of `world_size` processes."""
+        shape = input_ids.shape
+        if self.config is not None and shape not in self.flops_of:
+            self.flops_of[shape] = training_flops(self.config, batch_size=shape[0], sequence_length=shape[1])
+        self.tokens += input_ids.numel() * world_size
+        self.flops += self.flops_of.get(shape, 0.0) * world_size
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+        self.peak = peak_flops(str(args.device), dtype) * args.world_size if self.config else 0.0
+        self.first_step = state.global_step + 1
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
+        if state.global_step == self.first_step:
+            synchronize(args.device)
+            self.reset(time.perf_counter())
+        self.step_end = time.perf_counter()
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        # The time from the end of a step to the end of an evaluation or a save is not training.
+        now = time.perf_counter()
+        self.left_out += now - self.step_end
+        self.step_end = now
+
+    on_save = on_evaluate
+
+    def rates(self, device: torch.device, whole_run: bool = False) -> dict[str, float]:
+        """Return `tokens_per_second`, and `mfu` (a fraction) where FLOPs are counted.
+
+        Args:
+            whole_run: of all training so far; otherwise of that since the last call.
+        """
+        synchronize(device)
+        now = (self.tokens, self.flops, time.perf_counter() - self.left_out)
+        tokens, flops, seconds = (b - a for a, b in zip(self.total if whole_run else self.window, now, strict=True))
+        self.window = now
+        if not tokens:
+            return {}
+        speed = {"tokens_per_second": tokens / seconds}
+        return speed | {"mfu": flops / seconds / self.peak} if self.peak else speed
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class SaveOnSigterm(TrainerCallback):
+    """Saves and stops after the step in which SIGTERM arrives; all processes stop after the same step.
+
+    transformers' own callback saves in the middle of a step, when dropout has drawn its numbers and the optimizer has
+    not moved: a resumed run then differs. Its processes may also choose different steps.
+    """
+
+    def __init__(self) -> None:
+        self.requested = self.stopped = False
+        self.previous: Any = signal.SIG_DFL
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.previous = signal.signal(signal.SIGTERM, self.request)
+
+    def request(self, signum: int, frame: Any) -> None:
+        self.requested = True
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if any_process(self.requested, args):
+            self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        signal.signal(signal.SIGTERM, self.previous)
+
+
+# What a line of the log shows of its entries, in this order.
+LOGGED = {
+    "eval_loss": "validation loss {:.4f}",
+    "eval_perplexity": "perplexity {:.2f}",
+    "eval_kl": "KL {:.4f}",
+    "stage": "stage {}",
+    "loss": "loss {:.4f}",
+    "learning_rate": "lr {:.1e}",
+    "tokens_seen": "{:,} tokens",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "MFU {:.0%}",
+}
+
+
+def log_line(state: TrainerState, logs: dict[str, float]) -> str | None:
+    """Return the line to print for a training log or an evaluation; `None` for other logs."""
+    if not {"loss", "eval_loss"} & logs.keys():
+        return None
+    shown = [form.format(logs[name]) for name, form in LOGGED.items() if name in logs]
+    return "  ".join([f"step {state.global_step:>6,}/{state.max_steps:,}", *shown])
+
+
+class Lines(TrainerCallback):
+    """Prints a line for each log."""
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and (line := log_line(state, logs)):
+            print(line, flush=True)
+
+
+class Bar(ProgressCallback):
+    """Draws transformers' progress bar, and prints the same lines above it."""
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if self.training_bar is not None and (line := log_line(state, logs)):
+            self.training_bar.write(line)

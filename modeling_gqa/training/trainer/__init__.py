@@ -1,1 +1,0 @@
-"""The Trainers of both scripts, with their losses and their callbacks."""
