@@ -31,12 +31,12 @@ from modeling_gqa import GQAForCausalLM
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.measuring import predicted_states
 from modeling_gqa.conversion.sequential import assemble
-from modeling_gqa.conversion.streams import collect
 from modeling_gqa.conversion.targets import configuration, layer_fields
 from modeling_gqa.costs import cache_bytes_per_token
 from training.uptrain import uptrain as healing
 
 from .conversion_baselines import convert_baseline, mean_key, real_rotation
+from .layerwise import collect
 from .measure import describe_machine
 from .report import kebab_shown, print_machine, print_table, save
 
@@ -158,8 +158,8 @@ def to_mla(bench: Bench) -> dict[str, GQAForCausalLM]:
             )
         config = target_config(bench.source.config, "mla", cache_size=size)
         bench.convert(target, config, "lowrank", range(1), calibrated=False)
-        kept[target] = bench.convert(target, config, "lowrank", bench.seeds, share_cache=True)
-        bench.convert(target, config, "auto", range(1), share_cache=True)
+        kept[target] = bench.convert(target, config, "lowrank", bench.seeds, divide_cache=True)
+        bench.convert(target, config, "auto", range(1), divide_cache=True)
     return kept
 
 
@@ -170,7 +170,7 @@ def behind_norms(bench: Bench) -> None:
         size = 2 * layer.num_key_value_heads * layer.head_dim // share
         config = target_config(bench.source.config, "mla", cache_size=size)
         for options in ({"refit": False, "refine": 0}, {}):
-            bench.convert(f"mla-1/{share}", config, "lowrank", bench.seeds, share_cache=True, **options)
+            bench.convert(f"mla-1/{share}", config, "lowrank", bench.seeds, divide_cache=True, **options)
 
 
 def under_budget(bench: Bench) -> None:

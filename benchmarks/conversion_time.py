@@ -72,7 +72,7 @@ def main() -> None:
     for target in arguments.targets:
         for method in arguments.methods:
             held, begin = reset_peak(arguments.device), time.perf_counter()
-            shared: dict[str, Any] = {"share_cache": True, "share_weights": True}  # as the command does
+            shared: dict[str, Any] = {"divide_cache": True, "share_weights": True}  # as the command does
             wanted = target_config(model.config, **TARGETS[target])
             result, _ = convert_model(model, wanted, text, method=method, **shared)
             minutes, peak = (time.perf_counter() - begin) / 60, peak_bytes(arguments.device) - held

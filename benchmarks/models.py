@@ -84,7 +84,7 @@ def normed_models(sizes: Sizes) -> dict[str, GQAForCausalLM]:
         )
         source = GQAForCausalLM(config).eval()
         target = target_config(config, "mla", cache_size=2 * heads * sizes.head_dim // 4)
-        models[f"MLA {name}"], _ = convert_model(source, target, share_cache=True)
+        models[f"MLA {name}"], _ = convert_model(source, target, divide_cache=True)
         if qk_norm:
             models[f"GQA {name}"] = source
     return {name: models[name] for name in ("GQA with norms", "MLA with norms", "MLA without norms")}

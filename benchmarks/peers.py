@@ -19,15 +19,16 @@ from dataclasses import dataclass
 import torch
 
 from modeling_gqa import GQAForCausalLM
+from modeling_gqa.common.batches import MODEL_INPUTS, Batch, evaluating, hooks
 from modeling_gqa.common.errors import UserError
 from modeling_gqa.conversion import target_config
-from modeling_gqa.conversion.calibration import MODEL_INPUTS, Batch, evaluating, hooks
 from modeling_gqa.conversion.layers.heads import Heads, read_heads, rotary_fields
 from modeling_gqa.conversion.layers.latent import leading_vectors
 from modeling_gqa.conversion.layers.moments import Statistics
 from modeling_gqa.conversion.sequential import State, assemble
-from modeling_gqa.conversion.streams import collect
 from modeling_gqa.conversion.targets import Fields, configuration, layer_fields
+
+from .layerwise import collect
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,14 @@ import torch
 from transformers import AutoTokenizer
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
+from modeling_gqa.common.batches import Batch, evaluating
 from modeling_gqa.common.errors import UserError
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, load_source, target_config
-from modeling_gqa.conversion.calibration import Batch, evaluating
-from modeling_gqa.conversion.fitting import refit_outputs
 from modeling_gqa.conversion.measuring import predicted_states
 from modeling_gqa.costs import cache_bytes_per_token
 from modeling_gqa.data.packing import read_batches
 
+from .layerwise import refit_outputs
 from .measure import describe_machine
 from .peers import mha2mla, transmla
 from .real import MODELS, SMOLLM2, real_model, real_text
@@ -176,7 +176,7 @@ def ours(bench: Bench, target: Target, row: str, calibrated: bool = True) -> GQA
         wanted = target_config(config, "mla", kv_lora_rank=target.sizes[0], qk_rope_head_dim=target.sizes[1])
     else:
         wanted = target_config(config, "mla", cache_size=bench.cache_size(target))
-        options = {"share_cache": calibrated, **options}
+        options = {"divide_cache": calibrated, **options}
     return convert_model(bench.source, wanted, bench.calibration if calibrated else None, **options)[0]
 
 

@@ -154,14 +154,25 @@ class Attention(nn.Module):
         return key, value, attention_mask, {"dropout": dropout, "sliding_window": window, **kwargs}
 
     @staticmethod
+    def describe(layer: GQAConfig) -> str:
+        """A layer of `config.per_layer_config` in a few words: its kind, heads and what it caches."""
+        raise NotImplementedError
+
+    @staticmethod
     def parameter_counts(layer: GQAConfig) -> tuple[int, int]:
         """Parameters of a layer of `config.per_layer_config`: in weight matrices, and in biases and norms."""
         raise NotImplementedError
 
     @staticmethod
-    def cache_sizes(layer: GQAConfig) -> tuple[int, int]:
-        """Numbers that one token adds to a layer's cached keys and to its cached values."""
+    def cache_shapes(layer: GQAConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Heads and their size of the keys, and of the values, that a layer caches."""
         raise NotImplementedError
+
+    @classmethod
+    def cache_sizes(cls, layer: GQAConfig) -> tuple[int, int]:
+        """Numbers that one token adds to a layer's cached keys and to its cached values."""
+        (heads, size), (value_heads, value_size) = cls.cache_shapes(layer)
+        return heads * size, value_heads * value_size
 
     @classmethod
     def multiplications(cls, layer: GQAConfig, queries: int, keys: int, absorbed: bool = False) -> int:
@@ -233,6 +244,12 @@ class GroupedAttention(Attention):
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights  # (B, T, hidden)
 
     @staticmethod
+    def describe(layer: GQAConfig) -> str:
+        """Such as `gqa, 2 of 8 heads of 64`: key/value heads, query heads and their size."""
+        heads = f"{layer.num_key_value_heads} of {layer.num_attention_heads} heads of {layer.head_dim}"
+        return f"{layer.attention_kind}, {heads}{', qk-norm' if layer.qk_norm else ''}"
+
+    @staticmethod
     def parameter_counts(layer: GQAConfig) -> tuple[int, int]:
         """Parameters of a layer of `config.per_layer_config`: in weight matrices, and in biases and norms."""
         query_bias, key_value_bias, output_bias = layer.projection_biases
@@ -244,9 +261,9 @@ class GroupedAttention(Attention):
         return 2 * layer.hidden_size * (query_size + key_value_size), biases + norms
 
     @staticmethod
-    def cache_sizes(layer: GQAConfig) -> tuple[int, int]:
-        """Numbers that one token adds to the cache's keys and to its values: G D each."""
-        return (layer.num_key_value_heads * layer.head_dim,) * 2
+    def cache_shapes(layer: GQAConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Heads and their size of the keys, and of the values, that a layer caches: G and D of both."""
+        return ((layer.num_key_value_heads, layer.head_dim),) * 2
 
     @classmethod
     def multiplications(cls, layer: GQAConfig, queries: int, keys: int, absorbed: bool = False) -> int:

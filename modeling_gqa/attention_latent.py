@@ -195,6 +195,12 @@ class LatentAttention(Attention):
         )
 
     @staticmethod
+    def describe(layer: GQAConfig) -> str:
+        """Such as `mla, 8 heads, R + P = 32 + 16`: query heads, and sizes of the latent and the rotary key."""
+        norm = ", qk-norm" if layer.qk_norm else "" if layer.latent_norm else ", no latent norm"
+        return f"mla, {layer.num_attention_heads} heads, R + P = {layer.kv_lora_rank} + {layer.qk_rope_head_dim}{norm}"
+
+    @staticmethod
     def parameter_counts(layer: GQAConfig) -> tuple[int, int]:
         """Parameters of a layer of `config.per_layer_config`: in weight matrices, and in biases and norms."""
         query_bias, key_value_bias, output_bias = layer.projection_biases
@@ -214,9 +220,9 @@ class LatentAttention(Attention):
         return matrices, query_bias * first + key_value_bias * key_values + output_bias * hidden + norms
 
     @staticmethod
-    def cache_sizes(layer: GQAConfig) -> tuple[int, int]:
-        """Numbers that one token adds to the cache: the latent (R) in place of keys, the rotary key (P) of values."""
-        return layer.kv_lora_rank, layer.qk_rope_head_dim
+    def cache_shapes(layer: GQAConfig) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Heads and their size of what a layer caches: one latent (R) in place of keys, a rotary key (P) of values."""
+        return (1, layer.kv_lora_rank), (1, layer.qk_rope_head_dim)
 
     @classmethod
     def multiplications(cls, layer: GQAConfig, queries: int, keys: int, absorbed: bool = False) -> int:

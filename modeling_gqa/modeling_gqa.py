@@ -409,8 +409,8 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
     def _caches_equal_heads(self) -> bool:
         """Whether all layers cache keys and values of the heads and the size that the configuration names."""
         layer = self.config.per_layer_config[0]
-        sizes = ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer)
-        return sizes == (layer.num_key_value_heads * layer.head_dim,) * 2 and not self.config.is_heterogeneous
+        shapes = ATTENTION_CLASSES[layer.attention_kind].cache_shapes(layer)
+        return shapes == ((layer.num_key_value_heads, layer.head_dim),) * 2 and not self.config.is_heterogeneous
 
     def init_continuous_batching(self, generation_config=None, continuous_batching_config=None, **kwargs):
         """Return transformers' manager of continuous batching; its paged cache takes what the layers store.

@@ -7,52 +7,43 @@ from typing import Any
 
 import torch
 
-from modeling_gqa import conversion as _conversion  # noqa: F401
-from modeling_gqa.checkpoints.exporting import export_checkpoint
-from modeling_gqa.checkpoints.gguf import is_gguf
-from modeling_gqa.checkpoints.importing import import_checkpoint
 from modeling_gqa.common.console import err, out, printable, progress_bars, saved, user_errors
 from modeling_gqa.common.results import to_json
-from modeling_gqa.common.tables import Table, cached, share
-from modeling_gqa.conversion.command.inspection import inspect_checkpoint
-from modeling_gqa.conversion.command.job import Job
-from modeling_gqa.conversion.command.report import Report, describe_cost, layers_table, runs, summary, warning
-from modeling_gqa.conversion.layer_store import layers_folder
+from modeling_gqa.common.tables import Table, cached, runs, share
 
 
 def convert(target: str, dry_run: bool, force: bool, **options: Any) -> None:
     """Give a trained model another attention, measure what that cost, and save it as a Hub repository."""
+    from modeling_gqa.conversion.job import Job
+    from modeling_gqa.conversion.layer_store import layers_folder
+    from modeling_gqa.conversion.report import describe_cost, warning
+
     path = Path(target)
     with user_errors(path, layers_folder):
         job = Job(target=path, **options)
-        if dry_run:
-            plan = job.plan(force)
-            show(plan)
-            how = f"by {plan['method']}" + (", calibrated on the text" if job.text else "")
-            for line in (job.describe_memory(), *plan["serving"]):
-                out.print(line, soft_wrap=True)
-            out.print(f"Dry run: would convert {'exactly' if plan['exact'] else how}. Nothing was written.")
-            return
-        printed: list[str] = []
 
         def say(line: str) -> None:
-            printed.append(line)
             out.print(line, soft_wrap=True)
 
+        if dry_run:
+            plan = job.plan(force, say)
+            show(plan)
+            how = "exactly" if plan["exact"] else f"by {plan['method']}"
+            out.print(f"Dry run: would convert {how}. Nothing was written.")
+            return
         with progress_bars() as show_progress:
             report = job.run(force, show_progress, say)
         show(report)
-        for line in report["serving"]:
-            if line not in printed:  # of sizes and frequencies that were chosen while converting
-                say(line)
-        out.print(describe_cost(report))
+        say(f"{describe_cost(report)}.")
         if said := warning(report):
-            out.print(f"Warning: {said}.", soft_wrap=True)
+            say(f"Warning: {said}.")
         saved(path, "report in conversion.json, card in README.md")
 
 
 def import_(source: str, target: str, dtype: str | None, ignore_field: Sequence[str] | None, force: bool) -> None:
     """Rewrite a stock checkpoint as one of this package, which computes the same function."""
+    from modeling_gqa.checkpoints.importing import import_checkpoint
+
     with user_errors(Path(target)), progress_bars() as show_progress:
         config = import_checkpoint(
             source,
@@ -67,6 +58,9 @@ def import_(source: str, target: str, dtype: str | None, ignore_field: Sequence[
 
 def export(source: str, target: str, family: str | None, engine: str | None, force: bool) -> None:
     """Rewrite a checkpoint of this package as one of transformers' own classes, or as a GGUF file."""
+    from modeling_gqa.checkpoints.exporting import export_checkpoint
+    from modeling_gqa.checkpoints.gguf import is_gguf
+
     with user_errors(Path(target)), progress_bars() as show_progress:
         progress = show_progress("exporting tensors")
         config = export_checkpoint(source, Path(target), family=family, engine=engine, force=force, progress=progress)
@@ -75,6 +69,8 @@ def export(source: str, target: str, family: str | None, engine: str | None, for
 
 def inspect(source: str, ignore_field: Sequence[str] | None, json: bool) -> None:
     """Show each layer's attention and cache, and which conversions are exact, lossy or impossible."""
+    from modeling_gqa.conversion.inspection import inspect_checkpoint
+
     with user_errors():
         with err.status(f"reading {printable(source)}"):  # on a terminal alone
             found = inspect_checkpoint(source, ignore_field or ())
@@ -84,7 +80,9 @@ def inspect(source: str, ignore_field: Sequence[str] | None, json: bool) -> None
             show_inspection(found)
 
 
-def show(report: Report) -> None:
+def show(report: Any) -> None:
+    from modeling_gqa.conversion.report import layers_table, summary
+
     layers = layers_table(report)
     rows = [(where, *row) for where, row in runs(row[1:] for row in layers.rows)]
     header = ["layers", "attention", "error of its output", "loss"]

@@ -31,7 +31,7 @@ def filled(help: str, default: Iterable[Any] = (), **more: Any) -> Any:
 class ModelOptions:
     _argument_group_name = "Model"
 
-    preset: str = option("Packaged preset, or folder with a config.json; weights start at random.", "")
+    preset: str = option("Packaged preset, or folder with a config.json; random weights.", "")
     model_overrides: dict | str | None = option("JSON object: fields that replace the preset's.", metavar="JSON")
 
 
@@ -40,15 +40,15 @@ class RunningOptions:
     _argument_group_name = "How the model runs"
 
     attn_implementation: str | None = option("eager, sdpa, flash_attention_2, ...")
-    tokenizer: str | None = option("Hub name or path. Default: a byte-level BPE is trained on the text.")
+    tokenizer: str | None = option("Hub name or path. Default: BPE of bytes, trained on the text.")
 
 
 @dataclass
 class TextOptions:
     _argument_group_name = "Text"
 
-    data_files: list[str] = filled("Text, JSONL, JSON or Parquet files (also .gz .bz2 .xz .zst), folders, globs.")
-    dataset_name: str | None = option("Hub data set. Default without data_files: Python's standard library.")
+    data_files: list[str] = filled("Text, JSON(L) or Parquet files, also packed; folders, globs.")
+    dataset_name: str | None = option("Hub data set. With neither: Python's standard library.")
     dataset_config_name: str | None = option("Its configuration.")
     dataset_split: str = option("Its split. Default: train.", "train")
     text_column: str = option("Field that holds the text. Default: text.", "text")
@@ -83,13 +83,13 @@ class RunOptions:
 
     output_dir: str | None = option("Folder of the run. Default: runs/RECIPE.")
     resume: bool = option("Continue the run in output_dir.", False)
-    overwrite: bool = option("Delete the run in output_dir: the files in its manifest.json.", False)
+    overwrite: bool = option("Delete the run in output_dir: what manifest.json lists.", False)
     save_total_limit: int | None = option("Checkpoints that are kept. Default: 2.", 2)
     logging_steps: float = option("Steps between log lines. Default: 20.", 20)
-    report_to: list[str] = filled("Trackers, such as tensorboard wandb; their files lie in output_dir.", ["none"])
+    report_to: list[str] = filled("Trackers, such as tensorboard wandb; files in output_dir.", ["none"])
     bigram_baseline: bool = option("Leave out the loss of a bigram model.", True)
     sample_prompt: str = option("Prompt of the sample printed at the end.", "")
-    publish: bool = option("Save no final/: the repository that is loaded in a clean process for a sample.", True)
+    publish: bool = option("Save no final/, and print no sample.", True)
 
 
 @dataclass
@@ -99,12 +99,12 @@ class UptrainOptions:
     student: str = option("The converted model: folder or Hub name.", "")
     teacher: str | None = option("The model it was converted from; none: next-token loss alone.")
     trainable: Literal["attention", "all"] = option("Parameters to train. Default: attention.", "attention")
-    layerwise_fraction: float | None = option("Share of the steps for stage 1, layer by layer. Default: 0.5.")
-    kl_weight: float | None = option("Stage 2: weight of the KL; the rest is next-token loss. Default: 0.9.")
+    layerwise_fraction: float | None = option("Share of the steps for stage 1, by layer. Default: 0.5.")
+    kl_weight: float | None = option("Stage 2: weight of KL, the rest next-token loss. Default: 0.9.")
     temperature: float = option("Stage 2: of both softmaxes in the KL. Default: 1.", 1.0)
     pretraining_fraction: float | None = option("Tokens, as a share of the teacher's pretraining tokens.")
     pretraining_tokens: int | None = option("The teacher's pretraining tokens. Default: its results.json.")
-    keep_best: bool = option("Keep the last weights, also where training made them worse than before.", True)
+    keep_best: bool = option("Keep the last weights, also where they are worse.", True)
 
 
 @dataclass

@@ -7,12 +7,12 @@ import torch
 
 from modeling_gqa.common.console import out, printable, progress_bars, user_errors
 from modeling_gqa.common.device import usable_device
-from modeling_gqa.common.pictures import check_picture, plot_costs, save
+from modeling_gqa.common.pictures import check_picture, save
 from modeling_gqa.common.results import to_json
 from modeling_gqa.common.tables import Table
-from modeling_gqa.costs import Machine, Model
+from modeling_gqa.costs import CostedModel, Machine
 from modeling_gqa.costs import report as cost_report
-from modeling_gqa.costs.comparison import Costs, compare
+from modeling_gqa.costs.comparison import Costs, compare, plot_costs
 from modeling_gqa.costs.configurations import changed, find_model
 from modeling_gqa.costs.measuring import measure_decoding, measure_machine
 
@@ -74,10 +74,10 @@ def report(
             out.print(f"Wrote {printable(plot)}.", soft_wrap=True)
 
 
-def find_models(sources: list[str], sizes: dict[str, Any]) -> tuple[list[Model], torch.dtype | None]:
+def find_models(sources: list[str], sizes: dict[str, Any]) -> tuple[list[CostedModel], torch.dtype | None]:
     """Return the models that the command line names, each under a name of its own, and the first one's dtype."""
     found = [find_model(source) for source in sources]
-    models = [Model(model.config, printable(model.name), model.experts) for model, _ in found]
+    models = [CostedModel(model.config, printable(model.name), model.experts) for model, _ in found]
     if sizes or not models:
         models.append(changed(models[0] if models else None, sizes))
     names: list[str] = []
@@ -86,7 +86,7 @@ def find_models(sources: list[str], sizes: dict[str, Any]) -> tuple[list[Model],
         name = f"{model.name} ({printable(sources[index])})" if alike and index < len(sources) else model.name
         again = sum(earlier == name or earlier.startswith(f"{name} no. ") for earlier in names)
         names.append(f"{name} no. {again + 1}" if again else name)
-    models = [Model(model.config, name, model.experts) for model, name in zip(models, names, strict=True)]
+    models = [CostedModel(model.config, name, model.experts) for model, name in zip(models, names, strict=True)]
     return models, found[0][1] if found else None
 
 

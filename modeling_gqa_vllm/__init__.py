@@ -7,6 +7,7 @@ imports vLLM before that.
 - `model.py`: the model on vLLM's transformers backend, its attention layers, its division over ranks.
 - `cpu.py`: attention over the latent on a CPU.
 - `prompts.py`: prompts of MLA on NVIDIA GPUs.
+- `kernels.py`: the sizes that its kernels take.
 """
 
 import logging

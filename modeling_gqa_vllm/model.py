@@ -25,11 +25,11 @@ from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from modeling_gqa import GQAConfig
 from modeling_gqa.attention_latent import LatentAttention
-from modeling_gqa.costs.kernels import PROMPT_SIZES, reads_prompts
 from modeling_gqa.integrations import refuse_uneven
 from modeling_gqa.layers import GQAHeadLinear
 
 from .cpu import LatentCPUBackend
+from .kernels import PROMPT_SIZES, reads_prompts
 
 # Of MLA; what is not named is the same on each rank.
 LATENT_STYLES = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}

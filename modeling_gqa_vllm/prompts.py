@@ -6,7 +6,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
 from vllm.v1.attention.backends.mla.prefill.flash_attn import FlashAttnPrefillBackend
 
-from modeling_gqa.costs.kernels import reads_prompts
+from .kernels import reads_prompts
 
 
 class PaddedFlashAttention(FlashAttnPrefillBackend):

@@ -74,7 +74,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(params=range(FAULTS_ROUNDS), ids=lambda number: f"round{number}")
 def draw(request) -> random.Random:
-    """Random draws of a test of faults: the same under the same `FAULTS_SEED`; `make faults` takes another each time."""
+    """Random draws of a test of faults: the same under the same `FAULTS_SEED`, of which `make faults` draws one."""
     return random.Random(f"{os.environ['FAULTS_SEED']} {request.node.nodeid}")
 
 

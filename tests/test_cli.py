@@ -25,9 +25,9 @@ import modeling_gqa
 from modeling_gqa import GQAConfig
 from modeling_gqa.checkpoints.checkpoint import Checkpoint
 from modeling_gqa.common import console
-from modeling_gqa.conversion.command import job
-from modeling_gqa.conversion.command.options import Options
-from modeling_gqa.conversion.command.report import FORMAT_VERSION, Report, TextReport
+from modeling_gqa.conversion import job
+from modeling_gqa.conversion.options import Options
+from modeling_gqa.conversion.report import FORMAT_VERSION
 from modeling_gqa_cli import conversion as commands
 from modeling_gqa_cli.errors import install_extra
 from modeling_gqa_cli.main import COMMANDS
@@ -191,8 +191,17 @@ def test_convert_measures_reports_and_saves_a_repository(checkpoints, corpus, tm
     assert report["tokens"] == 62 and report["kl"] > 0 and 0 <= report["top1_agreement"] <= 1
     assert report["text"]["calibration_tokens"] == 640 and report["text"]["evaluation_tokens"] == 64
 
-    assert report.keys() == Report.__annotations__.keys() and report["format_version"] == FORMAT_VERSION == 1
-    assert report["text"].keys() <= TextReport.__annotations__.keys()
+    assert report["format_version"] == FORMAT_VERSION == 1 and report.keys() == {
+        *("format_version", "source", "source_family", "dtype", "device", "command", "versions", "seconds", "serving"),
+        *(
+            f"{name}_{when}"
+            for name in ("cache_bytes_per_token", "parameters", "perplexity")
+            for when in ("before", "after")
+        ),
+        *("kl", "top1_agreement", "tokens", "text", "exact", "method", "setting", "layers", "candidates"),
+    }
+    tokens = {f"{part}_tokens" for part in ("calibration", "selection", "evaluation")}
+    assert report["text"].keys() == {"files", "evaluation_files", "sequence_length", *tokens}
     assert report["method"] == "lowrank" and not report["exact"] and report["source_family"] == "gqa"
     per_head = 2 * HEAD_DIM * 4 * LAYERS  # bytes of keys and values
     assert report["cache_bytes_per_token_before"] == HEADS * per_head
@@ -304,7 +313,7 @@ def test_auto_tries_candidates_and_keeps_the_least_kl(checkpoints, corpus, tmp_p
     tried = report["setting"] | {"refine": 0}  # gradient steps come when the setting is chosen
     chosen = " ".join(f"{name}={value}" for name, value in tried.items() if name != "seed")
     assert len(kls) == 3 and chosen == report["candidates"][kls.index(min(kls))]["name"]
-    assert "settings the one with the least KL" in printed
+    assert "settings tried: 3" in printed
     assert report["text"]["selection_tokens"] == 160
 
 
@@ -330,7 +339,7 @@ def test_a_conversion_that_changes_much_ends_with_a_warning(checkpoints, corpus,
     options = ("--text", corpus, *TEXT_OPTIONS)
     printed = run("convert", checkpoints / "mha", tmp_path / "much", *MQA, "--method", "random", *options)
     report = json.loads((tmp_path / "much" / "conversion.json").read_text())
-    assert report["kl"] > 0.1 and f"Warning: the predictions changed much: KL {report['kl']:.3g} nats" in printed
+    assert report["kl"] > 0.1 and "Warning: KL is more than 0.1 nats" in printed
     assert "--refine 4" in printed and "modeling-gqa uptrain" in printed
     assert "Warning: the weights alone decided" in run("convert", checkpoints / "mha", tmp_path / "blind", *MQA)
     assert "Warning" not in run("convert", checkpoints / "gqa", tmp_path / "none", "--attention-kind", "mha", *options)
@@ -346,10 +355,10 @@ def test_exact_conversion_calibrates_on_nothing_and_is_measured(checkpoints, cor
 
 def test_exact_conversion_without_text_says_what_was_not_measured(checkpoints, tmp_path):
     printed = run("convert", checkpoints / "gqa", tmp_path / "out", "--attention-kind", "mha")
-    assert "exactly" in printed and "Nothing was measured" in printed and "Warning" not in printed
+    assert "exact" in printed and "nothing was measured" in printed and "Warning" not in printed
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
     assert report["exact"] and report["tokens"] == 0 and report["perplexity_after"] is None and report["text"] is None
-    assert "Nothing was measured" in (tmp_path / "out" / "README.md").read_text()
+    assert "nothing was measured" in (tmp_path / "out" / "README.md").read_text()
     torch.testing.assert_close(logits(tmp_path / "out"), logits(checkpoints / "gqa"), rtol=1e-5, atol=1e-5)
 
 
@@ -364,22 +373,6 @@ def test_chosen_layers_alone_change(checkpoints, tmp_path):
     kept = [name for name in before if "self_attn" not in name or "layers.1." in name]
     assert all(torch.equal(before[name], after[name]) for name in kept) and len(kept) < len(before)
     assert "vLLM 0.32 caches the latent" in (tmp_path / "out" / "README.md").read_text()
-
-
-def test_where_sizes_are_chosen_while_converting_it_is_said_again_where_they_run(checkpoints, corpus, tmp_path):
-    """Before it is known which they are, and after; a budget changes the cost as well."""
-    for name, options in (("size", ("--cache-size", 24)), ("budget", ("--budget", 400))):
-        arguments = ("convert", checkpoints / "mha", tmp_path / name, *MLA, *options, "--for", "vllm")
-        printed = run(*arguments, "--text", corpus, *TEXT_OPTIONS)
-        serving = json.loads((tmp_path / name / "conversion.json").read_text())["serving"]
-        layers = GQAConfig.from_pretrained(tmp_path / name).per_layer_config
-        latent = {layer.qk_rope_head_dim for layer in layers if layer.attention_kind == "mla"}
-        refused = [size for size in latent if (HEAD_DIM + size) % 8]
-        assert latent and all(sum(f"+ {size} and {HEAD_DIM}" in line for line in serving) for size in refused)
-        assert any("NVIDIA GPUs (Triton" in line for line in serving) == (len(refused) < len(latent))
-        assert "+ P and" in printed and all(line in printed for line in serving)
-        assert printed.count("vLLM needs: this package") == 1
-        assert printed.count("Cache: ") == (2 if name == "budget" else 1)
 
 
 def test_budget_is_kept_and_layers_that_were_not_chosen_too(checkpoints, corpus, tmp_path):
@@ -453,7 +446,7 @@ def test_inspect_says_what_is_exact_lossy_and_impossible(checkpoints):
     assert not normed["conversions"]["exact"] and not normed["conversions"]["lossy"]
     assert all("qk_norm" in reason for reason in normed["conversions"]["impossible"].values())
     assert normed["export"]["family"] is None and "qk_norm=True" in normed["export"]["reason"]
-    assert normed["layers"][0]["attention"].endswith("a rotary key of 6, qk-norm")
+    assert normed["layers"][0]["attention"].endswith("+ 6, qk-norm")
     assert (normed["layers"][0]["qk_norm_head_dim"], normed["layers"][0]["qk_norm_key_value_heads"]) == (15, 2)
     assert qk_norm["export"]["family"] == "qwen3"
     assert all("latent_norm" in reason for reason in mla["conversions"]["impossible"].values())

@@ -11,12 +11,13 @@ from small_models import MODELS, make_config
 
 from modeling_gqa import GQAConfig, costs
 from modeling_gqa.common import console
-from modeling_gqa.common.pictures import COLORS, plot_costs
+from modeling_gqa.common.pictures import COLORS
 from modeling_gqa.common.results import write_json
 from modeling_gqa.common.tables import Table, in_bytes, with_prefix
-from modeling_gqa.costs import Machine, Model, comparison, measuring
+from modeling_gqa.costs import CostedModel, Machine, measuring
+from modeling_gqa.costs.comparison import plot_costs
 from modeling_gqa.costs.configurations import find_model
-from modeling_gqa.costs.measuring import MeasuredToken, machine_name, measure_decoding
+from modeling_gqa.costs.measuring import machine_name, measure_decoding
 
 MACHINE = ("--bandwidth", "3350", "--rate", "989")
 
@@ -142,38 +143,17 @@ def test_what_people_read():
     said = printed("llama-3-8b", "--attention-kind", "mla", "--memory", 80, *MACHINE)
     for part in (
         "8,030,261,248",
-        "mla, 32 query heads, a latent of 512",
-        "Expanded: where MLA rebuilds",
+        "mla, 32 heads, R + P = 512",
+        "Expanded: MLA rebuilds",
         "What fits 80 GiB beside the weights",
         "3.35 TB/s read, 989 TFLOP/s of matrix products",
-        "By bound, and up to 32,768 tokens, llama-3-8b, mla decodes faster than llama-3-8b: at 1 row from 4,453 tokens",
-        "tokens on; at 8 rows from 557 tokens on; at 64 rows from 70 tokens on.",
+        "mla 1 4,453 to 32,768 1 to 32,768 llama-3-8b, mla 8 557 to 32,768",
     ):
         assert part in said
     plain = printed("tiny-gqa")
     assert "at most" not in plain
     assert "Expanded" not in plain
     assert "parameters that a token uses" in printed("deepseek-v3")
-
-
-def test_ranges_in_words():
-    for ranges, said in {
-        (): "at no context",
-        ((1, 100),): "at every context",
-        ((7, 100),): "from 7 tokens on",
-        ((1, 7), (50, 60), (90, 100)): "up to 7 tokens and from 50 to 60 tokens and from 90 tokens on",
-    }.items():
-        assert comparison.describe_ranges(ranges, 100) == said
-
-
-def test_measured_in_words():
-    """From where on the other decoded faster; ranges need not be of one piece."""
-    token = lambda rows, context, ratio: MeasuredToken(rows, context, {"a": 1.0, "b": ratio}, {"a": 1.0, "b": ratio})  # noqa: E731
-    measured = [token(1, 10, 1.2), token(1, 20, 0.9), token(8, 10, 0.5), token(8, 20, 0.4), token(9, 10, 2.0)]
-    assert comparison.describe_measured(measured, "b") == (
-        "Measured, b decoded faster than a: at 1 row at 20 tokens and not at 10; at 8 rows at all of 10 and 20 tokens; "
-        "at 9 rows nowhere up to 10 tokens."
-    )
 
 
 def test_numbers_with_units():
@@ -205,12 +185,12 @@ def test_measuring(monkeypatch, tmp_path):
         assert list(token["ratio"].values())[1:] == pytest.approx(ratios, rel=0.5)
         assert all(milliseconds > 0 for milliseconds in token["milliseconds"].values())
     assert found["models"][0]["machine"]["bandwidth"] == 1e9
-    assert "Measured, mla decoded faster than gqa: at 1 row" in printed(*sources[:2], "--measure", "--context", 9)
+    assert "Measured here: milliseconds" in printed(*sources[:2], "--measure", "--context", 9)
 
 
 def test_measured_tokens_follow_what_is_cached(model_name, monkeypatch):
     """Every timed token is decoded after the number of tokens that is asked for, in each round again."""
-    model, lengths = Model(make_config(model_name), model_name), []
+    model, lengths = CostedModel(make_config(model_name), model_name), []
     forward = measuring.GQAForCausalLM.forward
 
     def counted(self, ids, past_key_values, **kwargs):
@@ -240,7 +220,7 @@ def test_the_rate_of_this_machine():
 
 def test_picture_shows_cache_and_bound():
     """A line for each model, in its kind's colour, with its values, named at its end."""
-    models = [Model(make_config(name), name) for name in MODELS]
+    models = [CostedModel(make_config(name), name) for name in MODELS]
     machine = Machine(1e9, 1e12)
     figure = plot_costs(models, machine, 4, 300, torch.float32)
     cache, bound = figure.axes

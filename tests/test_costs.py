@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import make_config, make_model
+from small_models import make_config
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, costs
 from modeling_gqa.common.errors import UserError
-from modeling_gqa.costs import Experts, Machine, Model, report
+from modeling_gqa.costs import CostedModel, Experts, Machine, report
 from modeling_gqa.costs.configurations import PRESETS, changed, find_model
 from modeling_gqa_cli.paths import CONFIGURATION
 
@@ -140,22 +140,6 @@ def test_totals_are_sums_of_layers(model_name):
         assert cost.intensity == cost.decode_flops / cost.decode_bytes
 
 
-@torch.no_grad()
-def test_costs_of_a_built_model(model_name):
-    """Cache and FLOPs of a decoded token are those of the model that decodes it."""
-    model = make_model(model_name, attn_implementation="eager")
-    ids = torch.randint(3, 101, (2, 12), generator=torch.Generator().manual_seed(0))
-    cache = DynamicCache(config=model.config)
-    for token in range(11):
-        model(ids[:, token : token + 1], past_key_values=cache)
-    found = report(model.config, contexts=[11], batch_sizes=[2], dtype=torch.float32).contexts[0]
-    stored = sum(x.untyped_storage().nbytes() for layer in cache.layers for x in (layer.keys, layer.values))
-    assert found.cache_bytes == stored
-    with FlopCounterMode(display=False) as counter:
-        model(ids[:, 11:], past_key_values=cache)
-    assert found.decode_flops == counter.get_total_flops()
-
-
 def test_experts_parameters(with_experts):
     config, model = with_experts
     with torch.device("meta"):
@@ -262,14 +246,14 @@ def test_bounds_count_no_hidden_scores(model_name):
     config, tokens, machine = make_config(model_name), 23, Machine(bandwidth=1e18, rate=10.0)
     cost = report(config, contexts=[tokens], batch_sizes=[2], machine=machine).contexts[0]
     head, hidden = 2 * config.hidden_size * config.vocab_size, 0
-    for layer in Model(config).layers:
+    for layer in CostedModel(config).layers:
         pair = 2 * layer.config.num_attention_heads * 2 * layer.config.head_dim
         if layer.config.attention_kind == "mla":
             pair = 2 * layer.config.num_attention_heads * (layer.config.qk_head_dim + layer.config.v_head_dim)
         seen = sum(min(token, layer.window or tokens) for token in range(1, tokens + 1))
         hidden += pair * (tokens**2 - seen)
     assert hidden > 0
-    of_layers = sum(layer.flops(tokens, tokens) for layer in Model(config).layers)
+    of_layers = sum(layer.flops(tokens, tokens) for layer in CostedModel(config).layers)
     assert cost.prefill_seconds == pytest.approx(2 * (of_layers - hidden + head) / 10)
     assert cost.training_seconds == pytest.approx(6 * (of_layers - hidden + tokens * head) / 10)
 
@@ -298,7 +282,7 @@ def test_memory_of_windows_is_bounded():
 def test_faster_contexts():
     """The ranges are those found by trying every context."""
     machine = Machine(bandwidth=1.0, rate=3.0)
-    models = [Model(make_config(name), name) for name in ("mha", "gqa", "mqa", "mla", "mixed-window")]
+    models = [CostedModel(make_config(name), name) for name in ("mha", "gqa", "mqa", "mla", "mixed-window")]
     seen = set()
     for rows in (1, 16):
         seconds = {

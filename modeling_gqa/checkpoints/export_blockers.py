@@ -10,7 +10,7 @@ from ..attention import GroupedAttention
 from ..attention_latent import LATENT_NORM_EPS, LatentAttention, yarn_scale
 from ..common.errors import listed
 from ..configuration_gqa import GQAConfig
-from ..conversion.targets import layer_fields
+from ..configuration_overrides import PER_LAYER_FIELDS
 
 GROUPED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 LATENT_FAMILIES = ("deepseek_v3",)
@@ -31,8 +31,8 @@ def obstacles(config: GQAConfig, family: str, engine: str | None = None) -> Iter
         yield "qk_norm=True: the latent is taken from normed keys and from values, which no class computes"
         return
     if config.is_heterogeneous:
-        layers = layer_fields(config)
-        differing = [name for name in layers[0] if any(layer[name] != layers[0][name] for layer in layers)]
+        first, *rest = config.per_layer_config
+        differing = [n for n in PER_LAYER_FIELDS if any(getattr(x, n) != getattr(first, n) for x in rest)]
         yield f"its layers differ in {', '.join(differing)} (per_layer_config), and these classes have equal layers"
         return  # what differs by layer cannot be read below
     latent = family in LATENT_FAMILIES

@@ -5,11 +5,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from ..costs import Machine, Model, cache_bytes, decode_seconds
-from .errors import UserError, install_extra
-from .tables import three_digits
+from modeling_gqa_cli.errors import UserError, install_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -18,7 +14,6 @@ if TYPE_CHECKING:
 COLORS = {"mha": "#D55E00", "gqa": "#E69F00", "mqa": "#009E73", "mla": "#0072B2", "mixed": "#CC79A7"}
 FORMATS = (".png", ".svg", ".pdf")
 STYLES = ("-", "--", ":", "-.")  # of models of the same kind
-MIB = 2**20
 LONGEST_NAME = 40  # characters, of a line
 
 
@@ -47,12 +42,6 @@ def save(figure: "Figure", path: Path) -> None:
     figure.savefig(drawn, format=kind[1:], dpi=130, metadata={"Software": None} if kind == ".png" else None)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(drawn.getvalue())
-
-
-def kind_of(model: Model) -> str:
-    """Return the attention kind of a model, "mixed" where its layers differ in it."""
-    kinds = {layer.config.attention_kind for layer in model.layers}
-    return kinds.pop() if len(kinds) == 1 else "mixed"
 
 
 def line_styles(kinds: Sequence[str]) -> list[dict[str, Any]]:
@@ -93,41 +82,3 @@ def name_lines(axis: Any, ends: Sequence[tuple[float, float, str, str]], least: 
         where: dict[str, Any] = {"xy": (1.02, height - lift), "xycoords": "axes fraction", "va": "center"}
         short = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
         axis.annotate(short, **where, color=color, fontsize=8, annotation_clip=False, parse_math=False)
-
-
-def plot_costs(
-    models: Sequence[Model], machine: Machine | None, rows: int, longest: int, dtype: torch.dtype
-) -> "Figure":
-    """Draw the cache, and with a machine the least time of a decoded token, against the context; a line per model."""
-    panels = 2 if machine else 1
-    figure = new_figure(figsize=(5.2 * panels, 3.4))
-    contexts = sorted({2**power for power in range(min(7, longest.bit_length() - 2), longest.bit_length())} | {longest})
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    many = f"{rows:,} row{'s' * (rows > 1)}, {str(dtype).removeprefix('torch.')}"
-    measures = [(f"cache of {many} (MiB)", lambda model, tokens: cache_bytes(model, rows, tokens, dtype) / MIB)]
-    if machine:
-        bound = lambda model, tokens: 1000 * decode_seconds(model, machine, rows, tokens, dtype)  # noqa: E731
-        measures.append((f"least time of a decoded token, {many} (ms)", bound))
-    for axis, (title, measure) in zip(axes, measures, strict=True):
-        lines = [[measure(model, tokens) for tokens in contexts] for model in models]
-        styles = line_styles([kind_of(model) for model in models])
-        for values, style in zip(lines, styles, strict=True):
-            axis.plot(contexts, values, **style)
-        axis.set(xscale="log", xlabel="context (tokens)", title=title)
-        spread = max(map(max, lines)) / min(map(min, lines))
-        if spread < 10:
-            axis.set_ylim(bottom=0)
-        else:
-            axis.set_yscale("log")
-            axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5) if spread < 300 else (1,))
-        axis.title.set_fontsize(9)
-        axis.set_xticks(contexts[::2], labels=[f"{tick:,}" for tick in contexts[::2]], minor=False)
-        axis.xaxis.set_tick_params(rotation=30)
-        axis.yaxis.set_major_formatter(lambda value, _: three_digits(value))
-        tidy(axis)
-        ends = [
-            (contexts[-1], values[-1], model.name, style["color"])
-            for model, values, style in zip(models, lines, styles, strict=True)
-        ]
-        name_lines(axis, ends)
-    return figure

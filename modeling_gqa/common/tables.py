@@ -1,11 +1,14 @@
 """Tables, once for terminals and for Markdown; and numbers with units."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
 
+Item = TypeVar("Item")
 PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
@@ -90,3 +93,12 @@ def three_digits(value: float) -> str:
     if value < 1:
         return f"{value:.2g}"
     return f"{value:.{2 if value < 10 else 1}f}".rstrip("0").rstrip(".")
+
+
+def runs(items: Iterable[Item]) -> list[tuple[str, Item]]:
+    """Return equal neighbours as one, each after the range of their indices, such as `0-3`."""
+    found = []
+    for item, run in groupby(enumerate(items), key=lambda pair: pair[1]):
+        first, *rest = (index for index, _ in run)
+        found.append((f"{first}-{rest[-1]}" if rest else f"{first}", item))
+    return found

@@ -1,18 +1,35 @@
 """Checkpoints from one kind of attention to another, and to and from transformers' own classes."""
 
-import warnings
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.checkpoint import load_source
-from ..checkpoints.exporting import export_checkpoint, export_config
-from ..checkpoints.families import import_config
-from ..checkpoints.importing import import_checkpoint
-from ..common.errors import UserError
-from .allocation import allocate
-from .convert import METHODS, convert_model
-from .measuring import compare_predictions, layer_errors
-from .targets import target_config
+if TYPE_CHECKING:
+    from modeling_gqa_cli.errors import UserError
 
+    from ..checkpoints.checkpoint import load_source
+    from ..checkpoints.exporting import export_checkpoint, export_config
+    from ..checkpoints.families import import_config
+    from ..checkpoints.importing import import_checkpoint
+    from .allocation import allocate
+    from .convert import METHODS, convert_model
+    from .measuring import compare_predictions, layer_errors
+    from .targets import target_config
+
+# Each public name and the module that has it, which is loaded when the name is first asked for.
+_HOMES = {
+    "METHODS": ".convert",
+    "UserError": "modeling_gqa_cli.errors",
+    "allocate": ".allocation",
+    "compare_predictions": ".measuring",
+    "convert_model": ".convert",
+    "export_checkpoint": "..checkpoints.exporting",
+    "export_config": "..checkpoints.exporting",
+    "import_checkpoint": "..checkpoints.importing",
+    "import_config": "..checkpoints.families",
+    "layer_errors": ".measuring",
+    "load_source": "..checkpoints.checkpoint",
+    "target_config": ".targets",
+}
 __all__ = [
     "METHODS",
     "UserError",
@@ -30,18 +47,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return `compare_predictions` under the name that it had, for one release."""
-    if name != "measure":
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        "modeling_gqa.conversion.measure is now compare_predictions, with source_states= for known=; the old name goes "
-        "in the next release",
-        FutureWarning,
-        stacklevel=2,
-    )
-
-    def measure(*arguments: Any, **options: Any) -> dict[str, Any]:
-        renamed = {"known": "source_states"}
-        return compare_predictions(*arguments, **{renamed.get(name, name): value for name, value in options.items()})
-
-    return measure
+    return getattr(import_module(_HOMES[name], __name__), name)

@@ -16,30 +16,30 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from modeling_gqa_cli.errors import UserError
+
 from ..attention import Attention
-from ..common.errors import UserError
+from ..common.batches import Batch, first_batches
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token
-from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
-from .calibration import Batch, first_batches
+from ..modeling_gqa import GQAForCausalLM
+from .calibration import require_one_device
 from .fitting import fit
-from .layers.latent import divided
 from .measuring import compare_states, predicted_positions, predicted_states
-from .placement import check_placement
 from .sequential import Setting, best_division, convert_layer, new_attention, read_latent_source
 from .streams import Streams, streams
 from .targets import (
     Fields,
+    cached_numbers,
     check_kind,
     chosen_layers,
     configuration,
+    divided,
     grouped_fields,
     latent_fields,
-    latent_input,
     layer_fields,
     layer_head_dim,
-    rotary_planes,
 )
 
 # Cache sizes that are considered for an MLA layer, as shares of its present one.
@@ -112,12 +112,12 @@ def allocate(
         assert cache_bytes_per_token(target) <= cache_bytes_per_token(model.config) // 2
         ```
     """
-    check_placement(model)
+    require_one_device(model)
     dtype = dtype or model.dtype
     smallest_target(model.config, attention_kind, bytes_per_token, layers=layers, dtype=dtype)  # or it is refused
     fields, chosen = layer_fields(model.config), chosen_layers(model.config, layers)
     choices = measured_choices(model, attention_kind, chosen, calibration, progress)
-    fixed = sum(numbers_per_token(layer) for i, layer in enumerate(model.config.per_layer_config) if i not in choices)
+    fixed = sum(cached_numbers(layer) for i, layer in enumerate(model.config.per_layer_config) if i not in choices)
     for index, choice in spend(choices, bytes_per_token // dtype.itemsize - fixed).items():
         fields[index] |= choice.fields
     return configuration(model.config, fields)
@@ -131,11 +131,7 @@ def smallest_target(
     layers: Sequence[int] | None = None,
     dtype: torch.dtype,
 ) -> GQAConfig:
-    """Return the smallest configuration that `allocate` could choose.
-
-    Raises:
-        UserError: even this one is beyond the budget, or the kind has no sizes to choose.
-    """
+    """Return the smallest configuration that `allocate` could choose; raises `UserError` where it cannot choose any."""
     if attention_kind not in ("gqa", "mla"):
         raise UserError(f"a budget chooses sizes of gqa or mla, and {attention_kind} has none to choose")
     if config.rope_parameters["rope_type"] == "longrope":
@@ -154,15 +150,10 @@ def smallest_target(
     return target
 
 
-def numbers_per_token(layer: GQAConfig) -> int:
-    """Return how many numbers a layer caches per token."""
-    return sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer))
-
-
 def layer_sizes(
     config: GQAConfig, index: int, kind: str, factors: Mapping[int, float] = MappingProxyType({})
 ) -> dict[int, Fields]:
-    """Return the layer's fields by numbers per token, rising, for the sizes below the present one that it may have.
+    """Return the layer's fields by numbers per token, rising, for the sizes below the present one.
 
     `factors`: of MLA's P by numbers per token, rising, from which others are estimated; see `divided`.
     """
@@ -171,12 +162,11 @@ def layer_sizes(
     if kind == "mla":
         for numbers in sorted({max(4, round(share * 2 * heads * size)) for share in SHARES}):
             factor = between(numbers, factors) if factors else 1.0
-            rank, rope = divided(numbers, rotary_planes(layer), heads, size, latent_input(layer), factor)
-            sizes[numbers] = latent_fields(config, index, rank, rope, None)
+            sizes[numbers] = latent_fields(config, index, *divided(numbers, layer, factor), None)
     else:
         for number in (number for number in range(1, heads) if heads % number == 0):
             sizes[2 * number * size] = grouped_fields(config, index, "mqa" if number == 1 else "gqa", number)
-    return {numbers: fields for numbers, fields in sizes.items() if numbers < numbers_per_token(layer)}
+    return {numbers: fields for numbers, fields in sizes.items() if numbers < cached_numbers(layer)}
 
 
 @torch.no_grad()
@@ -195,11 +185,9 @@ def measured_choices(
                 weight = LAST_BY_FIRST ** (index / max(config.num_hidden_layers - 1, 1))
                 smaller = [x._replace(loss=weight * x.loss) for x in tried_sizes(text, index, kind, ends)]
             else:
-                text.pass_on(index)
+                text.advance_both(index)
             if index in layers:
-                present = SizeChoice(
-                    numbers_per_token(config.per_layer_config[index]), 0.0, layer_fields(config)[index]
-                )
+                present = SizeChoice(cached_numbers(config.per_layer_config[index]), 0.0, layer_fields(config)[index])
                 choices[index] = [*smaller, present]
     return choices
 
@@ -209,7 +197,7 @@ def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.T
 
     `ends` are the source's `predicted_states` by number of the batch, for the batches that a loss is measured on.
     """
-    model, statistics = text.model, text.see(index)
+    model, statistics = text.model, text.collect(index)
     own, sizes = layer_fields(model.config)[index], layer_sizes(model.config, index, kind)
     source = read_latent_source(model, index, statistics, FITTED) if kind == "mla" else None
 
@@ -221,22 +209,19 @@ def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.T
     some = spread(list(sizes))
     *_, probe = small = some[:3]  # whose losses are far above the noise of rounding
     if kind == "mla":
-        setting = replace(FITTED, share_cache=True)
+        setting = replace(FITTED, divide_cache=True)
         factors = {n: best_division(text, index, own | sizes[n], statistics, setting)[0] for n in small}
         sizes = layer_sizes(model.config, index, kind, factors)
     errors = {numbers: tried(sizes[numbers]) for numbers in some}
     error, attention = errors[probe]
     loss_by_error = kl_alone(text, index, attention, ends) / error
-    text.rejoin(index)
+    text.advance_source(index)
     known = {numbers: error for numbers, (error, _) in errors.items()}
     return [SizeChoice(n, loss_by_error * between(n, known), own | sizes[n]) for n in sizes]
 
 
 def between(number: int, known: Mapping[int, float]) -> float:
-    """Return what belongs to `number`.
-
-    Its logarithm is linear in the number's between two that are known, and constant outside.
-    """
+    """Return what belongs to `number`: its logarithm is linear in the number's between two known, constant outside."""
     return math.exp(np.interp(math.log(number), np.log(list(known)), np.log(list(known.values()))))
 
 
@@ -273,8 +258,7 @@ def kl_alone(text: Streams, index: int, attention: Attention, ends: Mapping[int,
 def spend(choices: dict[int, list[SizeChoice]], numbers: int) -> dict[int, SizeChoice]:
     """Choose one size of each layer, at most `numbers` numbers per token in all.
 
-    It starts from the smallest sizes, which must fit, and takes the step that saves most loss for the numbers it adds,
-    as long as one fits.
+    It starts from the smallest sizes, and takes the step that saves most loss for the numbers it adds, while one fits.
     """
     picked = {index: layer[0] for index, layer in choices.items()}
     room = numbers - sum(choice.numbers for choice in picked.values())

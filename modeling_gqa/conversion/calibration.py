@@ -3,69 +3,48 @@
 Shapes: B rows, T tokens, E hidden size, H query heads, S lags.
 """
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from io import BytesIO
 from tempfile import TemporaryFile, gettempdir
 from typing import IO, Any
 
 import torch
-from transformers import PreTrainedModel
 
-from ..common.errors import UserError
-from .layers.moments import Statistics, product, square_root
+from modeling_gqa_cli.errors import UserError
+
+from .layers.moments import Statistics, product
 from .layers.normed import NormedSums
 
-# Model inputs by name; "input_ids" (B, T) is always there.
-Batch = dict[str, torch.Tensor]
-# The entries of a batch that a model's layers use; labels, for instance, are not among them.
-MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 # Attention by lag is taken from one row of a batch, from at most this number of tokens.
 LAGS_SEEN = 512
-
-
-def first_batches(batches: Sequence[Batch], tokens: int) -> list[Batch]:
-    """Return the batches from the first to the one with which `tokens` tokens are reached."""
-    found, room = [], tokens
-    for batch in batches:
-        if room > 0:
-            found.append(batch)
-            room -= batch["input_ids"].numel()
-    return found
-
-
-# -- context managers for models
-
-
-@contextmanager
-def evaluating(*models: PreTrainedModel) -> Iterator[None]:
-    """Put models in evaluation mode, and afterwards back in the mode that they were in."""
-    modes = [model.training for model in models]
-    for model in models:
-        model.eval()
-    try:
-        yield
-    finally:
-        for model, mode in zip(models, modes, strict=True):
-            model.train(mode)
-
-
-@contextmanager
-def hooks(*handles: Any) -> Iterator[None]:
-    """Remove hooks afterwards, given the handles that registering them returned."""
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-# -- temporary files
-
-
 # Bytes of tensors that a `Scratch` keeps in memory before it writes to its file.
 IN_MEMORY = 2**28
+
+
+def require_one_device(*models: torch.nn.Module) -> None:
+    """Raise `UserError` for a model that `device_map` or offloading has spread.
+
+    A conversion calls parts of layers by themselves, so the hooks that bring an offloaded weight do not run.
+    """
+    for model in models:
+        devices = sorted({str(parameter.device) for parameter in model.parameters()})
+        if "meta" in devices:
+            raise UserError(
+                "the model's weights are not in memory (offloaded, or on the meta device): load the whole model on "
+                "one device, without offloading; what does not fit a GPU fits the processor's memory, device='cpu'"
+            )
+        if len(devices) > 1:
+            raise UserError(
+                f"the model's weights are on several devices ({', '.join(devices)}), as device_map places them: load "
+                f"the whole model on one, such as {devices[-1]} or cpu"
+            )
+
+
+def not_finite(what: str, dtype: torch.dtype) -> UserError:
+    """Return the error for numbers that are nan or infinite; dtypes but float16 have the range of float32, or more."""
+    remedy = "choose --dtype float32 or bfloat16" if dtype == torch.float16 else "the weights are damaged"
+    return UserError(f"{what} are not finite in {str(dtype).removeprefix('torch.')}: {remedy}")
 
 
 class Scratch(MutableMapping[int, Any]):
@@ -142,11 +121,8 @@ def scratch(device: torch.device) -> Iterator[Scratch]:
             file.close()
 
 
-# -- statistics
-
-
 class Sums:
-    """Running sums of one layer's `Statistics`, filled by hooks."""
+    """Running sums of one layer's `Statistics`."""
 
     def __init__(self, heads: int, hidden: int, window: int | None, device: torch.device) -> None:
         self.window = window
@@ -157,7 +133,7 @@ class Sums:
         self.normed: NormedSums | None = None
         self.dtype = torch.float32  # that the model computes in, once it was seen
 
-    def see(
+    def collect(
         self, attention: Any, x: torch.Tensor, kept: torch.Tensor, weight: torch.Tensor, arguments: dict[str, Any]
     ) -> None:
         """Add the inputs `x` (B, T, E) of `attention` where `kept` (B, T).
@@ -189,21 +165,16 @@ class Sums:
         moved = torch.nn.functional.pad(weights.flip(-1), (0, length)).flatten(1)[:, :-length]
         self.lags[:, :length] += moved.unflatten(1, (length, -1))[..., length - 1 :].sum(1).double()
 
-    def statistics(self, root: bool) -> Statistics:
+    def statistics(self) -> Statistics:
         """Return the means; raises `UserError` where there are none, or one is not finite."""
         if not self.tokens:
             raise UserError("the calibration text is empty")
         if not (torch.isfinite(self.second).all() and torch.isfinite(self.lags).all()):
-            # The other dtypes have the range of float32, or more.
-            narrow = self.dtype == torch.float16
-            raise UserError(
-                f"the activations are not finite in {str(self.dtype).removeprefix('torch.')} on the calibration "
-                f"text: {'choose --dtype float32 or bfloat16' if narrow else 'its weights are damaged'}"
-            )
+            raise not_finite("the activations on the calibration text", self.dtype)
         lags, weight = self.lags / self.lags.sum(-1, keepdim=True), self.weight
         seen = Statistics(self.second / weight, self.total / weight, lags, self.length, self.window)
-        normed = None if self.normed is None else self.normed.statistics(seen, weight, root)
-        return replace(seen, root=square_root(seen.covariance) if root else None, normed=normed)
+        seen.normed = None if self.normed is None else self.normed.statistics(seen, weight)
+        return seen
 
 
 def attention_weights(

@@ -3,27 +3,31 @@
 converted, done = convert_model(model, target_config(model.config, "mla", cache_size=64), calibration)
 """
 
-import sys
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from ..common.errors import UserError, did_you_mean
+import torch
+
+from modeling_gqa_cli.errors import UserError, did_you_mean
+
+from ..common.batches import Batch, evaluating, first_batches
 from ..common.progress import ShowProgress, no_progress
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 from ..modeling_gqa import GQAForCausalLM
-from .calibration import Batch, scratch
+from .calibration import require_one_device, scratch
 from .layer_store import Kept
-from .placement import check_placement
-from .search import Search
-from .sequential import NewLayer, Setting
-from .targets import BOOKKEEPING_FIELDS, Fields, check_ours, layer_fields, layer_frequencies, lossy_layers
+from .layers.latent import ALPHAS
+from .measuring import compare_predictions, predicted_states
+from .sequential import NewLayer, Setting, assemble, convert_layers
+from .targets import BOOKKEEPING_FIELDS, check_ours, configuration, describe, layer_frequencies, lossy_layers
 
 # "auto" compares settings on at most this number of tokens, on which two settings differ by more than two texts.
 SELECTION_TOKENS = 16384
+# Tokens that a setting is tried on where trials are made without gradient steps.
+CANDIDATE_TOKENS = 16384
 METHODS = ("lowrank", "auto", "procrustes", "mean", "first", "random")
 # Methods whose output projections are fitted on text where nothing else is said; the others are the GQA paper's.
 FITTED_METHODS = ("lowrank", "auto", "procrustes")
@@ -39,7 +43,7 @@ def convert_model(
     regroup: bool | None = None,
     refit: bool | None = None,
     refine: int | None = None,
-    share_cache: bool = False,
+    divide_cache: bool = False,
     share_weights: bool = False,
     seed: int = 0,
     folder: Path | None = None,
@@ -61,17 +65,16 @@ def convert_model(
         selection: batches by which "auto" chooses; `None` for the last quarter of `calibration`, at most
             `SELECTION_TOKENS` tokens.
         method: how heads are merged, one of `METHODS`. "lowrank" keeps the leading subspace of the heads of a group.
-            "auto" tries settings of "lowrank" and "procrustes", and of MLA's sizes and weights, and keeps the one with
-            the least KL(source || converted) on `selection`; trials make no gradient steps and see 16,384 tokens.
+            "auto" tries settings of "lowrank" and "procrustes", and of MLA's weights, and keeps the one with the least
+            KL(source || converted) on `selection`; trials make no gradient steps and see 16,384 tokens.
         regroup: whether heads may be merged with others than their neighbours; `None`: "auto" tries both, "lowrank" and
             "procrustes" do.
         refit: whether each converted layer's output projection is fitted to `calibration` by least squares, so that the
             residual stream comes back to the source's; `None`: "auto", "lowrank" and "procrustes" do.
         refine: passes over `calibration` in which each converted layer's attention is trained by gradient steps before
-            that fit, towards the same states; `None`: one where it is fitted, else none. Both are judged on the last
-            quarter of the documents, which they do not see, and each is dropped in each layer where it does not lower
-            the error there. The learning rate and the ridge are chosen by that error.
-        share_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: where it is
+            the fit; `None`: one where it is fitted, else none. The last quarter of the documents judges both: in each
+            layer each is kept only where it lowers the error there, by which learning rate and ridge are chosen too.
+        divide_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: where it is
             fitted by the error that is left on text, else by a rule.
         share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
         seed: of "random", and of regrouping.
@@ -101,40 +104,49 @@ def convert_model(
         assert converted.config.attention_kind == "mla" and not done["exact"]
         ```
     """
-    check_source(model, target_config, method)
+    check_ours(model.config)
+    require_one_device(model)
+    if method not in METHODS:
+        near = did_you_mean(str(method), METHODS)
+        raise UserError(f"method={method!r} is unknown{near}: choose one of {', '.join(METHODS)}")
+    check_same_model(model.config, target_config)
     lossy = lossy_layers(model.config, target_config)
     if lossy and method == "auto" and calibration and selection is None:
         calibration, selection = hold_out(calibration)
     after = [target_config.per_layer_config[index] for index in lossy]
     to_mla = {layer.attention_kind == "mla" for layer in after}
-    check_method(method, to_mla, refit, refine, bool(calibration))
+    for name, value in (("refit", refit), ("refine", refine)):
+        if value and lossy and not calibration:
+            raise UserError(f"{name} needs calibration text")
+    if refine is not None and refine < 0:
+        raise UserError(f"refine={refine} must not be negative")
+    if to_mla == {True} and method not in ("auto", "lowrank"):
+        raise UserError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
     if all(layer.num_key_value_heads == 1 for layer in after):
         regroup = regroup or False  # one group holds all heads, however they are ordered
-    searching = bool(method == "auto" and lossy and selection)
-    setting = first_setting(bool(calibration), method, regroup, refit, refine, share_cache, seed)
+    fitted = bool(calibration) and (method in FITTED_METHODS if refit is None else refit)
+    setting = Setting(
+        method="lowrank" if method == "auto" else method,
+        metric="full" if calibration else "identity",
+        regroup=method in FITTED_METHODS if regroup is None else regroup,
+        divide_cache=divide_cache,
+        refit=fitted,
+        refine=int(fitted) if refine is None else refine,
+        seed=seed,
+    )
     with scratch(model.device) as source_states:
         search = Search(model, target_config, calibration, selection, source_states, Kept(folder), show_progress)
-        if searching:
+        if method == "auto" and lossy and selection:
             setting = search.run(setting, to_mla, regroup)
-        converted, fields, layers = search.converted(setting, share=share_weights)
+        converted, layers = search.converted(setting, share=share_weights)
     done = {
         "exact": not lossy,
         "method": setting.method if lossy else "exact",
         "setting": setting.as_json() if lossy else None,
-        "layers": describe_changes(layer_fields(model.config), fields, layers),
+        "layers": describe_changes(model.config, converted.config, layers),
         "candidates": [{"name": str(tried), "kl": kl} for kl, tried in search.tried],
     }
     return converted, done
-
-
-def check_source(model: GQAForCausalLM, target: GQAConfig, method: str) -> None:
-    """Raise `UserError` for another model than this package's, one that is spread, and unknown methods."""
-    check_ours(model.config)
-    check_placement(model)
-    if method not in METHODS:
-        near = did_you_mean(str(method), METHODS)
-        raise UserError(f"method={method!r} is unknown{near}: choose one of {', '.join(METHODS)}")
-    check_same_model(model.config, target)
 
 
 def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
@@ -165,49 +177,6 @@ def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
             raise UserError(f"layer {index}: the target rotates with other frequencies than the source")
 
 
-def check_method(method: str, to_mla: set[bool], refit: bool | None, refine: int | None, calibrated: bool) -> None:
-    """Raise `UserError` for a method that does not suit the layers that change with loss.
-
-    Args:
-        method, refit, refine: as for `convert_model`.
-        to_mla: whether these layers become MLA; both values for a mixed model, none where all is exact.
-        calibrated: whether there is text to calibrate on.
-    """
-    for name in [name for name, value in (("refit", refit), ("refine", refine)) if value and to_mla and not calibrated]:
-        raise UserError(f"{name} needs calibration text")
-    if refine is not None and refine < 0:
-        raise UserError(f"refine={refine} must not be negative")
-    if to_mla == {True} and method not in ("auto", "lowrank"):
-        raise UserError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
-
-
-def first_setting(
-    calibrated: bool,
-    method: str,
-    regroup: bool | None,
-    refit: bool | None,
-    refine: int | None,
-    share_cache: bool,
-    seed: int,
-) -> Setting:
-    """Return the setting that a search begins with, and that is used without one.
-
-    Args:
-        calibrated: whether there is text to calibrate on.
-        method, regroup, refit, refine, share_cache, seed: as for `convert_model`.
-    """
-    fitted = calibrated and (method in FITTED_METHODS if refit is None else refit)
-    return Setting(
-        method="lowrank" if method == "auto" else method,
-        metric="full" if calibrated else "identity",
-        regroup=method in FITTED_METHODS if regroup is None else regroup,
-        share_cache=share_cache,
-        refit=fitted,
-        refine=int(fitted) if refine is None else refine,
-        seed=seed,
-    )
-
-
 def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     """Split batches into the first three quarters and the last quarter; fewer than four are split into rows first.
 
@@ -227,36 +196,79 @@ def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     return list(batches[:-held_out]), list(batches[-held_out:])
 
 
-def describe_changes(
-    before: Sequence[Fields], after: Sequence[Fields], layers: Mapping[int, NewLayer]
-) -> list[dict[str, Any]]:
-    """Return one `LayerReport` for each layer, from its fields before and after and the new layers by index."""
+def describe_changes(before: GQAConfig, after: GQAConfig, new_layers: Mapping[int, NewLayer]) -> list[dict[str, Any]]:
+    """Return one `LayerReport` for each layer, from the configurations before and after, and new layers by index."""
+    pairs = zip(before.per_layer_config, after.per_layer_config, strict=True)
     return [
         {"layer": index, "from": describe(old), "to": describe(new)}
-        | {name: getattr(layers.get(index), name, None) for name in ("loss", "learning_rate", "ridge")}
-        for index, (old, new) in enumerate(zip(before, after, strict=True))
+        | {name: getattr(new_layers.get(index), name, None) for name in ("loss", "learning_rate", "ridge")}
+        for index, (old, new) in enumerate(pairs)
     ]
 
 
-def describe(layer: Fields) -> str:
-    """Return a layer's attention in a few words, such as `gqa, 2 of 8 heads` or `mla, 32 + 16` (R + P)."""
-    if layer["attention_kind"] == "mla":
-        return f"mla, {layer['kv_lora_rank']} + {layer['qk_rope_head_dim']}"
-    return f"{layer['attention_kind']}, {layer['num_key_value_heads']} of {layer['num_attention_heads']} heads"
+@dataclass
+class Search:
+    """Settings tried on one model, with the KL(source || converted) of each on the text `selection`.
 
+    Args:
+        model, target, calibration, selection: as for `convert_model`.
+        source_states: filled with the source's last hidden states on `selection`, to compare every candidate with.
+        layers: returns where the new layers of a setting are kept; what is there already is not converted again.
+        show_progress: wraps loops.
+        tried: the settings tried so far, each after its KL in nats per token.
+    """
 
-class _CallableModule(ModuleType):
-    """This module, callable for one release, because `modeling_gqa.conversion.convert` was a function."""
+    model: GQAForCausalLM
+    target: GQAConfig
+    calibration: Sequence[Batch] | None
+    selection: Sequence[Batch] | None
+    source_states: MutableMapping[int, torch.Tensor]
+    layers: Kept
+    show_progress: ShowProgress = no_progress
+    tried: list[tuple[float, Setting]] = field(default_factory=list)
 
-    def __call__(self, *arguments: Any, **options: Any) -> tuple[GQAForCausalLM, dict[str, Any]]:
-        warnings.warn(
-            "modeling_gqa.conversion.convert(...) is now convert_model(...), with share_cache= for split= and "
-            "show_progress= for stage=; the old name goes in the next release",
-            FutureWarning,
-            stacklevel=2,
-        )
-        renamed = {"split": "share_cache", "stage": "show_progress"}
-        return convert_model(*arguments, **{renamed.get(name, name): value for name, value in options.items()})
+    def converted(
+        self, setting: Setting, share: bool, trial: bool = False
+    ) -> tuple[GQAForCausalLM, dict[int, NewLayer]]:
+        """Convert the model by `setting`, and return the new layers by index, too.
 
+        `share`: whether the result's other tensors are the source's own. `trial`: `CANDIDATE_TOKENS` tokens are enough.
+        """
+        progress, done = self.show_progress("converting layers"), self.layers.of(setting)
+        text = first_batches(self.calibration, CANDIDATE_TOKENS) if trial and self.calibration else self.calibration
+        fields = convert_layers(self.model, self.target, text, setting, done, progress)
+        layers = dict(done)
+        states = {index: layer.state for index, layer in layers.items()}
+        return assemble(self.model, configuration(self.target, fields), states, share), layers
 
-sys.modules[__name__].__class__ = _CallableModule
+    def best_of(self, settings: Iterable[Setting], trial: bool) -> Setting:
+        """Try the settings that were not tried yet and return the best of all tried; `trial` as for `converted`."""
+        tried = {setting for _, setting in self.tried}
+        for setting in self.show_progress("trying settings")([setting for setting in settings if setting not in tried]):
+            if (kl := self.layers.measured(setting)) is None:
+                if not self.source_states:
+                    with evaluating(self.model):
+                        states = (predicted_states(self.model, batch) for batch in self.selection or ())
+                        self.source_states.update(enumerate(states))
+                candidate, _ = self.converted(setting, share=True, trial=trial)
+                kl = compare_predictions(self.model, candidate, self.selection, source_states=self.source_states)["kl"]
+                self.layers.measure(setting, kl)
+                del candidate  # before there is another one
+            self.tried.append((kl, setting))
+        return min(self.tried, key=lambda pair: pair[0])[1]
+
+    def run(self, start: Setting, to_mla: set[bool], regroup: bool | None) -> Setting:
+        """Search greedily: one choice after another, each with the best of those before it, without gradient steps.
+
+        `to_mla`: whether the layers that change with loss become MLA; both values for a mixed model. `regroup`: of the
+        settings; `None` to try both.
+        """
+        first = best = replace(start, refine=0)
+        trial = first != start
+        if False in to_mla:
+            groupings = [True, False] if regroup is None else [regroup]
+            settings = [replace(first, weighted=weighted, regroup=r) for weighted in (True, False) for r in groupings]
+            best = self.best_of([*settings, replace(first, method="procrustes", regroup=groupings[0])], trial)
+        if True in to_mla:
+            best = self.best_of((replace(best, alpha=alpha) for alpha in ALPHAS), trial)
+        return replace(best, refine=start.refine)

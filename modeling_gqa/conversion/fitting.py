@@ -1,25 +1,86 @@
-"""What a converted layer is trained and fitted on: the text's states in the conversion, and those of the source.
+"""What a converted layer is trained and fitted on, to bring the residual stream back to the source's.
 
-Shapes: B rows, T tokens.
+Gradient steps train the new attention; least squares then fit its output projection. Their solution needs two sums over
+the tokens, x x^T and x r^T for the projection's input x and the residual r, as in layer-wise pruning and quantization
+(Optimal Brain Compression, 2208.11580, section 3).
+Shapes: B rows, T tokens, E hidden size, M = heads times value size.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
 from ..attention import Attention
-from ..common.progress import Progress
-from ..modeling_gqa import GQAForCausalLM
-from .calibration import Batch, evaluating
-from .layers.refine import Example
-from .layers.refit import RIDGES, Regression
-from .streams import Passage, Streams, held_out, streams
-from .targets import changed_layers
+from .layers.moments import product
+from .streams import Passage, Streams, held_out
 
+# Ridges that are tried: shares of the mean of the diagonal of x x^T that are added to the diagonal. The less text there
+# is for M inputs, the larger is the one that helps on other text.
+RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)
+# Learning rates of Adam that are tried: at the first step, from which it falls to 0 on a line. Some models' weights are
+# ruined by the first.
+LEARNING_RATES = (1e-3, 1e-4)
 STEP_TOKENS = 1024  # of a gradient step
 LEAST_POWER = 0.01  # of a token's states that an error is compared with, as a share of the median
+# One example: the layer's input (B, T, E), the keyword arguments of its forward, the wanted output (B, T, E), and what
+# each token's squared error counts (B, T).
+Example = tuple[torch.Tensor, dict, torch.Tensor, torch.Tensor]
+
+
+class Regression:
+    """Running sums over M inputs and E residuals, from which a linear layer is corrected.
+
+    Args:
+        linear: the layer, of M inputs and E outputs.
+    """
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        size, device = linear.in_features + 1, linear.weight.device
+        self.linear = linear
+        self.second = torch.zeros(size, size, dtype=torch.float64, device=device)
+        self.cross = torch.zeros(size, linear.out_features, dtype=torch.float64, device=device)
+        self.power = self.weight = 0.0
+
+    def add(self, inputs: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+        """Add inputs (tokens, M), the residuals (tokens, E) of their projection, and what each token counts."""
+        inputs = torch.nn.functional.pad(inputs, (0, 1), value=1.0 if self.linear.bias is not None else 0.0)
+        weighed = inputs * weight[:, None].float()
+        self.second += product(weighed, inputs, inputs.dtype)
+        self.cross += product(weighed, residual, inputs.dtype)
+        self.power += (weight.float() @ residual.float().square().sum(-1)).item()
+        self.weight += weight.sum().item()
+
+    def include(self, other: "Regression") -> None:
+        """Add the sums of `other`, of the same layer."""
+        self.second += other.second
+        self.cross += other.cross
+        self.power += other.power
+        self.weight += other.weight
+
+    def solution(self, ridge: float = RIDGES[0]) -> torch.Tensor:
+        """Return the change (M + 1, E) of the layer's weight and, in the last row, bias that leaves least.
+
+        `ridge`: one of `RIDGES`.
+        """
+        added = ridge * self.second.diagonal()[:-1].mean() * torch.ones_like(self.second.diagonal())
+        return torch.linalg.solve(self.second + torch.diag(added), self.cross)
+
+    def error(self, change: torch.Tensor | None = None) -> float:
+        """Return the weighted mean of the squared norms of the residuals, under a `change` (M + 1, E) of the layer."""
+        left = self.power
+        if change is not None:  # |r - W x|^2 = |r|^2 - 2 tr(W x r^T) + tr(W x x^T W^T)
+            left += (change * (self.second @ change - 2 * self.cross)).sum().item()
+        return max(left, 0.0) / self.weight
+
+    def apply(self, change: torch.Tensor) -> None:
+        """Add `change` (M + 1, E) to the layer's weight and bias, in place."""
+        self.linear.weight.copy_(self.linear.weight + change[:-1].mT)
+        if self.linear.bias is not None:
+            self.linear.bias.copy_(self.linear.bias + change[-1])
 
 
 class Fit(NamedTuple):
@@ -41,20 +102,14 @@ def fit(text: Streams, index: int, attention: Attention, refit: bool = True, tri
     Residual r and inputs are those of the converted stream: r = (source after attention) - (converted before it) - out.
     The fit is made without the documents that are held out, with each of `RIDGES`. The ridge of which their error is
     least is taken, and the fit made again with all documents; where none lowers their error, there is no fit. Text with
-    nothing held out is not fitted to.
-
-    Args:
-        text: the streams before layer `index`.
-        index: of the layer.
-        attention: its new attention.
-        refit: whether to fit; if not, the error is measured alone.
-        trial: as for `Streams.attend`: the fit is made on these tokens alone, and with those held out in them.
+    nothing held out is not fitted to. Without `refit` the error is measured alone. `trial`, as for `Streams.attend`:
+    the fit is made on these tokens alone, and judged on those held out in them.
     """
     fitted, held = Regression(attention.o_proj), Regression(attention.o_proj)
     # Not for `finish`: what is tried here need not be what is kept.
     for passage, heads in text.attend(index, attention, math.inf if trial is None else trial):
         hidden, after = passage.states
-        residual, weights = after - hidden - attention.o_proj(heads), token_weights(passage)
+        residual, weights = after - hidden - attention.o_proj(heads), error_weights(passage)
         for sums, chosen in ((fitted, passage.kept & ~passage.held), (held, passage.kept & passage.held)):
             if chosen.any():
                 sums.add(heads[chosen], residual[chosen], weights[chosen])
@@ -80,7 +135,7 @@ def examples(text: Streams, index: int) -> Iterator[Example]:
     while True:
         for passage in text.passages():
             hidden, after = passage.states
-            weight, mask = token_weights(passage) * ~passage.held, passage.arguments[index]["attention_mask"]
+            weight, mask = error_weights(passage) * ~passage.held, passage.arguments[index]["attention_mask"]
             whole = not (mask is None or isinstance(mask, torch.Tensor))  # masks of flex attention are not cut
             for own in [slice(None)] if whole else pieces(passage.kept):
                 if weight[own].any():
@@ -107,7 +162,7 @@ def row_of(value: Any, row: slice, rows: int) -> Any:
     return value[row] if isinstance(value, torch.Tensor) and len(value) == rows else value
 
 
-def token_weights(passage: Passage) -> torch.Tensor:
+def error_weights(passage: Passage) -> torch.Tensor:
     """Return what each token's squared error counts, (B, T), relative to its stream's power.
 
     Layers read the stream through an RMSNorm, so that relative errors matter.
@@ -118,28 +173,30 @@ def token_weights(passage: Passage) -> torch.Tensor:
     return passage.weight / power.clamp(min=max(least.item(), torch.finfo(torch.float32).tiny))
 
 
-@torch.no_grad()
-def refit_outputs(
-    source: GQAForCausalLM, converted: GQAForCausalLM, batches: Sequence[Batch], progress: Progress = iter
-) -> None:
-    """Fit the output projections of a converted model, in place, as `convert_model` fits them.
+def refine(attention: Attention, examples: Iterable[Example], steps: int, learning_rate: float) -> None:
+    """Train the parameters of `attention` but its output projection, in place, with one example a step.
 
-    Whoever has another way to convert layers can add the fit to it.
-
-    Args:
-        source: the model that was converted.
-        converted: its conversion, in which only attention has changed.
-        batches: model inputs.
-        progress: wraps the iteration over the layers.
+    Least squares find the projection's best values afterwards. The module computes in its dtype, and its parameters are
+    kept in at least float32 meanwhile. `examples` has at least `steps`; the optimizer is Adam (1412.6980).
     """
-    changed = changed_layers(source.config, converted.config)
-    with streams(source, batches) as text, evaluating(converted):
-        for index in progress(range(len(source.model.layers))):
-            if index in changed:
-                text.see(index)
-                attention = converted.model.layers[index].self_attn
-                fit(text, index, attention)
-                text.send(index, attention)
-                text.finish(index, attention)
-            else:
-                text.pass_on(index)
+    dtype = attention.o_proj.weight.dtype
+    computed = torch.promote_types(dtype, torch.float32)
+    attention.to(computed)
+    trained = [x for name, x in attention.named_parameters() if not name.startswith("o_proj")]
+    # On a CPU the step that PyTorch chooses by itself takes six times as long.
+    optimizer = torch.optim.Adam(trained, lr=learning_rate, betas=(0.9, 0.95), fused=True)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1 / max(steps, 1), total_iters=steps)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+    for x, arguments, target, weight in islice(examples, steps):
+        with torch.enable_grad():
+            with torch.autocast(x.device.type, dtype) if dtype != computed else nullcontext():
+                output, _ = attention(x, **arguments)
+            error = (output.to(computed) - target.to(computed)).square().sum(-1)  # (B, T)
+            loss = (weight * error).sum() / (weight * target.to(computed).square().sum(-1)).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    attention.requires_grad_(False)
+    attention.to(dtype)

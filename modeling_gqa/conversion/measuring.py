@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..common.errors import UserError
+from modeling_gqa_cli.errors import UserError
+
+from ..common.batches import MODEL_INPUTS, Batch, evaluating, hooks
 from ..common.progress import Progress
 from ..modeling_gqa import GQADecoderLayer, GQAForCausalLM, GQAModel
-from .calibration import MODEL_INPUTS, Batch, evaluating, hooks
-from .placement import check_placement
+from .calibration import not_finite, require_one_device
 
 # Logits are computed for this number of tokens at a time; more no longer fit into the processor's caches, and take
 # twice as long.
@@ -61,7 +62,7 @@ def compare_predictions(
         assert measured["kl"] > 0 and measured["tokens"] == 30
         ```
     """
-    check_placement(source, converted)
+    require_one_device(source, converted)
     totals = torch.zeros(4, dtype=torch.float64)
     tokens = 0
     with evaluating(source, converted):
@@ -74,27 +75,20 @@ def compare_predictions(
             tokens += len(targets)
     if not tokens:
         raise UserError("no token to measure on: every one is padding or the first of its document")
-    loss_before, loss_after, kl, agreement = (totals / tokens).tolist()
-    if not torch.isfinite(totals).all():
-        whose, dtype = ("source", source.dtype) if not math.isfinite(loss_before) else ("result", converted.dtype)
-        # The other dtypes have the range of float32, or more.
-        narrow = dtype == torch.float16
-        remedy = "choose --dtype float32 or bfloat16" if narrow else "the source is damaged, or the method not for it"
-        raise UserError(
-            f"the logits of the {whose} are not finite in {str(dtype).removeprefix('torch.')} on the held-out text: "
-            f"{remedy}"
-        )
-    perplexities = torch.tensor([loss_before, loss_after], dtype=torch.float64).exp()
-    if not torch.isfinite(perplexities).all():
-        raise UserError(
-            f"the losses on the held-out text are {loss_before:.4g} before and {loss_after:.4g} after, whose "
-            "perplexity no number holds: the source is damaged, or the method not for it"
-        )
+    means = totals / tokens
+    perplexities = means[:2].exp().tolist()
+    for whose, dtype, perplexity in zip(
+        ("source", "result"), (source.dtype, converted.dtype), perplexities, strict=True
+    ):
+        if not math.isfinite(perplexity):
+            raise not_finite(f"the {whose}'s logits, or the perplexity, on the held-out text", dtype)
+    if not math.isfinite(means[2]):
+        raise not_finite("the result's logits on the held-out text", converted.dtype)
     return {
-        "perplexity_before": perplexities[0].item(),
-        "perplexity_after": perplexities[1].item(),
-        "kl": kl,
-        "top1_agreement": agreement,
+        "perplexity_before": perplexities[0],
+        "perplexity_after": perplexities[1],
+        "kl": means[2].item(),
+        "top1_agreement": means[3].item(),
         "tokens": tokens,
     }
 
@@ -102,24 +96,22 @@ def compare_predictions(
 def compare_states(
     heads: Sequence[torch.nn.Module], hidden: Sequence[torch.Tensor], targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return what `compare` does for the last hidden states (n, hidden) of source and conversion, and their heads."""
+    """Return sums over n tokens of both losses, of KL(before || after) and of agreements.
+
+    `hidden` are the last hidden states (n, hidden) of source and conversion, `heads` their output layers, `targets`
+    (n,) the tokens that follow.
+    """
     totals = torch.zeros(4, dtype=torch.float64)
     for target, *states in zip(*(x.split(TOKENS_AT_ONCE) for x in (targets, *hidden)), strict=True):
-        old, new = (log_softmax(head(x)) for head, x in zip(heads, states, strict=True))
-        totals += compare(old, new.to(old.device), target.to(old.device)).cpu()
+        before, after = (log_softmax(head(x)) for head, x in zip(heads, states, strict=True))  # (tokens, vocabulary)
+        after, target = after.to(before.device), target.to(before.device)
+        losses = [-x.gather(1, target[:, None]).sum(dtype=torch.float64) for x in (before, after)]
+        # A token of probability 0 in the source adds 0, where the product would be nan.
+        kl = torch.where(before > -torch.inf, before.exp() * (before - after), 0.0).sum(dtype=torch.float64)
+        agreements = (before.argmax(-1) == after.argmax(-1)).sum(dtype=torch.float64)
+        totals += torch.stack([*losses, kl, agreements]).cpu()
+        del before, after  # before there are others
     return totals
-
-
-def compare(before: torch.Tensor, after: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return sums over tokens of both losses, of KL(before || after) and of agreements.
-
-    `before` and `after` are log-probabilities (n, vocabulary), `target` (n,) the tokens that follow.
-    """
-    losses = [-x.gather(1, target[:, None]).sum(dtype=torch.float64) for x in (before, after)]
-    # A token of probability 0 in the source adds 0, where the product would be nan.
-    kl = torch.where(before > -torch.inf, before.exp() * (before - after), 0.0).sum(dtype=torch.float64)
-    agreements = (before.argmax(-1) == after.argmax(-1)).sum(dtype=torch.float64)
-    return torch.stack([*losses, kl, agreements])
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
@@ -144,9 +136,10 @@ def predicted_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 
 def last_hidden_state(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+    """Return the last hidden states (B, T, hidden) of a batch."""
     # With a cache transformers would not see from the position ids that documents are packed.
     inputs = {name: x.to(model.device) for name, x in batch.items() if name in MODEL_INPUTS}
-    return model.base_model(**inputs, use_cache=False).last_hidden_state  # (B, T, hidden)
+    return model.base_model(**inputs, use_cache=False).last_hidden_state
 
 
 @torch.no_grad()
@@ -187,7 +180,7 @@ def layer_errors(
         assert errors[0] == 0 < errors[1]
         ```
     """
-    check_placement(source, converted)
+    require_one_device(source, converted)
     if source.config._attn_implementation != converted.config._attn_implementation:
         raise ValueError("layer_errors needs one attention implementation: call set_attn_implementation on one model")
     sums = torch.zeros(len(source.model.layers), 2, dtype=torch.float64)

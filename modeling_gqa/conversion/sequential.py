@@ -15,26 +15,27 @@ from typing import Any, NamedTuple
 import torch
 from transformers.initialization import no_init_weights
 
+from modeling_gqa_cli.errors import UserError
+
 from ..attention import Attention
-from ..common.errors import UserError
+from ..common.batches import Batch
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
-from .calibration import Batch
-from .fitting import examples, fit, steps
-from .layers.grouping import contiguous, merge_heads, regrouped
+from .fitting import LEARNING_RATES, examples, fit, refine, steps
 from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
-from .layers.latent import ALPHAS, divided, to_latent
+from .layers.latent import ALPHAS, to_latent
 from .layers.moments import Moments, Statistics, blank_statistics, compute_moments
 from .layers.normed import latent_source
-from .layers.refine import LEARNING_RATES, refine
 from .streams import Streams, streams
-from .targets import Fields, changed_layers, configuration, is_exact, latent_fields, layer_fields
+from .targets import Fields, changed_layers, configuration, divided, is_exact, latent_fields, layer_fields
 
 State = dict[str, torch.Tensor]
 LatentSource = tuple[Heads, Moments]
 # Factor between two sizes P that are tried for a layer, and tokens on which they are compared.
 ROTARY_STEP, DIVISION_TOKENS = 1.4, 4096
+# Fields that say with which frequencies a layer rotates.
+ROTATION_FIELDS = ("rope_frequency_indices", "rope_frequency_dim")
 
 
 class NewLayer(NamedTuple):
@@ -44,8 +45,7 @@ class NewLayer(NamedTuple):
         state: its parameters.
         fields: its configuration fields.
         loss: the squared error that its conversion minimises, estimated; 0 where exact, `None` where unknown.
-        learning_rate: of the gradient steps on text that it was given; `None` for none.
-        ridge: of the fit of its output projection to text; `None` for none.
+        learning_rate, ridge: of the gradient steps, and of the fit of its output projection; `None` for none.
     """
 
     state: State
@@ -64,11 +64,9 @@ class Setting:
         metric: of the layers' input; see `Statistics.metric`.
         weighted: whether the errors of keys are weighted by the queries that read them when heads are merged.
         regroup: whether heads may be merged with others than their neighbours.
-        gain: factor of the queries in planes that MLA no longer rotates; see `layers.latent.query_gain`.
         alpha: weight of the keys' errors against the values' in MLA's latent.
-        share_cache: whether MLA's cache is divided anew between R and P: with `refit` by `best_division`, else by the
-            rule `divided`.
-        refit: whether the output projections are fitted on text, to bring the residual stream back to the source's.
+        divide_cache: whether R + P is divided anew: with `refit` by `best_division`, else by the rule `divided`.
+        refit: whether the output projections are fitted on text.
         refine: passes over the text in which each layer's new attention is trained by gradient steps, before the fit.
         seed: of regrouping and of the method "random".
     """
@@ -77,16 +75,15 @@ class Setting:
     metric: str = "full"
     weighted: bool = True
     regroup: bool = True
-    gain: str = "mean"
     alpha: float = ALPHAS[0]
-    share_cache: bool = False
+    divide_cache: bool = False
     refit: bool = False
     refine: int = 0
     seed: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as `conversion.json` names them."""
-        return asdict(self)
+        return {"share_cache" if name == "divide_cache" else name: value for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.as_json().items() if name != "seed")
@@ -101,18 +98,10 @@ def convert_layers(
     done: MutableMapping[int, NewLayer],
     progress: Progress = iter,
 ) -> list[Fields]:
-    """Convert the layers that change, in order.
+    """Convert the layers that change, in order, and return the fields of all layers.
 
-    Args:
-        model: the source.
-        target: the configuration to convert it to.
-        text: to calibrate on; `None`: the weights alone decide.
-        setting: how to convert.
-        done: the new layers by index; those that are in it already are taken as they are, the others are added.
-        progress: wraps the iteration over the layers.
-
-    Returns:
-        The fields of all layers.
+    `text`: to calibrate on; `None`: the weights alone decide. `done`: the new layers by index; those that are in it
+    already are taken as they are, the others are added.
     """
     fields, before = layer_fields(target), layer_fields(model.config)
     changed = changed_layers(model.config, target)
@@ -131,9 +120,9 @@ def convert_layers(
                     done[index] = new
                 fields[index] = {**fields[index], **new.fields}
             else:
-                fields[index] = {**before[index], **rotation(fields[index])}
+                fields[index] = {**before[index], **{name: fields[index][name] for name in ROTATION_FIELDS}}
             if streaming and index not in lossy and index < last:
-                streaming.pass_on(index)
+                streaming.advance_both(index)
     return fields
 
 
@@ -149,8 +138,8 @@ def convert_on_text(
 
     `known` is the result where it was found before.
     """
-    statistics = text.see(index, root=setting.metric == "root")
-    if known is None and setting.share_cache and setting.refit and fields["attention_kind"] == "mla":
+    statistics = text.collect(index)
+    if known is None and setting.divide_cache and setting.refit and fields["attention_kind"] == "mla":
         _, new = best_division(text, index, fields, statistics, setting)
     else:
         new = known or convert_layer(model, index, fields, statistics, setting, True)
@@ -166,13 +155,10 @@ def convert_on_text(
 def best_attention(
     text: Streams, index: int, attention: Attention, setting: Setting
 ) -> tuple[Attention, float | None, float | None]:
-    """Return the new attention of layer `index` after the steps of `setting` that help.
+    """Return the new attention of layer `index` after what helps, the learning rate and the ridge that did.
 
     Gradient steps, with each of `LEARNING_RATES`, and the fit of the output projection are judged on documents that
-    they have not seen. Each is dropped where the stream's error there is not less with it.
-
-    Returns:
-        The attention, the learning rate of the gradient steps and the ridge of the fit; `None` for what was dropped.
+    they have not seen. Each is dropped, and `None`, where the stream's error there is not less with it.
     """
     untrained, best = copy.deepcopy(attention), None
     error, ridge = fit(text, index, attention, setting.refit)
@@ -190,11 +176,8 @@ def best_division(
 ) -> tuple[float, NewLayer]:
     """Convert layer `index` to MLA with the R and P, of the sum in `fields`, of which the fit leaves the least error.
 
-    P begins as `divided` has it, and grows or else shrinks by `ROTARY_STEP` as long as that helps. Arguments are as for
-    `convert_layer`.
-
-    Returns:
-        The factor of P in `divided`, and the new layer, not yet fitted.
+    P begins as `divided` has it, and grows or else shrinks by `ROTARY_STEP` as long as that helps. Returns the factor
+    of P in `divided`, and the new layer, not yet fitted.
     """
     source = read_latent_source(text.model, index, statistics, setting)
 
@@ -223,42 +206,39 @@ def convert_layer(
     factor: float = 1.0,
     source: LatentSource | None = None,
 ) -> NewLayer:
-    """Convert layer `index` to what `fields` say.
+    """Convert layer `index` to what `fields` say, where `lossy` not exactly.
 
-    Args:
-        model: the source.
-        index: of the layer.
-        fields: the target's, of this layer.
-        statistics: of the layer's input.
-        setting: how to convert.
-        lossy: whether the layer cannot keep its function.
-        factor: of P in `divided`, where the cache is shared.
-        source: what `read_latent_source` returns, where MLA of several sizes is made of it.
+    `factor` is of P in `divided`, where the cache is divided anew. `source` is what `read_latent_source` returns, for
+    callers that make MLA of several sizes of it.
     """
-    before = layer_fields(model.config)[index]
+    before = model.config.per_layer_config[index]
     with living_layer(index) as computed:
         if fields["attention_kind"] == "mla":
             heads, moments = source or read_latent_source(model, index, statistics, setting)
             rank, size = fields["kv_lora_rank"], fields["qk_rope_head_dim"]
-            if setting.share_cache and lossy:
-                shapes = heads.planes, len(heads.k), heads.k.shape[1], heads.k.shape[2]
-                rank, size = divided(rank + size, *shapes, factor)
+            if setting.divide_cache and lossy:
+                rank, size = divided(rank + size, before, factor)
                 fields = fields | latent_fields(model.config, index, rank, size, None)
-            state, found, loss = to_latent(heads, moments, rank, size, setting.gain, setting.alpha)
+            state, found, loss = to_latent(heads, moments, rank, size, setting.alpha)
         else:
             std, seed = model.config.initializer_range, setting.seed * model.config.num_hidden_layers + index
             heads, loss = fewer_heads(read_heads(model, index), fields, statistics, setting, std, seed)
             state, found = write_grouped(heads)
-            if before["attention_kind"] != "mla":  # its heads are rotated as before, partly perhaps
-                found |= rotation(fields)
-        refuse_other_sizes(index, fields, found)
+            if before.attention_kind != "mla":  # its heads are rotated as before, partly perhaps
+                found |= {name: fields[name] for name in ROTATION_FIELDS}
+        for name in ("qk_nope_head_dim", "v_head_dim", "head_dim"):
+            if name in found and fields[name] != found[name]:
+                raise UserError(
+                    f"layer {index}: {name}={fields[name]} of the target cannot be had: this source's heads make it "
+                    f"{found[name]}; build the target with `target_config`"
+                )
         computed |= state
     state = {name: tensor.to(model.dtype, copy=True).contiguous() for name, tensor in state.items()}
     return NewLayer(state, {**fields, **found}, loss)
 
 
 def read_latent_source(model: GQAForCausalLM, index: int, statistics: Statistics, setting: Setting) -> LatentSource:
-    """Return what `latent_source` makes of layer `index`; arguments are as for `convert_layer`."""
+    """Return what `latent_source` makes of layer `index`."""
     with living_layer(index):
         return latent_source(read_heads(model, index), statistics, setting.metric)
 
@@ -279,8 +259,7 @@ def new_attention(model: GQAForCausalLM, index: int, new: NewLayer) -> Attention
 def living_layer(index: int) -> Iterator[State]:
     """Raise `UserError` for a layer whose projections are zero, as pruned and grown models have them.
 
-    Such a layer has no direction in which its keys, values or outputs vary, so there is none to keep. Yields a dict, to
-    be filled with the layer's new parameters.
+    Such a layer has no direction in which its keys, values or outputs vary. Yields a dict for its new parameters.
     """
     state: State = {}
     dead = f"layer {index} has projections of zeros, or too near: leave it out (--layers), or choose --method mean"
@@ -295,43 +274,21 @@ def living_layer(index: int) -> Iterator[State]:
 def fewer_heads(
     heads: Heads, fields: Fields, statistics: Statistics, setting: Setting, std: float, seed: int
 ) -> tuple[Heads, float | None]:
-    """Convert heads to the number of key/value heads in `fields`.
+    """Return heads with the number of key/value heads in `fields`, and the loss (0 where exact, `None` where unknown).
 
-    Args:
-        heads: the layer's weights.
-        fields: the target's, of this layer.
-        statistics: of the layer's input.
-        setting: how heads are merged.
-        std: standard deviation of the method "random".
-        seed: seed of the method "random".
-
-    Returns:
-        The heads, and the loss (0 where exact, `None` where unknown).
+    `std` and `seed` are of the method "random".
     """
     number = fields["num_key_value_heads"]
     if number % len(heads.k) == 0:
         return repeat_heads(heads, number), 0.0
+    from .layers.grouping import contiguous, merge_heads, regrouped
+
     # Where neither number divides the other, heads are repeated up to a common multiple first, which is exact.
     heads = repeat_heads(heads, math.lcm(len(heads.k), number))
     output_bias = heads.biases[2] or bool(fields["output_bias"])
     moments = compute_moments(heads, statistics, setting.metric, setting.weighted, centered=output_bias)
     partition = regrouped(moments, number, setting.seed) if setting.regroup else contiguous(len(heads.k), number)
     return merge_heads(heads, moments, partition, setting.method, output_bias, std, seed)
-
-
-def rotation(fields: Fields) -> Fields:
-    """Return the fields that say with which frequencies a layer rotates."""
-    return {name: fields[name] for name in ("rope_frequency_indices", "rope_frequency_dim")}
-
-
-def refuse_other_sizes(index: int, wanted: Fields, found: Fields) -> None:
-    """Raise `UserError` where a head has another size than the target says."""
-    for name in ("qk_nope_head_dim", "v_head_dim", "head_dim"):
-        if name in found and wanted[name] != found[name]:
-            raise UserError(
-                f"layer {index}: {name}={wanted[name]} of the target cannot be had: this source's heads make it "
-                f"{found[name]}; build the target with `target_config`"
-            )
 
 
 def assemble(model: GQAForCausalLM, config: GQAConfig, states: dict[int, State], share: bool = False) -> GQAForCausalLM:

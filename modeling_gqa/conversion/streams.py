@@ -7,7 +7,7 @@ between two layers are in a temporary file.
 Shapes: B rows, T tokens, E hidden size, M = heads times value size.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ..attention import Attention, GroupedAttention
-from ..common.progress import Progress
+from ..common.batches import MODEL_INPUTS, Batch, evaluating, hooks
 from ..modeling_gqa import GQAForCausalLM
-from .calibration import MODEL_INPUTS, Batch, Scratch, Sums, evaluating, hooks, scratch
+from .calibration import Scratch, Sums, scratch
 from .layers.moments import Statistics, windows
 from .layers.normed import NormedSums
 
@@ -87,8 +87,8 @@ def held_out(batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
 class Streams:
     """Batches of text on their way through the layers of a model in evaluation mode and of its conversion.
 
-    For each layer in order, `pass_on` sends both streams through the model's own layer, or `see`,
-    `attend` and `finish` send the conversion's stream through another attention.
+    For each layer in order, `advance_both` sends both streams through the model's own layer, or `collect`, `attend` and
+    `finish` send the conversion's stream through another attention.
 
     Documents that `held_out` names judge what is fitted to the others. A document is a row, or a part of a packed row.
 
@@ -121,18 +121,20 @@ class Streams:
             yield Passage(number, kept, held.to(kept.device), weight, states, prepare)
 
     @torch.no_grad()
-    def pass_on(self, index: int) -> None:
+    def advance_both(self, index: int) -> None:
         """Send both streams through layer `index` of the source."""
         layer = self.model.model.layers[index]
         for passage in self.passages():
             self.states[passage.number] = tuple(layer(x, **passage.arguments[index]) for x in passage.states)
 
     @torch.no_grad()
-    def see(self, index: int, root: bool = False) -> Statistics:
+    def collect(self, index: int) -> Statistics:
         """Return the statistics of the conversion's input to layer `index`, and send the source through its attention.
 
-        `root`: whether the statistics get the square root of the covariance. Afterwards the states are the conversion's
-        before the attention, and the source's after it.
+        Afterwards the states are the conversion's before the attention, and the source's after it.
+
+        Raises:
+            UserError: there is no text, or activations are not finite.
         """
         layer, window = self.model.model.layers[index], windows(self.model.config)[index]
         heads = self.model.config.per_layer_config[index].num_attention_heads
@@ -142,12 +144,12 @@ class Streams:
         for passage in self.passages():
             arguments, (hidden, *source) = passage.arguments[index], passage.states
             x = layer.input_layernorm(hidden)
-            sums.see(layer.self_attn, x, passage.kept, passage.weight, arguments)
+            sums.collect(layer.self_attn, x, passage.kept, passage.weight, arguments)
             before = source[0] if source else hidden
             output, _ = layer.self_attn(layer.input_layernorm(before) if source else x, **arguments)
             after = before + output
             self.states[passage.number] = hidden, after
-        return sums.statistics(root)
+        return sums.statistics()
 
     @torch.no_grad()
     def attend(
@@ -185,8 +187,8 @@ class Streams:
             self.states[passage.number] = tuple(x + layer.mlp(layer.post_attention_layernorm(x)) for x in streams)
 
     @torch.no_grad()
-    def rejoin(self, index: int) -> None:
-        """Send the source, after `see`, through the MLP of layer `index`; the conversion goes on with its states."""
+    def advance_source(self, index: int) -> None:
+        """Send the source, after `collect`, through layer `index`'s MLP; the conversion goes on with its states."""
         layer = self.model.model.layers[index]
         for passage in self.passages():
             after = passage.states[1]
@@ -198,35 +200,3 @@ def streams(model: GQAForCausalLM, batches: Sequence[Batch], first_share: float 
     """Open `Streams` for `model`, which is in evaluation mode meanwhile."""
     with evaluating(model), scratch(model.device) as states:
         yield Streams(model, batches, states, first_share)
-
-
-def collect(
-    model: GQAForCausalLM,
-    batches: Sequence[Batch],
-    layers: Iterable[int] | None = None,
-    *,
-    root: bool = False,
-    first_share: float | None = None,
-    progress: Progress = iter,
-) -> Iterator[tuple[int, Statistics]]:
-    """Send `batches` through `model` a layer at a time and yield each layer's index and statistics.
-
-    Args:
-        model: the model to convert.
-        batches: model inputs: "input_ids" (B, T), and "attention_mask" or "position_ids" where they are needed.
-        layers: indices of the layers whose statistics are wanted; `None` for all.
-        root: whether the statistics get the square root of the covariance, for the metric "root".
-        first_share: of a document's tokens that its first one counts as; `None` for `FIRST_SHARE`.
-        progress: wraps the iteration over the layers.
-
-    Raises:
-        UserError: there is no text, or activations are not finite.
-    """
-    wanted = set(range(model.config.num_hidden_layers) if layers is None else layers)
-    with streams(model, batches, first_share) as text:
-        for index in progress(range(max(wanted, default=-1) + 1)):
-            if index in wanted:
-                yield index, text.see(index, root)
-                text.rejoin(index)
-            else:
-                text.pass_on(index)

@@ -3,6 +3,7 @@
 Shapes: D head size, G key/value heads, R and P the sizes of MLA's latent and rotary key.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
+from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
+
 from ..attention import GroupedAttention
 from ..attention_latent import LatentAttention
-from ..common.errors import UserError, did_you_mean, one_line
 from ..configuration_checks import NORMED_FIELDS
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
@@ -84,7 +86,7 @@ def target_config(
         kv_lora_rank: size R of the latent, for "mla".
         qk_rope_head_dim: size P of the rotary key, for "mla"; as large as R where only R is given.
         cache_size: R + P in place of the two, in numbers cached per token and layer. R and P are about halves of it;
-            `convert_model(share_cache=True)` can find better shares.
+            `convert_model(divide_cache=True)` can find better shares.
 
     Raises:
         UserError: a size is missing, superfluous or impossible.
@@ -247,6 +249,34 @@ def latent_sizes(
     return rank, rope
 
 
+def describe(layer: GQAConfig) -> str:
+    """Return `Attention.describe` of the kind of `layer`, one of `config.per_layer_config`."""
+    return ATTENTION_CLASSES[layer.attention_kind].describe(layer)
+
+
+def cached_numbers(layer: GQAConfig) -> int:
+    """Return how many numbers a layer caches per token."""
+    return sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer))
+
+
+def divided(total: int, layer: GQAConfig, factor: float = 1.0) -> tuple[int, int]:
+    """Return the sizes R and P, of sum `total`, with which `layer` as MLA was found to lose least.
+
+    P is a fifth of the total, and a twentieth more for each halving of the source's cache: a smaller cache takes more
+    from the latent than from the rotary key. The rule is from SmolLM2-135M.
+
+    Args:
+        total: R + P, numbers cached per token.
+        layer: the source's.
+        factor: of P.
+    """
+    key_heads = layer.num_key_value_heads
+    share = factor * (0.2 + 0.05 * math.log2(max(2 * key_heads * layer_head_dim(layer) / total, 1)))
+    most = min(2 * rotary_planes(layer) * key_heads, (total - 1) // 2 * 2)
+    size = min(max(2 * round(share * total / 2), 2, -(-(total - latent_input(layer)) // 2) * 2), most)
+    return total - size, size
+
+
 def layer_head_dim(layer: GQAConfig) -> int:
     """Return a layer's head size D as grouped attention; MLA's is the larger of key and value, rounded up to even."""
     if layer.attention_kind != "mla":
@@ -355,10 +385,7 @@ def check_before_norms(layer: GQAConfig, index: int) -> None:
 
 
 def check_linear(layer: GQAConfig, index: int) -> None:
-    """Raise `UserError` for a layer that `read_heads` cannot read.
-
-    It reads the kinds in `KNOWN_KINDS`, where keys and values are a linear function of the layer's input.
-    """
+    """Raise `UserError` for an unknown kind, and where keys and values are no linear function of the input."""
     check_kind(layer, index)
     check_before_norms(layer, index)
     if layer.attention_kind == "mla" and layer.latent_norm:

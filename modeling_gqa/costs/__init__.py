@@ -1,6 +1,8 @@
 """Parameters, floating-point operations and cache bytes of a model, predicted from its configuration alone.
 
 What differs by attention kind stands in the attention classes; here it is summed over the layers of a configuration.
+Give a model as a `GQAConfig`, or as a `CostedModel`, which has a name and may have experts. `dtype` is that of weights
+and cache.
 
 FLOPs are those of matrix products, 2 per multiply-add, as `torch.utils.flop_counter` counts them. Norms, rotary
 embedding, softmax, activations, additions, the loss and the embedding lookup are not counted. A mask lowers no count:
@@ -10,19 +12,27 @@ padding.
 """
 
 from .bounds import Machine, decode_bytes, decode_seconds, faster_contexts, largest_batch, longest_context
-from .experts import Experts
-from .layers import Model
-from .operations import decode_flops, prefill_flops, training_flops
+from .counts import (
+    CostedModel,
+    Experts,
+    cache_bytes,
+    cache_bytes_per_token,
+    count_attention_parameters,
+    count_parameters,
+    decode_flops,
+    decode_weights,
+    prefill_flops,
+    training_flops,
+)
 from .report import ContextCost, CostReport, LayerCost, report
-from .sizes import cache_bytes, cache_bytes_per_token, count_attention_parameters, count_parameters, decode_weights
 
 __all__ = [
     "ContextCost",
     "CostReport",
+    "CostedModel",
     "Experts",
     "LayerCost",
     "Machine",
-    "Model",
     "cache_bytes",
     "cache_bytes_per_token",
     "count_attention_parameters",

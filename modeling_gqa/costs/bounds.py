@@ -1,15 +1,15 @@
 """How fast a machine can decode at best, and what fits its memory."""
 
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from ..configuration_gqa import GQAConfig
-from .layers import Model, as_model
-from .operations import decode_flops
-from .sizes import cache_bytes, count_parameters, decode_weights
+from .counts import CostedModel, as_costed, cache_bytes, count_parameters, decode_flops, decode_weights
+
+ALL_TOKENS = range(2**62)  # more than any memory holds
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class Machine:
 
 
 def decode_bytes(
-    model: GQAConfig | Model, batch_size: int, cache_length: int, dtype: torch.dtype = torch.bfloat16
+    model: GQAConfig | CostedModel, batch_size: int, cache_length: int, dtype: torch.dtype = torch.bfloat16
 ) -> int:
-    """Bytes that one decoded token in each row reads: the cache of all rows, and the weights once.
+    """Bytes that one decoded token in each sequence reads: the cache of all sequences, and the weights once.
 
     Args:
-        model: a configuration or a `Model`.
-        batch_size: number of rows.
-        cache_length: tokens of each row before.
+        model: a configuration, or a `CostedModel`.
+        batch_size: number of sequences.
+        cache_length: tokens of each before.
         dtype: of weights and cache.
 
     Example:
@@ -60,25 +60,20 @@ def decode_bytes(
         print(costs.decode_bytes(GQAConfig(), batch_size=8, cache_length=4096) / 2**20, "MiB")
         ```
     """
-    model = as_model(model)
+    model = as_costed(model)
     return decode_weights(model, batch_size) * dtype.itemsize + cache_bytes(model, batch_size, cache_length, dtype)
 
 
 def decode_seconds(
-    model: GQAConfig | Model,
+    model: GQAConfig | CostedModel,
     machine: Machine,
     batch_size: int,
     cache_length: int,
     dtype: torch.dtype = torch.bfloat16,
 ) -> float:
-    """Least time of one decoded token in each row; MLA attends over its latent.
+    """Least time on `machine` of one decoded token in each sequence; other arguments as for `decode_bytes`.
 
-    Args:
-        model: a configuration or a `Model`.
-        machine: what it runs on.
-        batch_size: number of rows.
-        cache_length: tokens of each row before.
-        dtype: of weights and cache.
+    MLA attends over its latent.
 
     Example:
         ```python
@@ -88,21 +83,15 @@ def decode_seconds(
         print(costs.decode_seconds(GQAConfig(), machine, batch_size=8, cache_length=4096) * 1e6, "microseconds")
         ```
     """
-    model = as_model(model)
+    model = as_costed(model)
     nbytes = decode_bytes(model, batch_size, cache_length, dtype)
     return machine.seconds(nbytes, decode_flops(model, batch_size, cache_length))
 
 
 def longest_context(
-    model: GQAConfig | Model, memory: float, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16
+    model: GQAConfig | CostedModel, memory: float, batch_size: int = 1, dtype: torch.dtype = torch.bfloat16
 ) -> int | None:
-    """Return the most tokens of each row whose cache fits a memory beside the weights.
-
-    Args:
-        model: a configuration or a `Model`.
-        memory: in bytes.
-        batch_size: number of rows.
-        dtype: of weights and cache.
+    """Return the most tokens of each of `batch_size` sequences whose cache fits `memory` bytes beside the weights.
 
     Returns:
         0 where no token fits; `None` where windows bound the cache, and all of it fits.
@@ -114,25 +103,16 @@ def longest_context(
         print(costs.longest_context(GQAConfig(attention_kind="mla"), memory=2**30))
         ```
     """
-    model = as_model(model)
+    model = as_costed(model)
     room = memory - count_parameters(model) * dtype.itemsize
-    most = max(layer.window or 0 for layer in model.layers)
-    if all(layer.window for layer in model.layers) and cache_bytes(model, batch_size, most, dtype) <= room:
-        return None
-    too_long = 1
-    while cache_bytes(model, batch_size, too_long, dtype) <= room:
-        too_long *= 2
-    return first_with(lambda tokens: cache_bytes(model, batch_size, tokens, dtype) > room, 0, too_long) - 1
+    fitting = bisect_right(ALL_TOKENS, room, key=lambda tokens: cache_bytes(model, batch_size, tokens, dtype))
+    return None if fitting == len(ALL_TOKENS) else max(0, fitting - 1)
 
 
-def largest_batch(model: GQAConfig | Model, memory: float, tokens: int, dtype: torch.dtype = torch.bfloat16) -> int:
-    """Return the most rows of `tokens` tokens whose cache fits a memory beside the weights.
-
-    Args:
-        model: a configuration or a `Model`.
-        memory: in bytes.
-        tokens: of each row.
-        dtype: of weights and cache.
+def largest_batch(
+    model: GQAConfig | CostedModel, memory: float, tokens: int, dtype: torch.dtype = torch.bfloat16
+) -> int:
+    """Return the most sequences of `tokens` tokens whose cache fits `memory` bytes beside the weights.
 
     Example:
         ```python
@@ -141,14 +121,14 @@ def largest_batch(model: GQAConfig | Model, memory: float, tokens: int, dtype: t
         print(costs.largest_batch(GQAConfig(attention_kind="mla"), memory=2**30, tokens=4096))
         ```
     """
-    model = as_model(model)
+    model = as_costed(model)
     room = memory - count_parameters(model) * dtype.itemsize
     return max(0, int(room // cache_bytes(model, 1, tokens, dtype)))
 
 
 def faster_contexts(
-    model: GQAConfig | Model,
-    other: GQAConfig | Model,
+    model: GQAConfig | CostedModel,
+    other: GQAConfig | CostedModel,
     machine: Machine,
     batch_size: int = 1,
     dtype: torch.dtype = torch.bfloat16,
@@ -157,10 +137,10 @@ def faster_contexts(
     """Return the ranges of contexts in which a decoded token of one model has a lower bound than one of another.
 
     Args:
-        model: a configuration or a `Model`, which may be faster.
+        model: a configuration or a `CostedModel`, which may be faster.
         other: what it is compared with.
         machine: what both run on.
-        batch_size: number of rows.
+        batch_size: number of sequences.
         dtype: of weights and cache.
         longest: context up to which is looked.
 
@@ -177,7 +157,7 @@ def faster_contexts(
         print(costs.faster_contexts(mla, mha, machine, batch_size=8))
         ```
     """
-    models = as_model(model), as_model(other)
+    models = as_costed(model), as_costed(other)
 
     def is_faster(context: int) -> bool:
         ours, theirs = (decode_seconds(x, machine, batch_size, context, dtype) for x in models)
@@ -192,14 +172,7 @@ def faster_contexts(
     changes = [1] if faster[0] else []
     for (before, was), (after, now) in pairwise(zip(points, faster, strict=True)):
         if was != now:
-            changes.append(first_with(is_slower if was else is_faster, before, after))
+            changed = is_slower if was else is_faster
+            changes.append(bisect_left(range(after), True, before + 1, after, key=changed))
     ends = [change - 1 for change in changes[1::2]] + [longest] * (len(changes) % 2)
     return list(zip(changes[::2], ends, strict=True))
-
-
-def first_with(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the first number after `low` of which `holds`, which is true of `high` and of none before the first."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high

@@ -1,20 +1,27 @@
-"""What models cost beside each other: the tables and sentences of `modeling-gqa report`, and its JSON."""
+"""What models cost beside each other: the tables, the picture and the JSON of `modeling-gqa report`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..common.errors import listed
-from ..common.tables import Table, cached, in_bytes, share, three_digits, with_prefix
-from ..conversion.command.report import describe_layer
-from . import ContextCost, CostReport, LayerCost, Machine, Model, faster_contexts
+from ..common.pictures import line_styles, name_lines, new_figure, tidy
+from ..common.tables import Table, cached, in_bytes, runs, share, three_digits, with_prefix
+from . import CostedModel, CostReport, LayerCost, Machine, cache_bytes, decode_seconds, faster_contexts
 from .measuring import MeasuredToken
+from .report import ContextCost
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BATCH_SIZES = (1, 8, 64)  # at which two models are compared by bound, besides those that are asked for
-EXPANDED = "Expanded: where MLA rebuilds keys and values at every token. This package decodes over the latent instead."
+EXPANDED = "Expanded: MLA rebuilds keys and values at every token. This package decodes over the latent instead."
+BOUNDS = (
+    "The bounds count weights, cache and matrix products alone, and of prompts and training no scores that the mask "
+    "hides. Calls of kernels, norms and the softmax come on top: short contexts and small models stay further below."
+)
+MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class Comparison:
     Args:
         model: name of the one.
         other: name of the other.
-        batch_size: number of rows.
+        batch_size: number of sequences.
         faster: first and last context of each range in which `model` has the lower bound.
         longest: context up to which was looked.
     """
@@ -47,7 +54,7 @@ class Costs:
         measured: decoded tokens that were measured here; empty without.
     """
 
-    models: Sequence[Model]
+    models: Sequence[CostedModel]
     reports: Sequence[CostReport]
     comparisons: Sequence[Comparison]
     measured: Sequence[MeasuredToken]
@@ -61,30 +68,25 @@ class Costs:
         }
 
     def sections(self) -> list[Table | str]:
-        """Return what people read: tables and sentences, in order."""
-        found: list[Table | str] = [sizes_table(self.reports)]
-        found += [layers_table(*pair) for pair in zip(self.models, self.reports, strict=True)]
-        found.append(operations_table(self.reports))
-        if any(cost.decode_flops != cost.decode_flops_expanded for r in self.reports for cost in r.contexts):
+        """Return what people read: tables, and a line on what two of them mean."""
+        reports, machine = self.reports, self.reports[0].machine
+        found: list[Table | str] = [sizes_table(reports)]
+        found += [layers_table(*pair) for pair in zip(self.models, reports, strict=True)]
+        found.append(operations_table(reports))
+        if any(cost.decode_flops != cost.decode_flops_expanded for report in reports for cost in report.contexts):
             found.append(EXPANDED)
-        found.append(decoding_table(self.reports))
-        if self.reports[0].memory:
-            found.append(memory_table(self.reports))
-        if self.reports[0].machine:
-            found.append(bounds_table(self.reports))
-            found.append(describe_machine(self.reports[0].machine))
-        found += [
-            describe_comparisons(list(group))
-            for _, group in groupby(self.comparisons, key=lambda comparison: comparison.model)
-        ]
-        if self.measured:
-            found.append(measured_table(self.measured))
-            found += [describe_measured(self.measured, name) for name in list(self.measured[0].ratio)[1:]]
-        return found
+        found.append(decoding_table(reports))
+        if reports[0].memory:
+            found.append(memory_table(reports))
+        if machine:
+            found += [bounds_table(reports, machine), BOUNDS]
+        if self.comparisons:
+            found.append(faster_table(self.comparisons))
+        return [*found, measured_table(self.measured)] if self.measured else found
 
 
 def compare(
-    models: Sequence[Model],
+    models: Sequence[CostedModel],
     machine: Machine | None,
     contexts: Sequence[int],
     batch_sizes: Sequence[int],
@@ -126,127 +128,90 @@ def sizes_table(reports: Sequence[CostReport]) -> Table:
     return Table(["", *(report.name for report in reports)], cells)
 
 
-def layers_table(model: Model, report: CostReport) -> Table:
+def layers_table(model: CostedModel, report: CostReport) -> Table:
     """Runs of equal layers of one model."""
     context, itemsize = report.contexts[-1].context, getattr(torch, report.dtype).itemsize
 
-    def describe(cost: LayerCost) -> tuple[str, ...]:
-        window = "" if cost.window is None else f", window of {cost.window:,}"
+    def row(cost: LayerCost) -> tuple[str, ...]:
+        layer = model.layers[cost.layer]
         return (
-            describe_layer(model.layers[cost.layer].config) + window,
+            layer.attention.describe(layer.config) + ("" if cost.window is None else f", window of {cost.window:,}"),
             with_prefix(cost.attention_parameters),
             with_prefix(cost.mlp_parameters),
             cached(cost.cached_numbers * itemsize, itemsize),
             with_prefix(cost.decode_flops[context]),
         )
 
-    cells = []
-    for row, group in groupby(report.layers, key=describe):
-        first, *rest = (cost.layer for cost in group)
-        cells.append([f"{first}-{rest[-1]}" if rest else f"{first}", *row])
     header = ["layers", "attention", "its weights", "MLP's", "cached", "FLOP"]
     title = f"Layers of {report.name} (bytes and numbers cached; FLOP after {context:,})"
-    return Table(header, cells, title=title, words=2)
+    return Table(header, [[where, *cells] for where, cells in runs(map(row, report.layers))], title=title, words=2)
+
+
+def by_context(
+    reports: Sequence[CostReport], title: str, header: Sequence[str], cells: Callable[[ContextCost], Sequence[str]]
+) -> Table:
+    """A row of cells for each number of sequences and tokens, and model."""
+    rows = [
+        [f"{cost.batch_size:,} x {cost.context:,}", report.name, *cells(cost)]
+        for costs in zip(*(report.contexts for report in reports), strict=True)
+        for report, cost in zip(reports, costs, strict=True)
+    ]
+    return Table(["sequences x tokens", "", *header], rows, title=title, words=2)
 
 
 def operations_table(reports: Sequence[CostReport]) -> Table:
-    """FLOPs, a row for each number of rows and tokens, and model."""
-    expanded = any(cost.decode_flops != cost.decode_flops_expanded for r in reports for cost in r.contexts)
-    cells = [
-        [
-            where,
-            name,
-            *(with_prefix(flops) for flops in (cost.training_flops, cost.prefill_flops, cost.decode_flops)),
-            *([with_prefix(cost.decode_flops_expanded)] if expanded else []),
-        ]
-        for where, name, cost in each_context(reports)
-    ]
-    header = ["rows x tokens", "", "training", "prompt", "decoding", *(["expanded"] if expanded else [])]
-    return Table(header, cells, title="FLOP of a training step, of prompts, of a decoded token in each row", words=2)
+    names = ("training_flops", "prefill_flops", "decode_flops", "decode_flops_expanded")
+    title = "FLOP of a training step, of prompts, of a decoded token in each sequence"
+    header = ["training", "prompt", "decoding", "expanded"]
+    return by_context(reports, title, header, lambda cost: [with_prefix(getattr(cost, name)) for name in names])
 
 
 def decoding_table(reports: Sequence[CostReport]) -> Table:
-    """Bytes, a row for each number of rows and tokens, and model."""
-    cells = [
-        [
-            where,
-            name,
-            in_bytes(cost.cache_bytes) + ("" if cost.fits is not False else ", too large"),
-            in_bytes(cost.decode_bytes),
-            three_digits(cost.intensity),
-        ]
-        for where, name, cost in each_context(reports)
-    ]
-    header = ["rows x tokens", "", "cache", "bytes read", "FLOP per byte"]
-    return Table(header, cells, title="A decoded token in each row", words=2)
+    def cells(cost: ContextCost) -> list[str]:
+        cache = in_bytes(cost.cache_bytes) + ("" if cost.fits is not False else ", too large")
+        return [cache, in_bytes(cost.decode_bytes), three_digits(cost.intensity)]
+
+    return by_context(reports, "A decoded token in each sequence", ["cache", "bytes read", "FLOP per byte"], cells)
 
 
-def bounds_table(reports: Sequence[CostReport]) -> Table:
-    """Tokens per second at most, a row for each number of rows and tokens, and model."""
-    cells = []
-    for where, name, cost in each_context(reports):
+def bounds_table(reports: Sequence[CostReport], machine: Machine) -> Table:
+    def cells(cost: ContextCost) -> list[str]:
         tokens = cost.batch_size * cost.context
         times = (tokens, cost.training_seconds), (tokens, cost.prefill_seconds), (cost.batch_size, cost.decode_seconds)
-        cells.append([where, name, *(with_prefix(many / seconds) for many, seconds in times if seconds)])
-    header = ["rows x tokens", "", "training", "prompts", "decoding"]
-    return Table(header, cells, title="Tokens per second of all rows together, at most", words=2)
+        return [with_prefix(many / seconds) for many, seconds in times if seconds]
 
-
-def each_context(reports: Sequence[CostReport]) -> Iterator[tuple[str, str, ContextCost]]:
-    """Yield the costs of each model by number of rows and tokens, and what stands before them in a table."""
-    for costs in zip(*(report.contexts for report in reports), strict=True):
-        for report, cost in zip(reports, costs, strict=True):
-            yield f"{cost.batch_size:,} x {cost.context:,}", report.name, cost
+    name = f"{machine.name}, " if machine.name else ""
+    rates = f"{with_prefix(machine.bandwidth, 'B/s')} read, {with_prefix(machine.rate, 'FLOP/s')} of matrix products"
+    title = f"Tokens per second of all sequences together, at most ({name}{rates})"
+    return by_context(reports, title, ["training", "prompts", "decoding"], cells)
 
 
 def memory_table(reports: Sequence[CostReport]) -> Table:
-    """The longest context by rows, and the largest batch by tokens, a column for each model."""
+    """The longest context by sequences, and the largest batch by tokens, a column for each model."""
     cells = []
     for rows in reports[0].longest_context:
         found = (report.longest_context[rows] for report in reports)
         shown = ("any number" if tokens is None else f"{tokens:,}" for tokens in found)
-        cells.append([f"tokens of each of {rows:,} row{'s' * (rows > 1)}", *shown])
+        cells.append([f"tokens, batch size {rows:,}", *shown])
     for tokens in reports[0].largest_batch:
-        cells.append([f"rows of {tokens:,} tokens", *(f"{report.largest_batch[tokens]:,}" for report in reports)])
+        cells.append([f"batch size, {tokens:,} tokens", *(f"{report.largest_batch[tokens]:,}" for report in reports)])
     title = f"What fits {in_bytes(reports[0].memory)} beside the weights"
     return Table(["", *(report.name for report in reports)], cells, title=title)
 
 
-def describe_machine(machine: Machine) -> str:
-    """One sentence on what the bounds are for, and what they leave out."""
-    name = f"{machine.name}: " if machine.name else ""
-    rates = f"{with_prefix(machine.bandwidth, 'B/s')} read, {with_prefix(machine.rate, 'FLOP/s')} of matrix products"
-    return (
-        f"Bounds are for {name}{rates}. They count weights, cache and matrix products alone, of prompts and training "
-        "without the scores that the mask hides. Calls of kernels, norms and the softmax come on top, so short "
-        "contexts and small models stay further below them."
-    )
-
-
-def describe_comparisons(comparisons: Sequence[Comparison]) -> str:
-    """One sentence on where a model is faster than the first, by number of rows, as far as was looked."""
-    first = comparisons[0]
-    said = []
-    for ranges, group in groupby(comparisons, key=lambda comparison: comparison.faster):
-        rows = [comparison.batch_size for comparison in group]
-        said.append(f"at {listed(rows, 'and')} row{'s' * (rows[-1] > 1)} {describe_ranges(ranges, first.longest)}")
-    return (
-        f"By bound, and up to {first.longest:,} tokens, {first.model} decodes faster than {first.other}: "
-        f"{'; '.join(said)}."
-    )
-
-
-def describe_ranges(ranges: Sequence[tuple[int, int]], longest: int) -> str:
-    """Return ranges of contexts in words, such as `from 4,453 tokens on`."""
-    if not ranges:
-        return "at no context"
-    said = []
-    for begin, end in ranges:
-        if end == longest:
-            said.append("at every context" if begin == 1 else f"from {begin:,} tokens on")
-        else:
-            said.append(f"up to {end:,} tokens" if begin == 1 else f"from {begin:,} to {end:,} tokens")
-    return " and ".join(said)
+def faster_table(comparisons: Sequence[Comparison]) -> Table:
+    """The contexts at which each model decodes faster than the first, by number of sequences."""
+    rows = [
+        [
+            found.model,
+            f"{found.batch_size:,}",
+            ", ".join(f"{begin:,} to {end:,}" for begin, end in found.faster) or "none",
+            f"1 to {found.longest:,}",
+        ]
+        for found in comparisons
+    ]
+    title = f"Contexts at which a decoded token takes less time than {comparisons[0].other}'s, by bound"
+    return Table(["", "batch size", "tokens", "of"], rows, title=title)
 
 
 def measured_table(measured: Sequence[MeasuredToken]) -> Table:
@@ -255,7 +220,7 @@ def measured_table(measured: Sequence[MeasuredToken]) -> Table:
     Both are medians over rounds, so that the one need not be the quotient of the other.
     """
     first = next(iter(measured[0].ratio))
-    cells = [
+    rows = [
         [
             f"{token.batch_size:,}",
             f"{token.context:,}",
@@ -266,24 +231,40 @@ def measured_table(measured: Sequence[MeasuredToken]) -> Table:
         ]
         for token in measured
     ]
-    header = ["rows", "tokens", *measured[0].milliseconds]
-    return Table(
-        header, cells, title="Measured here: milliseconds of a decoded token in each row (times the first's)", words=0
-    )
+    title = "Measured here: milliseconds of a decoded token in each sequence (times the first's)"
+    return Table(["batch size", "tokens", *measured[0].milliseconds], rows, title=title, words=0)
 
 
-def describe_measured(measured: Sequence[MeasuredToken], name: str) -> str:
-    """One sentence on where a model decoded faster than the first, by number of rows."""
-    first, said = next(iter(measured[0].ratio)), []
-    for rows, group in groupby(measured, key=lambda token: token.batch_size):
-        tokens = sorted(group, key=lambda token: token.context)
-        after = [f"{token.context:,}" for token in tokens if token.ratio[name] >= 1]
-        faster = [f"{token.context:,}" for token in tokens if token.ratio[name] < 1]
-        if not faster:
-            where = f"nowhere up to {tokens[-1].context:,} tokens"
-        elif not after:
-            where = f"at all of {listed(faster, 'and')} tokens"
+def plot_costs(
+    models: Sequence[CostedModel], machine: Machine | None, rows: int, longest: int, dtype: torch.dtype
+) -> "Figure":
+    """Draw the cache, and with a machine the least time of a decoded token, against the context; a line per model."""
+    panels = 2 if machine else 1
+    figure = new_figure(figsize=(5.2 * panels, 3.4))
+    contexts = sorted({2**power for power in range(min(7, longest.bit_length() - 2), longest.bit_length())} | {longest})
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    many = f"{rows:,} sequence{'s' * (rows > 1)}, {str(dtype).removeprefix('torch.')}"
+    measures = [(f"cache of {many} (MiB)", lambda model, tokens: cache_bytes(model, rows, tokens, dtype) / MIB)]
+    if machine:
+        bound = lambda model, tokens: 1000 * decode_seconds(model, machine, rows, tokens, dtype)  # noqa: E731
+        measures.append((f"least time of a decoded token, {many} (ms)", bound))
+    for axis, (title, measure) in zip(axes, measures, strict=True):
+        lines = [[measure(model, tokens) for tokens in contexts] for model in models]
+        styles = line_styles([model.kind for model in models])
+        for values, style in zip(lines, styles, strict=True):
+            axis.plot(contexts, values, **style)
+        axis.set(xscale="log", xlabel="context (tokens)", title=title)
+        spread = max(map(max, lines)) / min(map(min, lines))
+        if spread < 10:
+            axis.set_ylim(bottom=0)
         else:
-            where = f"at {listed(faster, 'and')} tokens and not at {listed(after, 'and')}"
-        said.append(f"at {rows:,} row{'s' * (rows > 1)} {where}")
-    return f"Measured, {name} decoded faster than {first}: {'; '.join(said)}."
+            axis.set_yscale("log")
+            axis.yaxis.get_major_locator().set_params(subs=(1, 2, 5) if spread < 300 else (1,))
+        axis.title.set_fontsize(9)
+        axis.set_xticks(contexts[::2], labels=[f"{tick:,}" for tick in contexts[::2]], minor=False)
+        axis.xaxis.set_tick_params(rotation=30)
+        axis.yaxis.set_major_formatter(lambda value, _: three_digits(value))
+        tidy(axis)
+        ends = zip(models, lines, styles, strict=True)
+        name_lines(axis, [(contexts[-1], values[-1], model.name, style["color"]) for model, values, style in ends])
+    return figure

@@ -9,14 +9,14 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 from modeling_gqa_cli.paths import CONFIGURATION, refuse_mistyped
 
 from ..checkpoints.families import find_family, translate
 from ..checkpoints.files import check_layers, read_json
-from ..common.errors import UserError, did_you_mean, one_line
 from ..configuration_checks import LARGEST, MOST, shown
 from ..configuration_gqa import GQAConfig
-from . import Experts, Model
+from . import CostedModel, Experts
 
 PRESETS = {
     path.parent.name: path
@@ -27,7 +27,7 @@ PRESETS = {
 ATTENTION_OF = {"qwen3_moe": "qwen3", "mixtral": "mistral"}
 
 
-def find_model(source: str) -> tuple[Model, torch.dtype | None]:
+def find_model(source: str) -> tuple[CostedModel, torch.dtype | None]:
     """Return a model's configuration, with its experts, and the dtype that it names.
 
     Args:
@@ -46,7 +46,7 @@ def find_model(source: str) -> tuple[Model, torch.dtype | None]:
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else None
-    return Model(config, name, experts), dtype
+    return CostedModel(config, name, experts), dtype
 
 
 def find_file(source: str) -> Path:
@@ -136,7 +136,7 @@ def read_experts(config: PreTrainedConfig) -> dict[int, Experts]:
     return {}
 
 
-def changed(model: Model | None, fields: Mapping[str, Any]) -> Model:
+def changed(model: CostedModel | None, fields: Mapping[str, Any]) -> CostedModel:
     """Return a model, or this package's default, with other values in fields of its configuration.
 
     Sizes that follow from them are derived anew.
@@ -159,4 +159,4 @@ def changed(model: Model | None, fields: Mapping[str, Any]) -> Model:
         raise UserError(one_line(error)) from error
     said = fields.get("attention_kind") or ", ".join(f"{name}={value}" for name, value in fields.items())
     name = ", ".join(filter(None, (model.name if model else "default", said)))
-    return Model(config, name, model.experts if model else {})
+    return CostedModel(config, name, model.experts if model else {})

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from ..common.errors import UserError, install_extra
+from modeling_gqa_cli.errors import UserError, install_extra
+
 from ..common.progress import ShowProgress
-from ..modeling_gqa import GQAForCausalLM
-from . import Machine, Model, cache_bytes, count_parameters
+from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
+from . import CostedModel, Machine, cache_bytes, count_parameters
 
 GIB = 2**30
 STEPS, MOST_ROUNDS = 4, 31
@@ -29,8 +30,8 @@ class MeasuredToken:
     """What one decoded token took, of models that decoded in turn.
 
     Args:
-        batch_size: number of rows, of which each decoded a token.
-        context: tokens of each row before.
+        batch_size: number of sequences, of which each decoded a token.
+        context: tokens of each before.
         milliseconds: by name of the model, the median over rounds.
         ratio: by name of the model, how many times as long as the first it took: the median over rounds.
     """
@@ -78,21 +79,22 @@ def read_bandwidth(device: str) -> float:
     return GIB / min(seconds(data.sum, device) for _ in range(7))
 
 
-def matmul_rate(device: str, dtype: torch.dtype) -> float:
-    """Operations per second of the fastest product of square matrices, of five of each size.
+def matmul_rate(device: str, dtype: torch.dtype, longest: float = 0.1) -> float:
+    """Operations per second of the fastest product of square matrices: the peak of bounds and of a training's MFU.
 
     The second matrix is transposed, as a layer's weights are: on some CPUs that is ten times as fast. Sizes are doubled
-    from 256 to 8192, and no further once a product takes a tenth of a second: CPUs without instructions for bfloat16
-    take minutes for large ones.
+    from 256 to 8192, and no further once a product takes `longest` seconds: CPUs without instructions for bfloat16 take
+    minutes for large ones. Each size is timed five times. No numbers are drawn from torch's generators.
     """
+    generator = torch.Generator(device).manual_seed(0)
     best, size = 0.0, 256
     while size <= 8192:
-        matrix = torch.randn(size, size, device=device).to(dtype)
+        matrix = torch.randn(size, size, device=device, generator=generator).to(dtype)
         product = partial(torch.nn.functional.linear, matrix, matrix)
         product()
         least = min(seconds(product, device) for _ in range(5))
         best = max(best, 2 * size**3 / least)
-        if least > 0.1:
+        if least > longest:
             break
         size *= 2
     return best
@@ -108,18 +110,15 @@ def filled_cache(model: Any, rows: int, tokens: int, dtype: torch.dtype, device:
     inputs: dict = {}
     model._prepare_cache_for_generation(model.generation_config, inputs, None, rows, tokens)
     cache = inputs["past_key_values"]
-    for index, module in enumerate(layer.self_attn for layer in model.model.layers):
-        if hasattr(module, "kv_lora_rank"):
-            shapes = [(rows, 1, tokens, module.kv_lora_rank), (rows, 1, tokens, module.qk_rope_head_dim)]
-        else:
-            heads = module.k_proj.out_features // module.head_dim
-            shapes = [(rows, heads, tokens, module.head_dim)] * 2
-        cache.update(*(torch.randn(shape, dtype=dtype, device=device) for shape in shapes), index)
+    for index, layer in enumerate(model.config.per_layer_config):
+        shapes = ATTENTION_CLASSES[layer.attention_kind].cache_shapes(layer)
+        held = (torch.randn(rows, heads, tokens, size, dtype=dtype, device=device) for heads, size in shapes)
+        cache.update(*held, index)
     return cache
 
 
 def measure_decoding(
-    models: Sequence[Model],
+    models: Sequence[CostedModel],
     contexts: Sequence[int],
     batch_sizes: Sequence[int],
     dtype: torch.dtype,
@@ -132,11 +131,11 @@ def measure_decoding(
     Args:
         models: what is measured, none with experts.
         contexts: tokens in the cache.
-        batch_sizes: numbers of rows.
+        batch_sizes: numbers of sequences.
         dtype: of weights and cache.
         device: where they run.
         show_progress: as in `common.progress`.
-        budget: seconds for each number of rows and tokens, from which 3 to 31 rounds follow.
+        budget: seconds for each number of sequences and tokens, from which 3 to 31 rounds follow.
 
     Raises:
         UserError: the models do not fit the memory, or have experts.
@@ -151,7 +150,7 @@ def measure_decoding(
     ]
 
 
-def check_measurable(models: Sequence[Model], tokens: int, rows: int, dtype: torch.dtype, device: str) -> None:
+def check_measurable(models: Sequence[CostedModel], tokens: int, rows: int, dtype: torch.dtype, device: str) -> None:
     """Raise `UserError` for models that cannot be built here."""
     for model in models:
         if model.experts:
@@ -159,21 +158,19 @@ def check_measurable(models: Sequence[Model], tokens: int, rows: int, dtype: tor
     # A cache that grows has room for a quarter more, and is copied when it does.
     caches = sum(cache_bytes(model, rows, tokens, dtype) for model in models)
     needed = sum(count_parameters(model) for model in models) * dtype.itemsize + 2.25 * caches
-    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else free_memory()
+    if device.startswith("cuda"):
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        try:
+            import psutil  # which comes with accelerate
+        except ImportError:
+            raise UserError(f"measuring needs psutil: {install_extra('conversion')}") from None
+        free = psutil.virtual_memory().available
     if needed > free:
         raise UserError(
             f"measuring takes {needed / GIB:.1f} GiB of memory and {free / GIB:.1f} are free: give fewer models, or "
             "smaller --context and --batch-size"
         )
-
-
-def free_memory() -> int:
-    """Bytes of memory that are free; raises `UserError` where psutil is not installed."""
-    try:
-        import psutil  # which comes with accelerate
-    except ImportError:
-        raise UserError(f"measuring needs psutil: {install_extra('conversion')}") from None
-    return psutil.virtual_memory().available
 
 
 @torch.no_grad()
@@ -212,39 +209,3 @@ def in_turn(turns: dict[str, Callable[[], float]], budget: float) -> tuple[dict[
     base = next(iter(turns))
     medians = {name: statistics.median(row[name] for row in times) for name in turns}
     return medians, {name: statistics.median(row[name] / row[base] for row in times) for name in turns}
-
-
-def measure_prompts(
-    models: Sequence[Model], tokens: int, dtype: torch.dtype, device: str, budget: float = 6.0
-) -> dict[str, float]:
-    """Return how many tokens per second models of random weights read of a prompt, by name, measured in turn."""
-    ids = torch.ones(1, tokens, dtype=torch.long, device=device)
-
-    def turn(model: Any) -> float:
-        with torch.no_grad():
-            return seconds(lambda: model(ids, logits_to_keep=1), device)
-
-    return tokens_per_second(models, turn, tokens, dtype, device, budget)
-
-
-def measure_training(
-    models: Sequence[Model], rows: int, tokens: int, dtype: torch.dtype, device: str, budget: float = 6.0
-) -> dict[str, float]:
-    """Return how many tokens per second forward and backward of models of random weights take, by name, in turn."""
-    ids = torch.ones(rows, tokens, dtype=torch.long, device=device)
-
-    def turn(model: Any) -> float:
-        took = seconds(lambda: model(ids, labels=ids).loss.backward(), device)
-        model.zero_grad()  # one model at a time has gradients
-        return took
-
-    return tokens_per_second(models, turn, rows * tokens, dtype, device, budget)
-
-
-def tokens_per_second(
-    models: Sequence[Model], turn: Callable[[Any], float], tokens: int, dtype: torch.dtype, device: str, budget: float
-) -> dict[str, float]:
-    """Return tokens per second by name, of models that take turns."""
-    built = {model.name: GQAForCausalLM._from_config(model.config, dtype=dtype).to(device) for model in models}
-    medians, _ = in_turn({name: partial(turn, model) for name, model in built.items()}, budget)
-    return {name: tokens / median for name, median in medians.items()}

@@ -8,21 +8,25 @@ import torch
 
 from ..configuration_gqa import GQAConfig
 from .bounds import Machine, decode_bytes, largest_batch, longest_context
-from .layers import Layer, Model, as_model
-from .operations import decode_flops, prefill_flops, training_flops
-from .sizes import (
+from .counts import (
+    CostedModel,
+    Layer,
+    as_costed,
     cache_bytes,
     count_attention_parameters,
     count_embeddings,
     count_norms,
     count_parameters,
+    decode_flops,
     decode_weights,
+    prefill_flops,
+    training_flops,
 )
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Costs of one layer; FLOPs are of one row, by its number of tokens.
+    """Costs of one layer; FLOPs are of one sequence, by its number of tokens.
 
     Args:
         layer: its index.
@@ -59,19 +63,19 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class ContextCost:
-    """Costs of a model at one number of rows and tokens.
+    """Costs of a model at one number of sequences and tokens.
 
     Args:
-        batch_size: number of rows.
-        context: tokens of each row: trained on, read as a prompt, or cached when a token is decoded.
+        batch_size: number of sequences.
+        context: tokens of each sequence: trained on, read as a prompt, or cached when a token is decoded.
         training_flops: of a step of training.
         prefill_flops: of the prompts; the logits of each one's last token are computed.
-        decode_flops: of one decoded token in each row; MLA attends over its latent.
+        decode_flops: of one decoded token in each sequence; MLA attends over its latent.
         decode_flops_expanded: the same where MLA rebuilds keys and values at every token.
-        cache_bytes: of all rows.
-        decode_bytes: read by one decoded token in each row: the cache, and the weights once.
+        cache_bytes: of all sequences.
+        decode_bytes: read by one decoded token in each sequence: the cache, and the weights once.
         intensity: `decode_flops` for each of `decode_bytes`.
-        decode_seconds: least time of one decoded token in each row; `None` without a machine.
+        decode_seconds: least time of one decoded token in each sequence; `None` without a machine.
         prefill_seconds: least time of reading the prompts, where a kernel skips the scores that the mask hides;
             `None` without a machine.
         training_seconds: the same of a step of training, which reads the weights forward and backward.
@@ -115,11 +119,11 @@ class CostReport:
         embedding_parameters: of the embedding, and of the output head where that is not tied.
         norm_parameters: of the norms before attention and MLP, and of the final one.
         weight_bytes: of all parameters.
-        cache_bytes_per_token: of one row, in all layers, while no window is full.
+        cache_bytes_per_token: of one sequence, in all layers, while no window is full.
         layers: costs of each layer.
-        contexts: costs of the model at each number of rows and tokens that was asked for.
-        longest_context: by number of rows, the tokens of each row that fit the memory; `None`: there is no limit.
-        largest_batch: by tokens of each row, the number of rows that fit the memory.
+        contexts: costs of the model at each number of sequences and tokens that was asked for.
+        longest_context: by number of sequences, the tokens of each that fit the memory; `None`: no limit.
+        largest_batch: by tokens of each, the number of sequences that fit the memory.
         memory: in bytes; `None` if none was given, and the two before are empty.
         machine: what the bounds are for; `None` if none was given.
 
@@ -155,7 +159,7 @@ class CostReport:
 
 
 def report(
-    model: GQAConfig | Model,
+    model: GQAConfig | CostedModel,
     *,
     contexts: Sequence[int] = (1024, 8192, 32768),
     batch_sizes: Sequence[int] = (1,),
@@ -166,15 +170,15 @@ def report(
     """Return what a model costs, from its configuration alone.
 
     Args:
-        model: a configuration, or a `Model`, which has a name and may have experts.
-        contexts: numbers of tokens of each row.
-        batch_sizes: numbers of rows.
+        model: a configuration, or a `CostedModel`, which has a name and may have experts.
+        contexts: numbers of tokens of each sequence.
+        batch_sizes: numbers of sequences.
         dtype: of weights and cache.
         memory: bytes for weights and cache.
         machine: whose bounds are wanted.
 
     Raises:
-        ValueError: a number of tokens or rows is less than 1.
+        ValueError: a number of tokens or sequences is less than 1.
 
     Example:
         ```python
@@ -187,7 +191,7 @@ def report(
     for name, numbers in (("contexts", contexts), ("batch_sizes", batch_sizes)):
         if min(numbers, default=1) < 1:
             raise ValueError(f"{name} must be at least 1, and one is {min(numbers)}")
-    model = as_model(model)
+    model = as_costed(model)
     parameters = count_parameters(model)
     unused = model.total(lambda layer: layer.experts.stored - layer.experts.per_token if layer.experts else 0)
     return CostReport(
@@ -213,7 +217,7 @@ def report(
 
 
 def layer_cost(index: int, layer: Layer, contexts: Sequence[int]) -> LayerCost:
-    """Costs of one layer for rows of so many tokens."""
+    """Costs of one layer for sequences of so many tokens."""
     return LayerCost(
         layer=index,
         attention_kind=layer.config.attention_kind,
@@ -229,14 +233,14 @@ def layer_cost(index: int, layer: Layer, contexts: Sequence[int]) -> LayerCost:
 
 
 def context_cost(
-    model: Model, rows: int, tokens: int, dtype: torch.dtype, memory: float | None, machine: Machine | None
+    model: CostedModel, rows: int, tokens: int, dtype: torch.dtype, memory: float | None, machine: Machine | None
 ) -> ContextCost:
-    """Costs of a model at one number of rows and tokens."""
+    """Costs of a model at one number of sequences and tokens."""
     training, prefill = training_flops(model, rows, tokens), prefill_flops(model, rows, tokens)
     decode = decode_flops(model, rows, tokens)
     weights, cache = count_parameters(model) * dtype.itemsize, cache_bytes(model, rows, tokens, dtype)
     read = decode_bytes(model, rows, tokens, dtype)
-    hidden = rows * model.total(lambda layer: layer.hidden_flops(tokens))
+    hidden = rows * model.total(lambda layer: layer.masked_flops(tokens))
     prompt_weights = decode_weights(model, rows * tokens) * dtype.itemsize
     return ContextCost(
         batch_size=rows,

@@ -1,7 +1,7 @@
 """How fast models decode, read and train here, measured in a process of its own.
 
-Training sets OpenMP's policy of waiting (`training/__init__.py`), by which the many small steps of decoding take twice
-as long. A new process has the policy with which models are used.
+Training sets OpenMP's policy of waiting, by which the many small steps of decoding take twice as long. A new process
+has the policy with which models are used.
 """
 
 import json
@@ -9,17 +9,20 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from ..common.errors import UserError
+from modeling_gqa_cli.errors import UserError
+
 from ..common.progress import no_progress
 from ..configuration_gqa import GQAConfig
-from . import Model
-from .measuring import machine_name, measure_decoding, measure_prompts, measure_training
+from ..modeling_gqa import GQAForCausalLM
+from . import CostedModel
+from .measuring import in_turn, machine_name, measure_decoding, seconds
 
 POLICY = "OMP_WAIT_POLICY"
 
@@ -29,7 +32,7 @@ class Speed:
     """How fast a model is, with random weights.
 
     Args:
-        decode_milliseconds: of one token of all rows, by context.
+        decode_milliseconds: of one token of all sequences, by context.
         prompt_tokens_per_second: of a prompt; nan where it was not measured.
         training_tokens_per_second: of forward and backward, without the optimizer; nan where it was not measured.
     """
@@ -52,8 +55,8 @@ def measure_speeds(
         configs: of the models, by name.
         contexts: tokens in the cache at which decoding is measured.
         prompt_tokens: length of the prompt.
-        rows: that decode at once.
-        training_block: rows and tokens of a training step; `None`: it is not measured.
+        rows: sequences that decode at once.
+        training_block: sequences and tokens of a training step; `None`: it is not measured.
 
     Raises:
         UserError: they cannot be measured here.
@@ -98,14 +101,26 @@ def where_measured() -> str:
 def measure_here(told: dict[str, Any]) -> dict[str, Speed]:
     """Measure in this process what `measure_speeds` was told."""
     device, dtype = device_and_dtype()
-    models = [Model(GQAConfig.from_dict(json.loads(text)), name) for name, text in told["configs"].items()]
+    models = [CostedModel(GQAConfig.from_dict(json.loads(text)), name) for name, text in told["configs"].items()]
     decoded = measure_decoding(models, told["contexts"], [told["rows"]], dtype, device, no_progress)
-    prompts = measure_prompts(models, told["prompt_tokens"], dtype, device)
-    block = told["training_block"]
-    training = dict.fromkeys(prompts, math.nan)
-    if block is not None:
-        rows, tokens = block
-        training = measure_training(models, rows, tokens, dtype, device)
+
+    def read(model: Any, ids: torch.Tensor) -> float:
+        with torch.no_grad():
+            return seconds(lambda: model(ids, logits_to_keep=1), device)
+
+    def train(model: Any, ids: torch.Tensor) -> float:
+        took = seconds(lambda: model(ids, labels=ids).loss.backward(), device)
+        model.zero_grad()  # one model at a time has gradients
+        return took
+
+    def tokens_per_second(step: Callable[[Any, torch.Tensor], float], rows: int, tokens: int) -> dict[str, float]:
+        ids = torch.ones(rows, tokens, dtype=torch.long, device=device)
+        built = {model.name: GQAForCausalLM._from_config(model.config, dtype=dtype).to(device) for model in models}
+        medians, _ = in_turn({name: partial(step, model, ids) for name, model in built.items()}, budget=6.0)
+        return {name: rows * tokens / median for name, median in medians.items()}
+
+    prompts, block = tokens_per_second(read, 1, told["prompt_tokens"]), told["training_block"]
+    training = tokens_per_second(train, *block) if block else dict.fromkeys(prompts, math.nan)
     return {
         name: Speed({token.context: token.milliseconds[name] for token in decoded}, prompts[name], training[name])
         for name in prompts

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..common.batches import Batch
 from ..common.errors import UserError
-from ..conversion.calibration import Batch
 from .reading import Files, find_files, read_documents
 
 SHUFFLE_WINDOW = 1000  # rows of one file that are shuffled at a time

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from small_models import make_batch, make_model
 
+from benchmarks.layerwise import collect
 from modeling_gqa.conversion.layers.moments import LOOKED_SHARE, Statistics
-from modeling_gqa.conversion.streams import collect
 
 BIASES = {"query_bias": True, "key_value_bias": True, "output_bias": False}  # Qwen2's
 PARTIAL = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.6}  # 4 planes and 6 more dimensions
@@ -69,9 +69,9 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @torch.no_grad()
-def collected(model, batches, **options) -> list[Statistics]:
+def collected(model, batches) -> list[Statistics]:
     """The statistics of all layers."""
-    return [statistics for _, statistics in collect(model, batches, **options)]
+    return [statistics for _, statistics in collect(model, batches)]
 
 
 def layer_inputs(model, batches) -> list[torch.Tensor]:
@@ -94,7 +94,8 @@ def layer_inputs(model, batches) -> list[torch.Tensor]:
 
 @dataclass
 class Grouped:
-    """Weights of a grouped layer: q (H, D, E), k and v (G, D, E), o (H, E, D), biases without E, omega (n,)."""
+    """Weights of a grouped layer: q (H, D, E), k and v (G, D, E), o (H, E, D), biases without E, omega (n,), and norms
+    (D,) of queries and keys where it has them."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -105,6 +106,8 @@ class Grouped:
     v_bias: torch.Tensor
     o_bias: torch.Tensor
     omega: torch.Tensor
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
 
     @property
     def planes(self) -> int:
@@ -121,7 +124,10 @@ class Grouped:
 
     def heads(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Queries, keys or values ("q", "k", "v") of `x` (T, E): (heads, T, D)."""
-        return torch.einsum("hde,te->htd", getattr(self, name), x) + getattr(self, f"{name}_bias")[:, None]
+        found = torch.einsum("hde,te->htd", getattr(self, name), x) + getattr(self, f"{name}_bias")[:, None]
+        if (norm := getattr(self, f"{name}_norm", None)) is not None:
+            found = norm * found / (found.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        return found
 
     def weights(self, x: torch.Tensor) -> torch.Tensor:
         """Attention (H, T, T) within `x` (T, E): scores are Re(q conj(k) e^{j omega (t - s)}) summed over planes."""
@@ -167,6 +173,7 @@ def grouped(model, index: int) -> Grouped:
         v_bias,
         torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.detach().double().clone(),
         omega,
+        *(norm if norm is None else norm.weight.detach().double() for norm in (attention.q_norm, attention.k_norm)),
     )
 
 

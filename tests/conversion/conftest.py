@@ -8,6 +8,6 @@ from modeling_gqa.conversion import convert_model, streams
 @pytest.fixture
 def one_layer_alone(monkeypatch):
     """Each layer gets the source's states, all tokens count alike, and nothing is fitted unless a test asks for it."""
-    monkeypatch.setattr(streams.Streams, "finish", lambda self, index, attention: self.rejoin(index))
+    monkeypatch.setattr(streams.Streams, "finish", lambda self, index, attention: self.advance_source(index))
     monkeypatch.setattr(streams, "FIRST_SHARE", 0.0)
     monkeypatch.setitem(convert_model.__globals__, "FITTED_METHODS", ())

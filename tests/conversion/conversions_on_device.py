@@ -4,7 +4,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # as pytest does
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]  # as pytest does
 
 import pytest
 import torch
@@ -20,25 +20,27 @@ from modeling_gqa.conversion import (
     target_config,
 )
 
+# Kind, its fields, the target, and options: each way to convert, once.
 CASES: list[tuple[str, dict, dict, dict]] = [
-    ("gqa", {}, {"attention_kind": "mqa"}, {"method": "lowrank", "refit": True}),
-    ("gqa", {}, {"attention_kind": "mqa"}, {"method": "procrustes"}),
+    ("gqa", {"qk_norm": True, "attention_bias": True}, {"attention_kind": "mqa"}, {"refine": 0}),
+    ("gqa", {}, {"attention_kind": "mqa"}, {"method": "procrustes", "refit": False, "refine": 0}),
     ("gqa", {}, {"attention_kind": "mqa"}, {"method": "random"}),
-    ("mha", {}, {"attention_kind": "gqa", "num_key_value_heads": 2}, {"method": "lowrank", "regroup": True}),
-    ("gqa", {"qk_norm": True, "attention_bias": True}, {"attention_kind": "mqa"}, {"method": "lowrank"}),
+    ("mha", {}, {"attention_kind": "gqa", "num_key_value_heads": 2}, {"regroup": True, "refit": False, "refine": 0}),
     ("gqa", {"attention_bias": True}, {"attention_kind": "mla", "cache_size": 24}, {"method": "auto"}),
     ("mqa", {}, {"attention_kind": "mla", "kv_lora_rank": 66}, {}),
-    ("gqa", {}, {"attention_kind": "mha"}, {}),
 ]
+TEXT = CALIBRATION[:2]
+LAYERS = {"num_hidden_layers": 2}
 
 
 def converted(name: str, fields: dict, changes: dict, options: dict, device: str):
     """State, report and measures of one conversion, on the processor."""
-    model = random_model(name, **fields).to(device)
-    other, report = convert_model(model, target_config(model.config, **changes), CALIBRATION, **options)
+    model = random_model(name, **fields, **LAYERS).to(device)
+    target = target_config(model.config, **changes)
+    other, report = convert_model(model, target, TEXT, selection=TEXT[:1], **options)
     assert {tensor.device.type for tensor in other.state_dict().values()} == {device}
-    report["measured"] = compare_predictions(model, other, CALIBRATION[:1])
-    report["errors"] = layer_errors(model, other, CALIBRATION[:1])
+    report["measured"] = compare_predictions(model, other, TEXT[:1])
+    report["errors"] = layer_errors(model, other, TEXT[:1])
     return {key: tensor.cpu() for key, tensor in other.state_dict().items()}, report
 
 
@@ -46,8 +48,9 @@ def compare(name: str, fields: dict, changes: dict, options: dict, device: str) 
     (expected, on_cpu), (found, on_device) = (converted(name, fields, changes, options, x) for x in ("cpu", device))
     # Eigenvectors may turn on another device, and with them weights, but not what the model computes.
     exactly = device == "pretended" or not on_cpu["setting"]
+    steps = (on_cpu["setting"] or {}).get("refine", 0)  # of Adam, in which the sign of a small gradient counts
     for key, tensor in expected.items() if exactly else ():
-        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-3 if steps else 1e-4)
     for key in ("kl", "perplexity_after"):
         torch.testing.assert_close(on_device["measured"][key], on_cpu["measured"][key], rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(on_device["errors"], on_cpu["errors"], rtol=1e-3, atol=1e-4)
@@ -75,7 +78,8 @@ def main(device: str) -> None:
         for case in CASES:
             compare(*case, device)
         for kind in ("gqa", "mla"):
-            sizes = [allocate(random_model("mha").to(x), kind, 900, CALIBRATION).to_dict() for x in ("cpu", device)]
+            models = [random_model("mha", **LAYERS).to(x) for x in ("cpu", device)]
+            sizes = [allocate(model, kind, 600, TEXT).to_dict() for model in models]
             assert sizes[0] == sizes[1]
 
 

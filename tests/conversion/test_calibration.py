@@ -1,6 +1,5 @@
 """Statistics of the text: sums that do not depend on batches, without padding, within documents, in constant memory."""
 
-import gc
 from tempfile import gettempdir
 
 import pytest
@@ -8,10 +7,10 @@ import torch
 from attention_oracle import CALIBRATION, collected, distance, grouped, layer_inputs, random_model
 from small_models import make_batch
 
+from benchmarks.layerwise import collect
 from modeling_gqa.conversion import UserError, calibration, convert_model, target_config
 from modeling_gqa.conversion.calibration import Scratch
 from modeling_gqa.conversion.layers.moments import mean_rotation, without_data
-from modeling_gqa.conversion.streams import collect
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -87,7 +86,7 @@ def test_what_is_not_finite_is_refused(damage):
     else:
         model.model.layers[0].mlp.down_proj.weight.data[:] = 3e38
         with pytest.raises(
-            UserError, match=r"activations are not finite in float32 on the calibration text: its weights"
+            UserError, match=r"activations on the calibration text are not finite in float32: the weights"
         ):
             convert_model(model, target_config(model.config, "mqa"), CALIBRATION)
 
@@ -117,41 +116,6 @@ def test_packed_documents_do_not_see_each_other(backend):
         assert found.lags[:, 7:].abs().max() < 1e-12 and found.lags[:, 6].mean() > 1e-4
         assert distance(found.lags[:, :7], expected.lags) < 1e-5
         assert distance(found.second, expected.second) < 1e-5
-
-
-def held(model, batches) -> list[int]:
-    """Numbers in all tensors that exist after each layer."""
-    found = []
-    for _ in collect(model, batches):
-        gc.collect()
-        found.append(sum(x.numel() for x in gc.get_objects() if type(x) is torch.Tensor))
-    return found
-
-
-def test_memory_grows_neither_with_the_text_nor_with_the_layers(monkeypatch, objects_set_aside):
-    """The numbers in memory do not grow with batches or layers once states go to a file, and no hook is left."""
-    monkeypatch.setattr(calibration, "IN_MEMORY", 0)
-    model = random_model("gqa", num_hidden_layers=6)
-    batches = [make_batch(6, 24, seed=seed) for seed in range(9)]
-    for batch in batches:
-        batch["labels"] = batch["input_ids"]  # as a data set for training has them
-    short, long = held(model, batches[:3]), held(model, batches)
-    row = 24 * model.config.hidden_size
-    assert abs(long[-1] - short[-1]) < row and long[-1] - long[1] < row
-    assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
-
-
-def test_only_the_layers_that_are_asked_for_are_seen():
-    """Layers beyond the last one asked for are not computed."""
-    model, reached = random_model("gqa"), []
-    expected = collected(model, CALIBRATION)[1]
-    handles = [
-        layer.self_attn.register_forward_hook(lambda *_, index=index: reached.append(index))
-        for index, layer in enumerate(model.model.layers)
-    ]
-    ((index, found),) = collect(model, CALIBRATION, [1])
-    assert index == 1 and torch.equal(found.second, expected.second) and torch.equal(found.lags, expected.lags)
-    assert set(reached) == {0, 1} and len(handles) > 2
 
 
 def test_the_text_between_layers_has_no_name_on_disk(tmp_path, monkeypatch):
@@ -206,15 +170,11 @@ def test_no_text_is_refused(batches):
 
 
 def test_metrics():
-    """The three metrics are the covariance, its square root with the mean shrunk alike, and the identity."""
-    statistics = collected(random_model("gqa"), CALIBRATION, root=True)[1]
+    """The two metrics are the covariance and the identity."""
+    statistics = collected(random_model("gqa"), CALIBRATION)[1]
     full, mean = statistics.metric("full")
     assert torch.equal(mean, statistics.mean)
     assert torch.allclose(full, statistics.second - torch.outer(mean, mean))
-    root, shrunk = statistics.metric("root")
-    assert distance(root @ root, full) < 1e-9
-    # A mean of length l counts sqrt(l), as a deviation of that size does.
-    assert distance(shrunk * mean.norm().sqrt(), mean) < 1e-9
     identity, zero = statistics.metric("identity")
     assert torch.equal(identity, torch.eye(66, dtype=torch.float64)) and not zero.any()
 

@@ -20,12 +20,12 @@ from attention_oracle import (
 )
 from small_models import make_batch, make_config, make_model
 
+from benchmarks.layerwise import collect
 from modeling_gqa.conversion import METHODS, UserError, allocate, compare_predictions, convert_model, target_config
-from modeling_gqa.conversion.convert import hold_out
+from modeling_gqa.conversion.convert import Search
 from modeling_gqa.conversion.layer_store import Kept
-from modeling_gqa.conversion.search import Search
 from modeling_gqa.conversion.sequential import Setting, convert_layer
-from modeling_gqa.conversion.streams import FIRST_SHARE, collect
+from modeling_gqa.conversion.streams import FIRST_SHARE
 from modeling_gqa.conversion.targets import layer_fields
 
 MLA: dict[str, Any] = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
@@ -46,7 +46,7 @@ def same_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 # -- the source and what is not attention
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mha", {}), ("mla", MLA)], ids=["mqa", "mha", "mla"])
 def test_the_source_is_untouched_and_nothing_is_shared(kind, sizes, dtype):
     """Overwriting the result leaves the source's tensors as they were, in every dtype."""
@@ -64,10 +64,10 @@ def test_candidates_do_not_write_to_the_source(monkeypatch):
     model = random_model("gqa", output_bias=True).double()
     before = state_copy(model)
     search = Search(model, target(model, "mqa"), CALIBRATION, CALIBRATION, {}, Kept())
-    shared, _, _ = search.converted(Setting(refit=True), share=True)
+    shared, _ = search.converted(Setting(refit=True), share=True)
     assert same_state(before, model.state_dict())
     assert shared.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
-    alone, _, _ = search.converted(Setting(refit=True), share=False)
+    alone, _ = search.converted(Setting(refit=True), share=False)
     assert same_state(shared.state_dict(), alone.state_dict())
     assert alone.lm_head.weight.data_ptr() != model.lm_head.weight.data_ptr()
 
@@ -99,8 +99,8 @@ def test_the_report_of_an_automatic_search():
     other, report = convert_model(model, target(model, "mha", layers=[2]), CALIBRATION)
     assert report["exact"] and report["layers"][2] == {
         "layer": 2,
-        "from": "mqa, 1 of 6 heads",
-        "to": "mha, 6 of 6 heads",
+        "from": "mqa, 1 of 6 heads of 14",
+        "to": "mha, 6 of 6 heads of 14",
         "loss": 0.0,
         "learning_rate": None,
         "ridge": None,
@@ -121,8 +121,8 @@ def test_the_report_of_an_automatic_search():
     assert compare_predictions(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
     assert report["layers"][0] | {"loss": 0, "ridge": 0} == {
         "layer": 0,
-        "from": "mha, 6 of 6 heads",
-        "to": "gqa, 2 of 6 heads",
+        "from": "mha, 6 of 6 heads of 14",
+        "to": "gqa, 2 of 6 heads of 14",
         "loss": 0,
         "learning_rate": None,
         "ridge": 0,
@@ -143,17 +143,6 @@ def test_settings_are_tried_without_gradient_steps():
     assert [setting["refine"] for setting in settings] == [1, 0, 2]
 
 
-def test_the_search_for_mla_tries_weights():
-    """The search to MLA tries all weights of the keys; the sizes that were given stay."""
-    model = random_model("gqa")
-    _, report = convert_model(
-        model, target(model, "mla", **MLA), CALIBRATION[:3], selection=CALIBRATION[3:], method="auto"
-    )
-    tried = [dict(part.split("=") for part in candidate["name"].split()) for candidate in report["candidates"]]
-    assert [t["alpha"] for t in tried] == ["1.0", "0.3"] and report["setting"]["refit"]
-    assert report["layers"][1]["to"] == "mla, 20 + 8"
-
-
 def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():
     """For a target of GQA and MLA both searches run, and the result has the least KL of all candidates."""
     model = random_model("mha")
@@ -161,6 +150,7 @@ def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():
     other, report = convert_model(model, both, CALIBRATION, method="auto", refine=0)
     kls = [candidate["kl"] for candidate in report["candidates"]]
     assert len(kls) == 5 + 1  # the best of the first is not tried again
+    assert {candidate["name"].split("alpha=")[1][:3] for candidate in report["candidates"]} == {"1.0", "0.3"}
     assert compare_predictions(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
     assert [layer.attention_kind for layer in other.config.per_layer_config] == ["mla", "gqa", "gqa"]
 
@@ -192,7 +182,7 @@ def test_every_method_works_with_and_without_text(method, fields):
 
 
 def test_the_same_seed_converts_alike():
-    """Equal arguments give equal bits."""
+    """Equal arguments give equal bits, and random draws other numbers in each layer."""
     model = random_model("mha")
     for kind, sizes in (("gqa", {"num_key_value_heads": 2}), ("mla", MLA)):
         states = [
@@ -200,11 +190,6 @@ def test_the_same_seed_converts_alike():
             for _ in range(2)
         ]
         assert same_state(*(other.state_dict() for other in states))
-
-
-def test_random_heads_differ_by_layer():
-    """random draws other numbers in each layer."""
-    model = random_model("mha")
     other, _ = convert_model(model, target(model, "mqa"), method="random")
     drawn = [grouped(other, index).k for index in range(3)]
     assert not any(torch.equal(drawn[a], drawn[b]) for a, b in ((0, 1), (0, 2), (1, 2)))
@@ -221,9 +206,7 @@ REFUSED = {
     ),
     "refit": (make_config("mqa"), {"refit": True}, "refit needs calibration text"),
     "hidden-size": (make_config("mqa", hidden_size=60), {}, "the target's hidden_size=60 differs from the source's 66"),
-    "vocabulary": (make_config("mqa", vocab_size=99), {}, "vocab_size=99 differs from the source's 101"),
     "tied": (make_config("mqa", tie_word_embeddings=True), {}, "tie_word_embeddings=True differs"),
-    "epsilon": (make_config("mqa", rms_norm_eps=1e-3), {}, "rms_norm_eps=0.001 differs from the source's 1e-06"),
     "rope": (
         make_config("mqa", rope_parameters={"rope_type": "default", "rope_theta": 7.0}),
         {},
@@ -237,7 +220,6 @@ REFUSED = {
         "layer 0: the target's head_dim=20 differs from the source's 14",
     ),
     "qk-norm": (make_config("mqa", qk_norm=True), {}, "layer 0: the target's qk_norm=True differs"),
-    "mlp": (make_config("mqa", intermediate_size=70), {}, "layer 0: the target's intermediate_size=70 differs"),
     "latent-sizes": (
         make_config("mla", qk_nope_head_dim=10, latent_norm=False),
         {},
@@ -254,13 +236,6 @@ def test_what_cannot_be_converted_is_refused(name):
     with pytest.raises(UserError, match=message) as error:
         convert_model(make_model("gqa"), config, **arguments)
     assert "\n" not in str(error.value)
-
-
-def test_a_latent_norm_is_refused():
-    """MLA with a latent norm is refused, since it is not linear."""
-    model = make_model("mla")
-    with pytest.raises(UserError, match=r"layer 0 is MLA with an RMSNorm on its latent \(latent_norm=True\)"):
-        convert_model(model, target(model, "mha"))
 
 
 # -- output projections fitted to the source's outputs
@@ -318,16 +293,15 @@ def test_layers_are_fitted_on_what_the_converted_ones_before_give(kind, sizes, f
     assert (missed - x @ found.T).square().mean() < missed.square().mean()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_refitting_and_refining_come_nearer_on_their_text(seed):
+def test_refitting_and_refining_come_nearer_on_their_text():
     """Each lowers the first layer's error on its text, whatever the padding, both the KL; the mode stays."""
-    model = random_model("mha", seed, attention_dropout=0.3, **BIASES)
-    text = [make_batch(12, 15, padding="left", seed=20 * seed + i) for i in range(12)]
-    text += [make_batch(24, 9, seed=20 * seed + i) for i in range(12, 18)]
-    model.train(seed == 0)  # dropout must play no part
-    ways: list[dict[str, Any]] = [{"refit": False}, {"refine": 0}, {"refine": 30}]
+    model = random_model("mha", attention_dropout=0.3, **BIASES)
+    text = [make_batch(12, 15, padding="left", seed=i) for i in range(12)]
+    text += [make_batch(24, 9, seed=i) for i in range(12, 18)]
+    model.train()  # dropout must play no part
+    ways: list[dict[str, Any]] = [{"refit": False}, {"refine": 0}, {"refine": 10}]
     found = [convert_model(model, target(model, "mqa"), text, method="procrustes", **way)[0] for way in ways]
-    assert all(other.training == model.training == (seed == 0) for other in found)
+    assert all(other.training for other in (model, *found))
     for each in (model, *found):
         each.eval()
     errors = torch.zeros(3)
@@ -343,45 +317,21 @@ def test_refitting_and_refining_come_nearer_on_their_text(seed):
     assert max(kls[1:]) < kls[0]
 
 
-def test_text_to_choose_by_is_bounded(monkeypatch):
-    """The part of the text for choosing has at most SELECTION_TOKENS tokens."""
-    monkeypatch.setitem(hold_out.__globals__, "SELECTION_TOKENS", 100)
-    batches = [{"input_ids": torch.full((2, 24), i)} for i in range(16)]
-    calibration, selection = hold_out(batches)
-    assert [*calibration, *selection] == batches and len(selection) == 2
-
-
 def test_longrope_is_refused_where_layers_would_rotate_differently():
-    """longrope is refused where layers would need frequencies of their own, and else converted."""
-    rope = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 7, "long_factor": [1.0] * 7}
-    rope |= {"original_max_position_embeddings": 16, "rope_theta": 500.0}
+    """Where layers would need frequencies of their own; else it is converted, and exactly with room for all planes."""
+    rope = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]}
+    rope |= {"long_factor": [2.0] * 7, "original_max_position_embeddings": 16, "rope_theta": 500.0}
     model = random_model("gqa", rope_parameters=rope)
     with pytest.raises(UserError, match="'longrope' lists a factor per rotary dimension"):
         convert_model(model, target(model, "mla", **MLA))
     with pytest.raises(UserError, match="a budget makes layers differ"):
         allocate(model, "gqa", 9999, CALIBRATION)
     convert_model(model, target(model, "mqa"))
-
-
-def test_longrope_to_mla_with_room_for_all_planes_is_exact():
-    """With room for all planes longrope converts to MLA exactly."""
-    rope = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]}
-    rope |= {"long_factor": [2.0] * 7, "original_max_position_embeddings": 16, "rope_theta": 500.0}
-    model = random_model("gqa", rope_parameters=rope)
-    layer = model.config.per_layer_config[0]
-    size = layer.num_key_value_heads * layer.head_dim
-    converted, _ = convert_model(model, target(model, "mla", kv_lora_rank=size, qk_rope_head_dim=size))
+    converted, _ = convert_model(model, target(model, "mla", kv_lora_rank=28, qk_rope_head_dim=28))
     assert distance(logits(converted), logits(model)) < 1e-5
 
 
-def test_offloaded_weights_are_refused():
-    """A model on the meta device is refused."""
-    model = random_model("gqa").to("meta")
-    with pytest.raises(UserError, match="not in memory"):
-        convert_model(model, target(model, "mqa"))
-
-
-@pytest.mark.parametrize("projection", ["q_proj", "k_proj", "v_proj", "o_proj"])
+@pytest.mark.parametrize("projection", ["k_proj", "o_proj"])
 @pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mla", MLA)], ids=["mqa", "mla"])
 def test_a_layer_of_zeros_is_named(kind, sizes, projection):
     """As pruned models have, and grown ones whose new layers do nothing yet."""

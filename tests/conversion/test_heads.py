@@ -128,6 +128,13 @@ def test_the_loss_of_lowrank_is_the_error_measured_and_the_eigenvalues_dropped(n
             groups = torch.arange(heads).view(number, -1).tolist()
             # The metric's root is damped before it is inverted, which costs less than 1e-3.
             assert dropped_eigenvalues(before, groups, x, rotation) == pytest.approx(loss, rel=1e-3)
+    for method in ("mean", "first"):
+        other, baseline = fewer(model, number, method)
+        loss = baseline["layers"][0]["loss"]
+        before, x = grouped(model, 0), layer_inputs(model, CALIBRATION)[0]
+        rotation = mean_rotation(before, [rows[0] for rows in x.view(4, 6, 24, -1)])
+        assert measured_loss(before, grouped(other, 0), x, rotation, output_bias) == pytest.approx(loss, rel=1e-4)
+        assert loss > report["layers"][0]["loss"]
 
 
 def test_no_other_subspace_of_values_loses_less():
@@ -154,18 +161,6 @@ def test_no_other_subspace_of_values_loses_less():
             assert loss(found + step * other_way) > least * (1 + 1e-9)
 
 
-def test_the_output_bias_takes_up_the_values_mean():
-    """On average over tokens that attend to all tokens alike nothing is lost."""
-    model = random_model("mha", attention_bias=True).double()
-    other, _ = fewer(model, 2, "lowrank")
-    x = layer_inputs(model, CALIBRATION)[1]
-    outputs = [
-        torch.einsum("hd,hed->e", layer.heads(x, "v").mean(1)[layer.shared], layer.o) + layer.o_bias
-        for layer in (grouped(model, 1), grouped(other, 1))
-    ]
-    assert distance(outputs[1], outputs[0]) < 1e-5
-
-
 # -- copies of heads, up to what can be changed freely
 
 
@@ -187,8 +182,8 @@ def worst(model, other) -> float:
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"attention_bias": True}, {"rope_parameters": PARTIAL, **BIASES}, {"initializer_range": 0.05}],
-    ids=["plain", "biases", "partial", "small"],
+    [{"attention_bias": True}, {"rope_parameters": PARTIAL, **BIASES}, {"initializer_range": 0.05}],
+    ids=["biases", "partial", "small"],
 )
 def test_copies_in_any_gauge_merge_without_loss(fields):
     """Heads that are copies of each other, each in a gauge of its own, merge exactly by lowrank and not by the mean."""
@@ -196,16 +191,11 @@ def test_copies_in_any_gauge_merge_without_loss(fields):
     other, report = fewer(many, 2, "lowrank")
     assert all(abs(layer["loss"]) < 1e-9 for layer in report["layers"])
     assert worst(model, other) < 1e-7
+    blind, _ = convert_model(many, target_config(many.config, "gqa", num_key_value_heads=2))
+    assert worst(model, blind) < 1e-7
     for method in ("mean", "first"):
         baseline, report = fewer(many, 2, method)
         assert worst(model, baseline) > 0.05 and all(layer["loss"] > 1e-4 for layer in report["layers"])
-
-
-def test_without_data_copies_merge_without_loss_too():
-    """Copies merge exactly when the weights alone decide."""
-    model, many = copies("gqa", attention_bias=True)
-    other, _ = convert_model(many, target_config(many.config, "gqa", num_key_value_heads=2), method="lowrank")
-    assert worst(model, other) < 1e-7
 
 
 def rotations(layer, seed: int):
@@ -282,20 +272,6 @@ def test_baselines_change_keys_and_values_alone(method):
     assert torch.equal(states[0], states[1]) and torch.equal(states[0], states[2]) == (method != "random")
 
 
-@pytest.mark.parametrize("method", ["mean", "first"])
-def test_the_loss_of_baselines_is_the_error_measured(method):
-    """The losses of mean and first equal the measured error, and lowrank loses less."""
-    model = random_model("mha", output_bias=True).double()
-    other, report = fewer(model, 2, method)
-    better = fewer(model, 2, "lowrank")[1]["layers"]
-    for index, x in enumerate(layer_inputs(model, CALIBRATION)):
-        before, after = grouped(model, index), grouped(other, index)
-        rotation = mean_rotation(before, [rows[0] for rows in x.view(4, 6, 24, -1)])
-        loss = report["layers"][index]["loss"]
-        assert measured_loss(before, after, x, rotation, True) == pytest.approx(loss, rel=1e-4)
-        assert loss > better[index]["loss"]
-
-
 def test_procrustes_turns_heads_towards_their_mean():
     """procrustes turns by orthogonal matrices and phases, after which heads are nearer to their mean."""
     model = random_model("mha", seed=5, attention_bias=True).double()
@@ -339,24 +315,16 @@ def test_norms_on_heads_are_balanced_only_for_turning(method):
                 assert torch.equal(after, before)
 
 
-@pytest.mark.parametrize("method", ["lowrank", "procrustes", "mean", "first"])
-def test_equal_heads_with_norms_merge_without_loss(method):
-    """Equal heads behind an RMSNorm merge exactly by every method."""
+def test_equal_heads_with_norms_merge_without_loss():
+    """By every method; by lowrank also where they are turned, since a plane's phase is free where its two norm weights
+    are equal, and values are as free as ever."""
     model = random_model("gqa", qk_norm=True).double()
     for layer in model.model.layers:
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             norm.weight.data[7:] = norm.weight.data[:7]
     many, _ = convert_model(model, target_config(model.config, "mha"))
-    assert worst(model, fewer(many, 2, method)[0]) < 1e-6
-
-
-def test_phases_of_heads_with_norms_are_undone():
-    """Where a plane's two norm weights are equal its phase is free, and values are as free as ever."""
-    model = random_model("gqa", qk_norm=True).double()
-    for layer in model.model.layers:
-        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
-            norm.weight.data[7:] = norm.weight.data[:7]
-    many, _ = convert_model(model, target_config(model.config, "mha"))
+    for method in ("lowrank", "procrustes", "mean", "first"):
+        assert worst(model, fewer(many, 2, method)[0]) < 1e-6
     for index in range(3):
         layer = grouped(many, index)
         planes, values, rest = random_gauge(layer, index)
@@ -378,12 +346,11 @@ def shuffled(model, order: list[int]):
 
 
 @pytest.mark.parametrize("exact_sets", [500, 0], ids=["whole-groups", "pairs"])
-@pytest.mark.parametrize("order", [[0, 4, 2, 5, 1, 3], [5, 0, 3, 1, 4, 2]], ids=str)
-def test_planted_groups_are_found(order, exact_sets, monkeypatch):
+def test_planted_groups_are_found(exact_sets, monkeypatch):
     """Copies in shuffled order are found and merge exactly; merging neighbours does not."""
     monkeypatch.setattr("modeling_gqa.conversion.layers.grouping.EXACT_SETS", exact_sets)
     model, many = copies("gqa", seed=6, attention_bias=True)
-    many = shuffled(many, order)
+    many = shuffled(many, [5, 0, 3, 1, 4, 2])
     assert worst(model, many) < 1e-9
     other, report = fewer(many, 2, "lowrank", regroup=True)
     assert worst(model, other) < 1e-7 and all(abs(layer["loss"]) < 1e-9 for layer in report["layers"])

@@ -28,13 +28,13 @@ from attention_oracle import (
 )
 from small_models import make_batch
 from transformers import DynamicCache, StaticCache
-from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from modeling_gqa import GQAForCausalLM
+from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.conversion import convert_model, target_config
 from modeling_gqa.conversion.layers.heads import read_heads
-from modeling_gqa.conversion.layers.latent import GAINS, divided, to_latent
+from modeling_gqa.conversion.layers.latent import to_latent
 from modeling_gqa.conversion.layers.moments import compute_moments
+from modeling_gqa.conversion.targets import divided
 
 pytestmark = pytest.mark.usefixtures("one_layer_alone")
 
@@ -67,17 +67,20 @@ def components(layer, x: torch.Tensor, rotation: torch.Tensor, number: int):
     return projections, sorted(i for _, i, _ in found[:number]), sum(gain for gain, *_ in found[number:])
 
 
-LOSSY = {
+LOSSY: dict[str, tuple[str, dict[str, Any], int, int]] = {
     "gqa": ("gqa", {}, 20, 10),
-    "mha-biases": ("mha", {"attention_bias": True}, 30, 18),
     "gqa-qwen2-biases-yarn": ("gqa", {**BIASES, "rope_parameters": YARN}, 26, 6),
     "gqa-partial": ("gqa", {"rope_parameters": PARTIAL}, 23, 8),
+    "mha-biases-norms": ("mha", {"attention_bias": True, "qk_norm": True}, 30, 18),
+    "gqa-partial-qwen2-biases-norms": ("gqa", {**BIASES, "qk_norm": True, "rope_parameters": PARTIAL}, 23, 8),
 }
 
 
 @pytest.mark.parametrize("name", LOSSY)
+@torch.no_grad()
 def test_the_loss_is_the_error_measured(name):
-    """Rotary key, turned queries, latent, output bias and loss follow their formulas, from weights and text alone."""
+    """Rotary key, turned queries, latent, output bias and loss follow their formulas, from queries, keys and values of
+    the text: as the layer makes them, or behind their norms."""
     model_name, fields, rank, size = LOSSY[name]
     model = random_model(model_name, **fields).double()
     other, report = to_mla(model, rank, size)
@@ -85,7 +88,7 @@ def test_the_loss_is_the_error_measured(name):
         layer = grouped(model, index)
         rotary = model.model.rotary_emb[model.model.rotary_sizes[index]]
         layer.omega = rotary.original_inv_freq.double()  # YaRN's are not the oracle's
-        gain, n = rotary.attention_scaling**2, layer.planes
+        gain = rotary.attention_scaling**2
         turned = mean_rotation(layer, [rows[0] for rows in x.view(4, 6, 24, -1)])
         if name == "gqa-qwen2-biases-yarn":  # the oracle's attention knows no YaRN
             assert gain != 1.0
@@ -94,42 +97,43 @@ def test_the_loss_is_the_error_measured(name):
         loss *= gain**2  # which YaRN scales a score by
         attention, sizes = other.model.layers[index].self_attn, other.config.per_layer_config[index]
         assert sorted(sizes.rope_frequency_indices) == kept and sizes.qk_nope_head_dim == 14
-        query = attention.q_proj.weight.detach().view(6, 14 + size, 66)
-        down, up = attention.kv_a_proj_with_mqa.weight.detach(), attention.kv_b_proj.weight.detach().view(6, 28, rank)
+        query, key, value = (layer.heads(x, part) for part in "qkv")  # (H, T, D), (G, T, D)
+        if layer.k_norm is None:
+            made_q = attention.q_proj(x).view(len(x), 6, -1).movedim(0, 2)  # (H, N + P, T)
+            made = attention.kv_a_proj_with_mqa(x).T  # (R + P, T)
+        else:
+            maps = attention.q_head_proj.weight.view(6, 14 + size, 14)
+            made_q = torch.einsum("hod,htd->hot", maps, query)
+            made = (torch.cat((*key, *value), dim=1) @ attention.kv_a_proj_with_mqa.weight.T).T
+        up = attention.kv_b_proj.weight.view(6, 28, rank)
 
-        # A query sees of its head's rotary planes what their projection leaves.
-        q, k = layer.complex_planes(layer.q), layer.complex_planes(layer.k)  # (H, n, E), (G, n, E)
-        q_rope = torch.complex(query[:, 14 : 14 + size // 2], query[:, 14 + size // 2 :])  # (H, P / 2, E)
-        k_rope = torch.complex(down[rank : rank + size // 2], down[rank + size // 2 :])
+        # What a rotary query and key give is what the projection leaves of their planes.
+        zq, zk = layer.complex_planes(query.mT), layer.complex_planes(key.mT)  # (heads, n, T)
+        half = size // 2
+        q_rope, k_rope = (torch.complex(r[..., :half, :], r[..., half:, :]) for r in (made_q[:, 14:], made[rank:]))
         frequencies = torch.tensor(sizes.rope_frequency_indices)
-        restored = torch.einsum("nab,bne->ane", projections, k)
-        for i in range(n):
-            ours = torch.einsum("hcx,cy->hxy", q_rope[:, frequencies == i].conj(), k_rope[frequencies == i])
-            assert (ours - torch.einsum("hx,hy->hxy", q[:, i].conj(), restored[layer.shared, i])).abs().max() < 1e-5
+        restored = torch.einsum("nab,bnt->ant", projections, zk)
+        for i in range(layer.planes):
+            ours = torch.einsum("hct,cs->hts", q_rope[:, frequencies == i].conj(), k_rope[frequencies == i])
+            expected = torch.einsum("ht,hs->hts", zq[:, i].conj(), restored[layer.shared, i])
+            assert (ours - expected).abs().max() < 1e-4
 
         # The rest is read unrotated, by queries that are turned as far as keys are on average.
-        z = layer.complex_planes(query[:, :14])
-        assert distance(z, turned[:, None] * gain * q) < 1e-9
-        assert torch.allclose(query[:, 2 * n : 14], layer.q[:, 2 * n :])
-        left = k - restored
-        left = torch.cat((left.real, left.imag, layer.k[:, 2 * n :]), dim=1)  # (G, D, E)
-        q_nope = torch.einsum("hde,te->htd", query[:, :14], x)
-        if attention.q_proj.bias is not None:
-            q_nope = q_nope + attention.q_proj.bias.detach().view(6, -1)[:, None, :14]
+        assert distance(layer.complex_planes(made_q[:, :14]), turned[:, None] * gain * zq) < 1e-6
+        left = zk - restored
+        left = torch.cat((left.real, left.imag, key.mT[:, 2 * layer.planes :]), dim=1)  # (G, D, T)
         _, value_metric, _ = metrics(layer, x)
         for h, g in enumerate(layer.shared):
-            t = (value_metric[h] * covariance(layer.heads(x, "v")[g])).sum()
-            metric = t / 14 * covariance(q_nope[h], centered=False)
-            latent = x @ down[:rank].T
-            loss += (covariance(x @ left[g].T - latent @ up[h, :14].T) * metric).sum().item()
-            loss += (covariance(x @ layer.v[g].T - latent @ up[h, 14:].T) * value_metric[h]).sum().item()
+            t = (value_metric[h] * covariance(value[g])).sum()
+            metric = t / 14 * covariance(made_q[h, :14].T, centered=False)
+            loss += (covariance((left[g] - up[h, :14] @ made[:rank]).T) * metric).sum().item()
+            loss += (covariance((value[g].T - up[h, 14:] @ made[:rank]).T) * value_metric[h]).sum().item()
         assert loss == pytest.approx(report["layers"][index]["loss"], rel=1e-4)
 
         # What is lost of the values' mean stands in the output's bias.
-        outputs = [torch.einsum("hd,hed->e", layer.heads(x, "v").mean(1)[layer.shared], layer.o) + layer.o_bias]
-        value = torch.einsum("hvr,r->hv", up[:, 14:], (x @ down[:rank].T).mean(0))
-        outputs.append(attention.o_proj(value.flatten()).detach())
-        assert distance(outputs[1], outputs[0]) < 1e-5
+        whole = torch.einsum("hd,hed->e", value.mean(1)[layer.shared], layer.o) + layer.o_bias
+        brought = torch.einsum("hvr,r->hv", up[:, 14:], made[:rank].mean(1))
+        assert distance(attention.o_proj(brought.flatten()), whole) < 1e-5
 
 
 def smallest_loss(layer, x: torch.Tensor, turned: torch.Tensor, rank: int, size: int) -> float:
@@ -161,55 +165,44 @@ def test_the_loss_of_a_size_is_its_dropped_eigenvalues():
         heads, statistics = read_heads(model, index), collected(model, CALIBRATION)[index]
         statistics = replace(statistics, second=covariance(x, centered=False), mean=x.mean(0))
         for size in (2, 8, 24):
-            _, _, loss = to_latent(heads, compute_moments(heads, statistics), 32 - size, size, gain="mean")
+            _, _, loss = to_latent(heads, compute_moments(heads, statistics), 32 - size, size)
             assert loss == pytest.approx(smallest_loss(layer, x, turned, 32 - size, size), rel=1e-2)
 
 
 def test_how_a_cache_is_divided():
     """P is a fifth of R + P, and a twentieth more for each halving of the source's cache, and even."""
+    sizes: dict[str, Any] = {"hidden_size": 576, "num_attention_heads": 9, "head_dim": 64, "num_hidden_layers": 1}
+    layer = GQAConfig(**sizes, num_key_value_heads=3).per_layer_config[0]
     for total, expected in ((384, 76), (192, 48), (96, 28), (48, 16), (4, 2), (3, 2)):
-        assert divided(total, 32, 3, 64, 576) == (total - expected, expected)
-    assert divided(96, 32, 3, 64, 576, factor=0.5) == (82, 14)
-    assert divided(96, 2, 3, 64, 576) == (84, 12)  # no more planes than there are
-    assert divided(1000, 32, 9, 64, 576) == (576, 424)  # no more than there is to hold
+        assert divided(total, layer) == (total - expected, expected)
+    assert divided(96, layer, factor=0.5) == (82, 14)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.0625}
+    few = GQAConfig(**sizes, num_key_value_heads=3, rope_parameters=rope).per_layer_config[0]
+    assert divided(96, few) == (84, 12)  # no more planes than there are
+    many = GQAConfig(**sizes, num_key_value_heads=9).per_layer_config[0]
+    assert divided(1000, many) == (576, 424)  # no more than there is to hold
 
 
-@pytest.mark.parametrize("method", ["lowrank", "auto"])
-def test_converted_with_a_shared_cache(method):
+@pytest.mark.parametrize(("method", "norms"), [("lowrank", True), ("auto", False)])
+def test_converted_with_a_divided_cache(method, norms):
     """R and P chosen layer by layer sum to the given cache, in the configuration and in the cache itself."""
-    model = random_model("mha", attention_bias=True)
-    for layers in (None, [0, 2]):
-        target = target_config(model.config, "mla", cache_size=30, layers=layers)
-        other, report = convert_model(model, target, CALIBRATION, method=method, share_cache=True)
-        changed = [other.config.per_layer_config[index] for index in layers or range(3)]
-        sizes = [(layer.kv_lora_rank, layer.qk_rope_head_dim) for layer in changed]
-        assert all(sum(pair) == 30 for pair in sizes)
-        assert report["setting"]["share_cache"]
-        cached = other(CALIBRATION[0]["input_ids"], use_cache=True).past_key_values
-        layers_cached = [cached.layers[index] for index in layers or range(3)]
-        assert [layer.keys.shape[-1] + layer.values.shape[-1] for layer in layers_cached] == [30] * len(sizes)
-    _, report = convert_model(model, target, share_cache=True)
-    assert report["layers"][0]["to"] == "mla, 20 + 10"
+    model = random_model("mha", attention_bias=True, qk_norm=norms)
+    target = target_config(model.config, "mla", cache_size=30, layers=[0, 2])
+    other, report = convert_model(model, target, CALIBRATION, method=method, divide_cache=True)
+    changed = [other.config.per_layer_config[index] for index in (0, 2)]
+    assert all(layer.kv_lora_rank + layer.qk_rope_head_dim == 30 and layer.qk_norm == norms for layer in changed)
+    assert report["setting"]["share_cache"]
+    cached = other(CALIBRATION[0]["input_ids"], use_cache=True).past_key_values
+    assert [cached.layers[i].keys.shape[-1] + cached.layers[i].values.shape[-1] for i in (0, 2)] == [30, 30]
+    _, report = convert_model(model, target, divide_cache=True)
+    assert "R + P = 20 + 10" in report["layers"][0]["to"]
 
 
-def test_what_is_exact_is_not_shared_anew():
+def test_what_is_exact_is_not_divided_anew():
     """A target that is exact keeps its R and P."""
     model = random_model("mqa")
-    _, report = convert_model(model, target_config(model.config, "mla", cache_size=28), CALIBRATION, share_cache=True)
-    assert report["exact"] and {layer["to"] for layer in report["layers"]} == {"mla, 14 + 14"}
-
-
-def test_gains_turn_queries():
-    """Each gain multiplies the planes of unrotated queries by 1, the mean rotation, or each head's own."""
-    model = random_model("gqa", rope_parameters=PARTIAL).double()
-    heads, statistics = read_heads(model, 0), collected(model, CALIBRATION)[0]
-    moments = compute_moments(heads, statistics)
-    own = moments.rotation
-    for gain, expected in {"one": torch.ones_like(own), "mean": own.mean(0).expand_as(own), "head": own}.items():
-        state, _, _ = to_latent(heads, moments, 20, 4, gain)
-        z = grouped(model, 0).complex_planes(state["q_proj.weight"].view(6, 18, 66)[:, :14])
-        assert distance(z, expected[..., None] * grouped(model, 0).complex_planes(heads.q)) < 1e-9
-    assert set(GAINS) == {"one", "mean", "head"}
+    _, report = convert_model(model, target_config(model.config, "mla", cache_size=28), CALIBRATION, divide_cache=True)
+    assert report["exact"] and all("R + P = 14 + 14" in layer["to"] for layer in report["layers"])
 
 
 def test_more_room_loses_less():
@@ -231,8 +224,6 @@ def test_more_room_loses_less():
 # Frequencies of 1, 1e-5, 1e-10, ... so that next to nothing is lost with the rotation of all planes but the first.
 SLOW = {"rope_type": "default", "rope_theta": 1e35}
 UNROTATED = {
-    "plain": ("gqa", {"rope_parameters": SLOW}),
-    "biases": ("gqa", {"attention_bias": True, "rope_parameters": SLOW}),
     "qwen2-biases": ("gqa", {**BIASES, "rope_parameters": SLOW}),
     "partial-biases": ("gqa", {"attention_bias": True, "rope_parameters": {**SLOW, "partial_rotary_factor": 0.6}}),
     "yarn-biases": ("gqa", {**BIASES, "rope_parameters": {**YARN, "rope_theta": 1e35, "attention_factor": 1.4}}),
@@ -301,16 +292,4 @@ def test_a_converted_model_is_saved_and_loaded(name, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = GQAForCausalLM.from_pretrained(tmp_path)
     assert [layer.rope_frequency_indices for layer in loaded.config.per_layer_config] == indices
-    assert torch.equal(logits(loaded), logits(model))
-
-
-def test_a_converted_model_brings_its_code(tmp_path, monkeypatch):
-    """A saved conversion loads with the code in its own folder."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    model = converted("partial-one-layer")
-    model.save_pretrained(tmp_path / "model")
-    shipped = get_class_from_dynamic_module("modeling_gqa.GQAForCausalLM", tmp_path / "model")
-    assert shipped.__module__.startswith("transformers_modules")
-    loaded = shipped.from_pretrained(tmp_path / "model")
     assert torch.equal(logits(loaded), logits(model))

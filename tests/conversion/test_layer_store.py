@@ -13,9 +13,8 @@ from small_models import make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from modeling_gqa.conversion import UserError, search, sequential
-from modeling_gqa.conversion.command import job
-from modeling_gqa.conversion.command.job import Job
+from modeling_gqa.conversion import UserError, job, sequential
+from modeling_gqa.conversion.job import Job
 from modeling_gqa.conversion.layer_store import Kept, LayerFiles, kept_in
 from modeling_gqa.conversion.sequential import NewLayer, Setting
 
@@ -139,7 +138,7 @@ def test_after_the_last_layer_no_layer_is_converted_again(step, options, source,
     reached = counted(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(sequential, "streams", stop)
-        patch.setattr(search, "compare_predictions", stop)
+        patch.setattr("modeling_gqa.conversion.convert.compare_predictions", stop)
         convert(source, tmp_path / "one" / "out", **options)
     assert reached == []
     convert(source, tmp_path / "two" / "out", **options)

@@ -10,10 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.conversion import compare_predictions, convert_model, target_config
-from modeling_gqa.conversion.command import memory, sizing
-from modeling_gqa.conversion.command.job import LONGEST_BLOCK
-from modeling_gqa.conversion.command.memory import GIB, count_memory
+from modeling_gqa.conversion import compare_predictions, convert_model, job, target_config
+from modeling_gqa.conversion.job import GIB, LONGEST_BLOCK, count_memory
+from modeling_gqa.conversion.options import Goal, expected_target
 from modeling_gqa.costs import cache_bytes_per_token
 
 SIZES: dict[str, Any] = {
@@ -62,14 +61,14 @@ class Living(TorchDispatchMode):
 
 
 def options(**values) -> Any:
-    return SimpleNamespace(**{"budget": None, "layers": None, "shares_cache": False, **values})
+    return SimpleNamespace(**{"budget": None, "layers": None, "divides_cache": False, **values})
 
 
 def expected(config: GQAConfig, kind: str, **changes) -> GQAConfig:
     """The configuration by which the command counts a conversion with text."""
     target = target_config(config, kind, **changes)
-    shares = options(attention_kind=kind, shares_cache=kind == "mla")
-    return sizing.expected_target(shares, config, target, torch.bfloat16)
+    asked = options(attention_kind=kind, divides_cache=kind == "mla")
+    return expected_target(Goal(asked, target, exact=False), config, torch.bfloat16)
 
 
 @pytest.mark.parametrize("shape", [(4, 16), (8, 256)], ids=["few tokens", "many tokens"])
@@ -86,13 +85,13 @@ def test_what_lives_is_at_most_what_is_counted(changes, shape, monkeypatch):
     model = GQAForCausalLM(GQAConfig(**{**SIZES, **own})).bfloat16().eval()
     text = [{"input_ids": torch.randint(1000, shape)} for _ in range(2)]
     states = 2 * len(text) * text[0]["input_ids"].numel() * (2 * 256 + model.config.num_attention_heads * 16)
-    monkeypatch.setattr(memory, "IN_MEMORY", states)
+    monkeypatch.setattr(job, "IN_MEMORY", states)
     kind = changes.pop("attention_kind")
     count = count_memory(model.config, expected(model.config, kind, **changes), torch.bfloat16, *shape)
-    counted = count.peak - count.source - memory.PROGRAM
+    counted = count.peak - count.source - job.PROGRAM
     target = target_config(model.config, kind, **changes)
     with Living(model) as living:
-        converted, _ = convert_model(model, target, text, share_cache=kind == "mla", share_weights=True)
+        converted, _ = convert_model(model, target, text, divide_cache=kind == "mla", share_weights=True)
     attention = sum(x.nbytes for layer in converted.model.layers for x in layer.self_attn.parameters())
     # The text chooses R and P, so the count is of what it chose; an output bias may be new.
     chosen = count_memory(model.config, converted.config, torch.bfloat16, *shape)
@@ -109,24 +108,24 @@ def test_what_lives_is_at_most_what_is_counted(changes, shape, monkeypatch):
 
 def test_log_probabilities_are_counted(monkeypatch):
     """What is measured with a large vocabulary takes most there; two comparisons in turn take no more than one."""
-    monkeypatch.setattr(memory, "IN_MEMORY", 0)
+    monkeypatch.setattr(job, "IN_MEMORY", 0)
     sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 32768}
     model = GQAForCausalLM(GQAConfig(**sizes)).bfloat16().eval()
     text = [{"input_ids": torch.randint(1000, (1, 513))}]
     with Living(model) as living:
         compare_predictions(model, model, text)
     counted = count_memory(model.config, expected(model.config, "mqa"), torch.bfloat16, 1, 513)
-    assert 0.7 * (counted.peak - counted.source - memory.PROGRAM - counted.attention) < living.peak
-    assert living.peak < counted.peak - counted.source - memory.PROGRAM
+    assert 0.7 * (counted.peak - counted.source - job.PROGRAM - counted.attention) < living.peak
+    assert living.peak < counted.peak - counted.source - job.PROGRAM
 
 
 def test_sizes_chosen_later_are_guessed():
     """Under a budget the new attention is about that of equal shares, and gqa's is no larger than the source's."""
     config = GQAConfig(**SIZES)
     half = cache_bytes_per_token(config) // 2
-    guess = sizing.expected_target(options(attention_kind="mla", budget=half), config, None, torch.bfloat16)
+    guess = expected_target(Goal(options(attention_kind="mla", budget=half), None, False), config, torch.bfloat16)
     assert guess.per_layer_config[1].attention_kind == "mla" and cache_bytes_per_token(guess) == half
-    guess = sizing.expected_target(options(attention_kind="gqa", budget=half), config, None, torch.bfloat16)
+    guess = expected_target(Goal(options(attention_kind="gqa", budget=half), None, False), config, torch.bfloat16)
     assert guess.per_layer_config[1].num_key_value_heads < 8
 
 

@@ -21,9 +21,9 @@ from attention_oracle import (
 )
 from small_models import make_model
 
+from benchmarks.layerwise import collect
 from benchmarks.peers import assembled, mha2mla, plain_heads, plane_norms, rorope, transmla, unreduced
 from modeling_gqa.common.errors import UserError
-from modeling_gqa.conversion.streams import collect
 
 
 def causal(x: torch.Tensor, layer: Grouped, scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

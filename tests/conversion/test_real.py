@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.real import SMOLLM2, cache_folder
 from modeling_gqa.conversion import compare_predictions, convert_model, load_source, target_config
-from modeling_gqa.conversion.command.inspection import inspect_checkpoint
+from modeling_gqa.conversion.inspection import inspect_checkpoint
 from modeling_gqa.data.packing import read_batches
 
 FOLDER, TEXT = cache_folder() / SMOLLM2, cache_folder() / "text"
@@ -41,12 +41,12 @@ def test_inspect_knows_it():
 
 
 def test_layers_calibrated_in_order_and_fitted_lose_less():
-    """MLA at a quarter of the cache loses a quarter less than without the fit, with as few as 8,192 tokens."""
+    """MLA at a quarter of the cache in five layers loses a quarter less by the defaults than without steps and fits."""
     source = load_source(FOLDER).eval()
-    calibration, evaluation = batches("calibration", 8192), batches("test", 4096)
-    target = target_config(source.config, "mla", cache_size=96)
+    calibration, evaluation = batches("calibration", 4096), batches("test", 2048)
+    target = target_config(source.config, "mla", cache_size=96, layers=range(0, 30, 6))
     kls = []
     for options in ({"refit": False}, {}):
-        converted, _ = convert_model(source, target, calibration, share_cache=True, share_weights=True, **options)
+        converted, _ = convert_model(source, target, calibration, divide_cache=True, share_weights=True, **options)
         kls.append(compare_predictions(source, converted, evaluation)["kl"])
-    assert kls[1] < 0.75 * kls[0] and kls[1] < 1.0
+    assert kls[1] < 0.75 * kls[0], kls

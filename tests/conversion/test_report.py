@@ -8,9 +8,10 @@ import torch
 from huggingface_hub import metadata_load
 from small_models import make_batch, make_model
 
+from modeling_gqa.common.tables import runs
 from modeling_gqa.conversion import UserError, measuring
-from modeling_gqa.conversion.command.report import MUCH_KL, describe_layers, warning, write_card, write_report
 from modeling_gqa.conversion.measuring import compare_predictions, layer_errors, predicted_states
+from modeling_gqa.conversion.report import MUCH, MUCH_KL, UNMEASURED, warning, write_card, write_report
 
 
 def packed_batch(batch: int = 2, length: int = 13) -> dict[str, torch.Tensor]:
@@ -86,7 +87,6 @@ def test_measure_of_the_same_model_and_modes():
     model, other = make_model("gqa").train(), make_model("gqa")
     measured = compare_predictions(model, other, [packed_batch()])
     assert measured["kl"] == 0 and measured["top1_agreement"] == 1
-    assert measured["perplexity_before"] == measured["perplexity_after"]
     assert model.training and not other.training
 
 
@@ -98,16 +98,18 @@ def test_measure_refuses_what_says_nothing():
         compare_predictions(model, model, [lonely])
     broken = make_model("gqa")
     broken.lm_head.weight.data[7] = torch.inf
-    with pytest.raises(UserError, match=r"logits of the result are not finite in float32 .* damaged"):
-        compare_predictions(model, broken, [packed_batch()])
-    with pytest.raises(UserError, match=r"logits of the source are not finite in bfloat16 .* damaged"):
-        compare_predictions(broken.bfloat16(), model.bfloat16(), [packed_batch()])
-    with pytest.raises(UserError, match=r"of the source are not finite in float16 .*--dtype float32 or bfloat16"):
-        compare_predictions(broken.half(), model.half(), [packed_batch()])
+    for dtype, whose, remedy in (
+        ("float32", "result", "damaged"),
+        ("bfloat16", "source", "damaged"),
+        ("float16", "source", "--dtype float32 or bfloat16"),
+    ):
+        pair = [x.to(getattr(torch, dtype)) for x in ((model, broken) if whose == "result" else (broken, model))]
+        with pytest.raises(UserError, match=f"{whose}'s logits.* are not finite in {dtype}: .*{remedy}"):
+            compare_predictions(*pair, [packed_batch()])
     model.float()
     certain = make_model("gqa")
     certain.lm_head.weight.data *= 1e6
-    with pytest.raises(UserError, match="whose perplexity no number holds"):
+    with pytest.raises(UserError, match="result's logits, or the perplexity,"):
         compare_predictions(model, certain, [packed_batch()])
 
 
@@ -175,7 +177,7 @@ REPORT = {
         for i, rate in enumerate((None, 1e-4, 1e-3))
     ],
     "text": {"calibration_tokens": 999, "sequence_length": 64},
-    "serving": ["vLLM runs it on: a CPU."],
+    "serving": ["vLLM, layers 0-2: GPUs: none; CPU: yes."],
 }
 
 
@@ -194,10 +196,10 @@ def test_card_has_every_number_and_the_licence(tmp_path):
     assert 'tokenizer = AutoTokenizer.from_pretrained("small"' in card
     for text in ("1,008", "168", "123,456", "3.5000", "4.2500", "0.188", "75.00%", "4,321", "999", "0.0625", "lowrank"):
         assert text in card, text
-    assert "\n- vLLM runs it on: a CPU.\n" in card
-    assert "gradient steps in 2, the fit of the output projection in 3" in card
+    assert "\n- vLLM, layers 0-2: GPUs: none; CPU: yes.\n" in card
+    assert "gradient steps kept in 2 of 3 layers; output fits kept in 3 of 3 layers" in card
     assert "vLLM 0.32 caches the latent" in card and "transformers 5.17" in card
-    assert "a latent of 22 and a rotary key of 6, no latent norm" in card
+    assert "R + P = 22 + 6, no latent norm" in card
 
 
 def test_card_without_measurement_says_so(tmp_path):
@@ -208,7 +210,7 @@ def test_card_without_measurement_says_so(tmp_path):
     write_card(tmp_path, "small", written, make_model("mixed").config, broken_card)
     card = (tmp_path / "README.md").read_text()
     assert "AutoTokenizer" not in card
-    assert "Nothing was measured" in card and "perplexity" not in card
+    assert "nothing was measured" in card and "perplexity" not in card
     assert (
         "vLLM does not serve it, because its layers differ" in card
         and str(tmp_path) not in card
@@ -224,49 +226,19 @@ def test_report_is_strict_json(tmp_path):
         write_report(tmp_path, {"kl": float("nan")})
 
 
-def test_equal_layers_are_described_together():
-    """Neighbouring layers of equal attention are one entry."""
-    assert describe_layers(make_model("mha").config) == [("0-2", "mha, 6 query heads, 6 key/value heads of 14")]
-    assert [where for where, _ in describe_layers(make_model("mixed").config)] == ["0", "1", "2"]
-
-
-def report_of(kl: float | None, refine: int = 1, helped: bool = True, **command) -> dict:
-    options = {"attention_kind": "gqa", "budget": None, "refit": None, **command}
-    setting = {"refine": refine}
-    measured = {"kl": kl, "perplexity_before": 8.0, "perplexity_after": 9.5, "text": {}, "exact": False}
-    layers = [{"layer": 0, "learning_rate": 1e-4 if helped else None}]
-    return {**measured, "setting": setting, "layers": layers, "command": options}
-
-
-def test_a_warning_begins_beyond_its_bound():
-    """Up to MUCH_KL there is none; beyond it the numbers are named."""
-    assert warning(report_of(0.0)) is None and warning(report_of(MUCH_KL)) is None
-    said = warning(report_of(MUCH_KL * 1.01))
-    assert said is not None and said.startswith("the predictions changed much: KL 0.101 nats per token, more than 0.1")
-    assert "perplexity 8 became 9.5" in said and "modeling-gqa uptrain" in said and "\n" not in said
-
-
-def test_a_lossy_conversion_without_text_is_warned_of():
-    unmeasured = report_of(None) | {"text": None}
-    said = warning(unmeasured)
-    assert said is not None and "nothing was measured" in said and "--text" in said
-    assert warning(unmeasured | {"exact": True}) is None
+def test_equal_neighbours_are_one_entry():
+    assert runs("aab") == [("0-1", "a"), ("2", "b")] and runs([]) == []
 
 
 @pytest.mark.parametrize(
-    ("command", "named"),
+    ("changes", "said"),
     [
-        ({}, ["--budget", "--refine 4"]),
-        ({"budget": 900, "attention_kind": "mla"}, ["--refine 4"]),
-        ({"attention_kind": "mqa"}, ["--refine 4"]),
-        ({"helped": False}, ["--budget"]),
-        ({"refine": 4}, ["--budget"]),
-        ({"refine": 4, "refit": True}, ["--budget"]),
-        ({"refit": False}, ["--budget", "--refine 4", "--no-refit"]),
+        ({"kl": MUCH_KL}, None),
+        ({"kl": MUCH_KL * 1.01}, MUCH),
+        ({"kl": None, "text": None}, UNMEASURED),
+        ({"kl": None, "text": None, "exact": True}, None),
     ],
 )
-def test_a_warning_names_what_was_not_tried(command, named):
-    """Options that the command had are not proposed again, nor more gradient steps where one pass helped no layer."""
-    said = warning(report_of(1.0, **command))
-    assert said is not None and "--layers" in said
-    assert [option for option in ("--budget", "--refine 4", "--no-refit") if option in said] == named
+def test_a_warning_begins_beyond_its_bound(changes, said):
+    """Up to `MUCH_KL` there is none, and none of exact conversions."""
+    assert warning({**REPORT, **changes}) == said

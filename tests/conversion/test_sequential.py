@@ -10,6 +10,7 @@ from attention_oracle import CALIBRATION, LONG_CALIBRATION, distance, random_mod
 from small_models import make_batch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from benchmarks.layerwise import refit_outputs
 from modeling_gqa.conversion import (
     UserError,
     calibration,
@@ -18,9 +19,8 @@ from modeling_gqa.conversion import (
     sequential,
     target_config,
 )
-from modeling_gqa.conversion.fitting import fit, refit_outputs
+from modeling_gqa.conversion.fitting import Regression, fit
 from modeling_gqa.conversion.layers.moments import product
-from modeling_gqa.conversion.layers.refit import Regression
 from modeling_gqa.conversion.streams import FIRST_SHARE, first_tokens, held_out, streams
 
 MLA: dict[str, Any] = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
@@ -154,7 +154,7 @@ def test_the_error_on_held_out_documents_is_what_the_attention_leaves(kind, size
     for hook in hooks:
         hook.remove()
     with torch.no_grad(), streams(model, CALIBRATION) as text:
-        text.see(0)
+        text.collect(0)
         before = attention.o_proj.weight.clone()
         found = fit(text, 0, attention, refit=False)
         assert found == (pytest.approx(total / weights, rel=1e-5), None)

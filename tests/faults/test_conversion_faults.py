@@ -24,8 +24,7 @@ from small_models import make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from modeling_gqa.conversion import load_source, sequential
-from modeling_gqa.conversion.command import job
+from modeling_gqa.conversion import job, load_source, sequential
 from modeling_gqa_cli import main as command
 
 FORK = multiprocessing.get_context("fork")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from broken_runs import LAST, write_texts
 
-from modeling_gqa.conversion.command.job import Job
+from modeling_gqa.conversion.job import Job
 from training.uptrain import uptrain
 
 TELL_TALE, TOKEN = "telltale", "hf_verysecrettoken"

@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import pytest
 from models import VARIABLES
 
-from modeling_gqa.costs import kernels
-from modeling_gqa_vllm import model
+from modeling_gqa_vllm import kernels, model
 
 ROOT = Path(next(iter(importlib.util.find_spec("vllm").submodule_search_locations)))
 BACKENDS = ROOT / "v1" / "attention" / "backends"

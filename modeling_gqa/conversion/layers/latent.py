@@ -7,7 +7,6 @@ Shapes: E hidden size, H query heads, G key/value heads, D head size, n rotary p
 N unrotated key size, V value size, C = P / 2 complex rotary components.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,6 @@ from .heads import Heads, rotary_fields
 from .moments import DAMPING, Moments, square_root
 from .normed import add_norms
 
-# Names of the factors of `query_gain` that a search tries.
-GAINS = ("one", "mean", "head")
 # Weights of the keys' errors against the values' in the latent that a search tries; the first is the default.
 ALPHAS = (1.0, 0.3)
 
@@ -96,21 +93,8 @@ def unrotated_keys(heads: Heads, rotary: RotaryKey) -> torch.Tensor:
     return torch.cat((left.real, left.imag, heads.k[:, 2 * n :]), dim=1)
 
 
-def query_gain(moments: Moments, gain: str) -> torch.Tensor:
-    """Return the factor (H, n) of the queries of planes that are no longer rotated.
-
-    Args:
-        moments: of the layer.
-        gain: "one" for 1, "mean" for the mean rotation of all heads, "head" for each head's own mean rotation.
-    """
-    rotation = moments.rotation
-    if gain == "one":
-        return torch.ones_like(rotation)
-    return rotation.mean(0).expand_as(rotation) if gain == "mean" else rotation
-
-
 def to_latent(
-    heads: Heads, moments: Moments, rank: int, size: int, gain: str = "one", alpha: float = ALPHAS[0]
+    heads: Heads, moments: Moments, rank: int, size: int, alpha: float = ALPHAS[0]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], float]:
     """Convert a layer to MLA; for MQA with `rank` and `size` D that is exact.
 
@@ -119,48 +103,26 @@ def to_latent(
         moments: of the layer.
         rank: size R of the latent.
         size: size P of the rotary key.
-        gain: a name in `GAINS`; see `query_gain`.
         alpha: weight of the keys' errors against the values' in the latent.
 
     Returns:
         The parameters of a `LatentAttention`, the configuration fields of its layer, and the loss in the metric of the
         layer's output: what is no longer rotated, and keys and values outside the latent.
     """
-    rotary, turn = rotary_key(moments, size), query_turn(heads, moments, gain)
+    rotary, turn = rotary_key(moments, size), query_turn(heads, moments)
     keys = unrotated_keys(heads, rotary)
     latent, lost = shared_latent(heads, moments, keys, unrotated_metric(moments, turn, keys.shape[1]), rank, alpha)
     return *write_latent(heads, rotary, latent, turn), rotary.loss + lost
 
 
-def divided(
-    total: int, planes: int, key_heads: int, head_dim: int, largest: int, factor: float = 1.0
-) -> tuple[int, int]:
-    """Return the sizes R and P, of sum `total`, with which a layer as MLA was found to lose least.
-
-    P is a fifth of the total, and a twentieth more for each halving of the source's cache: a smaller cache takes more
-    from the latent than from the rotary key. The rule is from SmolLM2-135M.
-
-    Args:
-        total: R + P, numbers cached per token.
-        planes: rotary planes of a head.
-        key_heads: number of key/value heads.
-        head_dim: size D of a head.
-        largest: R that holds all that there is, the size of what the latent is made of.
-        factor: of P.
-    """
-    share = factor * (0.2 + 0.05 * math.log2(max(2 * key_heads * head_dim / total, 1)))
-    most = min(2 * planes * key_heads, (total - 1) // 2 * 2)
-    size = min(max(2 * round(share * total / 2), 2, -(-(total - largest) // 2) * 2), most)
-    return total - size, size
-
-
-def query_turn(heads: Heads, moments: Moments, gain: str) -> torch.Tensor:
-    """Return what the query of an unrotated key is multiplied by, (H, D, D).
+def query_turn(heads: Heads, moments: Moments) -> torch.Tensor:
+    """Return what the query of an unrotated key is multiplied by, (H, D, D): the mean rotation of all heads.
 
     It includes rotary_scaling squared: rotation scales a query and a key by it, and what is no longer rotated must not
     lose that.
     """
-    return _real_matrix(query_gain(moments, gain) * heads.rotary_scaling**2, heads.k.shape[1])
+    mean = moments.rotation.mean(0).expand_as(moments.rotation)  # (H, n)
+    return _real_matrix(mean * heads.rotary_scaling**2, heads.k.shape[1])
 
 
 def unrotated_metric(moments: Moments, turn: torch.Tensor, nope: int) -> torch.Tensor:

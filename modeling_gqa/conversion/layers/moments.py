@@ -31,7 +31,6 @@ class Statistics:
         lags: (H, S) each head's attention by distance in tokens; a row sums to 1.
         length: tokens of the longest row.
         window: number of tokens that a token attends to; `None` for all before it.
-        root: (E, E) square root of the covariance; `None` where it was not asked for, since it takes the longest.
         normed: of a layer with qk_norm the same for its normed keys and its values, 2 G D numbers in place of E.
         queries: (H, D, D) mean of q q^T over the tokens, for queries that are no linear function of x.
     """
@@ -41,7 +40,6 @@ class Statistics:
     lags: torch.Tensor
     length: int
     window: int | None = None
-    root: torch.Tensor | None = None
     normed: "Statistics | None" = None
     queries: torch.Tensor | None = None
 
@@ -49,20 +47,11 @@ class Statistics:
         """Return the covariance (E, E) and mean (E,) of the input that a conversion should assume.
 
         Args:
-            name: "full": as seen. "root": the square root of the covariance, in which rare directions weigh more.
-                "identity": uncorrelated inputs of mean zero, in which all directions weigh the same.
+            name: "full" for what was seen; "identity" for uncorrelated inputs of mean zero.
         """
         if name == "identity":
             return torch.eye(len(self.mean), dtype=torch.float64, device=self.mean.device), torch.zeros_like(self.mean)
-        if name == "full":
-            return self.covariance, self.mean
-        if self.root is None:
-            raise ValueError("these statistics were collected without the root")
-        return self.root, self.mean / self.mean.norm().sqrt().clamp(min=1e-12)
-
-    @property
-    def covariance(self) -> torch.Tensor:
-        return self.second - torch.outer(self.mean, self.mean)
+        return self.second - torch.outer(self.mean, self.mean), self.mean
 
 
 def windows(config: GQAConfig) -> list[int | None]:
@@ -84,7 +73,7 @@ def without_data(hidden: int, heads: int, length: int, device: torch.device, win
     """Return the statistics of unknown inputs: uncorrelated, of mean zero, with attention spread over all lags."""
     second = torch.eye(hidden, dtype=torch.float64, device=device)
     lags = causal_lags(length, window).to(device).expand(heads, -1)
-    return Statistics(second, second.new_zeros(hidden), lags, length, window, root=second)
+    return Statistics(second, second.new_zeros(hidden), lags, length, window)
 
 
 def causal_lags(length: int, window: int | None) -> torch.Tensor:

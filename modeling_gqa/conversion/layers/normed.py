@@ -14,7 +14,7 @@ import torch
 
 from ...attention import GroupedAttention
 from .heads import Heads, norm_rows
-from .moments import Moments, Statistics, compute_moments, product, square_root
+from .moments import Moments, Statistics, compute_moments, product
 
 
 class NormedSums:
@@ -45,15 +45,13 @@ class NormedSums:
         self.total += (root * y).sum(0, dtype=torch.float64)
         self.queries += product(query, query, rows.dtype)
 
-    def statistics(self, of_input: Statistics, weight: float, root: bool) -> Statistics:
+    def statistics(self, of_input: Statistics, weight: float) -> Statistics:
         """Return the statistics of y, with the lags and lengths of those `of_input`.
 
-        `weight` is what all tokens count together; `root` as for `collect`.
+        `weight` is what all tokens count together.
         """
-        seen = replace(
-            of_input, second=self.second / weight, mean=self.total / weight, queries=self.queries / weight, root=None
-        )
-        return replace(seen, root=square_root(seen.covariance)) if root else seen
+        means = (total / weight for total in (self.second, self.total, self.queries))
+        return replace(of_input, **dict(zip(("second", "mean", "queries"), means, strict=True)))
 
 
 def latent_source(heads: Heads, statistics: Statistics, metric: str = "full") -> tuple[Heads, Moments]:
@@ -115,7 +113,6 @@ def assumed(heads: Heads, statistics: Statistics, metric: str) -> Statistics:
         second=rows @ covariance @ rows.T + torch.outer(y_mean, y_mean),
         mean=y_mean,
         queries=query @ covariance @ query.mT + query_mean[:, :, None] * query_mean[:, None, :],
-        root=None,
         normed=None,
     )
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from ...common.pictures import kind_of
-from ...costs import Model, cache_bytes_per_token, count_parameters, training_flops
+from ...costs import CostedModel, cache_bytes_per_token, count_parameters, training_flops
 from ...costs.speeds import Speed
 from ...data.blocks import load_blocks
 from ..folder.listing import read_object
@@ -139,7 +138,7 @@ def outcome_of(comparison: Comparison, ended: Mapping[str, float], speeds: Mappi
     entries = [
         Entry(
             name=candidate.name,
-            kind=kind_of(Model(candidate.config)),
+            kind=CostedModel(candidate.config).kind,
             overrides=candidate.overrides,
             parameters=count_parameters(candidate.config),
             training_flops_per_token=training_flops(candidate.config, 1, tokens) / tokens,

@@ -5,7 +5,7 @@ Letters, of MLA: R latent, P rotary key, and of a head N unrotated part and V va
 
 from typing import NamedTuple
 
-from ..configuration_gqa import GQAConfig
+from modeling_gqa.configuration_gqa import GQAConfig
 
 
 class LatentKernel(NamedTuple):

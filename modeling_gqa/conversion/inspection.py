@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.checkpoint import open_checkpoint
-from ...checkpoints.exporting import export_config, inexactness
-from ...checkpoints.gguf import is_gguf
-from ...common.errors import UserError
-from ...configuration_gqa import GQAConfig
-from ...costs import cache_bytes_per_token, count_parameters
-from ..allocation import numbers_per_token
-from ..targets import changed_layers, exact_latent_sizes, lossy_layers, target_config
-from .report import describe_layer
-from .serving import describe_runs
+from modeling_gqa_cli.errors import UserError
+
+from ..checkpoints.checkpoint import open_checkpoint
+from ..checkpoints.exporting import export_config, inexactness
+from ..checkpoints.gguf import is_gguf
+from ..configuration_gqa import GQAConfig
+from ..costs import cache_bytes_per_token, count_parameters
+from .report import vllm_kernels
+from .targets import cached_numbers, changed_layers, describe, exact_latent_sizes, lossy_layers, target_config
 
 LAYER_FIELDS = (
     "attention_kind",
@@ -34,15 +33,10 @@ LAYER_FIELDS = (
 
 
 def conversions(config: GQAConfig, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
-    """Return what all layers together can become.
+    """Return what all layers together can become, with a cache in `dtype`.
 
-    Args:
-        config: of the model.
-        dtype: of its cache.
-
-    Returns:
-        `exact` and `lossy` conversions with the bytes of cache per token that result, and `impossible` ones with the
-        reason.
+    They are `exact` and `lossy` conversions with the bytes of cache per token that result, and `impossible` ones with
+    the reason.
     """
     found: dict[str, dict[str, Any]] = {"exact": {}, "lossy": {}, "impossible": {}}
 
@@ -69,7 +63,7 @@ def conversions(config: GQAConfig, dtype: torch.dtype) -> dict[str, dict[str, An
         if len(sizes) == 1:  # of layers that differ, no one pair of sizes is right
             rank, rope = sizes.pop()
             enter(f"mla with R = {rank} and P = {rope}", "mla", kv_lora_rank=rank, qk_rope_head_dim=rope)
-    half = max(3, min(numbers_per_token(layer) for layer in layers) // 2)
+    half = max(3, min(cached_numbers(layer) for layer in layers) // 2)
     chosen = f"for instance {half * dtype.itemsize:,} bytes ({half:,} numbers) a layer"
     enter(f"mla of a chosen cache size, {chosen}", "mla", cache_size=half)
     return found
@@ -106,14 +100,14 @@ def inspect_checkpoint(source: str | Path, ignore_fields: Collection[str] = ()) 
         "layers": [
             {
                 "layer": index,
-                "attention": describe_layer(layer),
+                "attention": describe(layer),
                 **{name: getattr(layer, name) for name in LAYER_FIELDS},
                 "sliding_window": config.sliding_window if kind == "sliding_attention" else None,
-                "cache_bytes_per_token": numbers_per_token(layer) * dtype.itemsize,
+                "cache_bytes_per_token": cached_numbers(layer) * dtype.itemsize,
             }
             for index, (layer, kind) in enumerate(zip(config.per_layer_config, config.layer_types, strict=True))
         ],
         "conversions": conversions(config, dtype),
         "export": {"family": family_out, "reason": reason},
-        "vllm": describe_runs(config),
+        "vllm": vllm_kernels(config),
     }

@@ -1,36 +1,46 @@
-"""One conversion from checkpoint to checkpoint: what the command `modeling-gqa convert` does."""
+"""One conversion from checkpoint to checkpoint: what the command `modeling-gqa convert` does, and the memory it takes.
 
+Memory is counted from sizes, before anything is loaded. The factors count the tensors that are there at once in a step;
+they were found by following every tensor of conversions of small models. Shapes: E hidden size, n tokens of a batch,
+M = heads times value size.
+"""
+
+import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import transformers
 
-from ... import __version__
-from ...checkpoints.aside import check_target, refuse_overlap, written_aside
-from ...checkpoints.checkpoint import Checkpoint, load_tokenizer, open_checkpoint
-from ...checkpoints.writing import write_model
-from ...common.errors import UserError
-from ...common.progress import ShowProgress
-from ...configuration_gqa import GQAConfig
-from ...costs import cache_bytes_per_token, count_parameters
-from ...data.packing import read_batches
-from ...modeling_gqa import GQAForCausalLM
-from ..allocation import allocate
-from ..calibration import Batch
-from ..convert import SELECTION_TOKENS, convert_model, describe
-from ..layer_store import keep_target, kept_in, layers_folder
-from ..measuring import compare_predictions, layer_errors
-from ..targets import layer_fields
-from .memory import Memory, count_memory
-from .options import Options
-from .report import FORMAT_VERSION, Report, versions, write_card, write_report
-from .serving import describe_serving
-from .sizing import Goal, expected_target, find_goal, layers_after
+from modeling_gqa_cli.errors import UserError
+from modeling_gqa_vllm.kernels import FAST_SIZES
 
+from .. import __version__
+from ..checkpoints.aside import check_target, refuse_overlap, written_aside
+from ..checkpoints.checkpoint import Checkpoint, load_tokenizer, open_checkpoint
+from ..checkpoints.writing import write_model
+from ..common.batches import Batch
+from ..common.progress import ShowProgress
+from ..configuration_gqa import GQAConfig
+from ..costs import CostedModel, cache_bytes_per_token, count_parameters
+from ..data.packing import read_batches
+from ..modeling_gqa import GQAForCausalLM
+from .calibration import IN_MEMORY
+from .convert import SELECTION_TOKENS, convert_model
+from .fitting import STEP_TOKENS
+from .layer_store import keep_target, kept_in, layers_folder
+from .measuring import TOKENS_AT_ONCE, compare_predictions, layer_errors
+from .options import Goal, Options, expected_target, find_goal, layers_after
+from .report import FORMAT_VERSION, Report, vllm_kernels, write_card, write_report
+from .targets import changed_layers, describe
+
+GIB = 2**30
+# What Python, torch and freed memory that the allocator keeps take beside all tensors.
+PROGRAM = GIB // 2
 # "auto" compares settings on a quarter of the tokens that calibrate them.
 SELECTION_SHARE = 4
 LONGEST_BLOCK = 1024  # tokens, where --sequence-length is left out
@@ -44,30 +54,24 @@ class Job(Options):
 
     Attributes:
         seconds: wall time of each step that was done.
-        memory: what the conversion takes, once `plan` or `run` has counted it.
     """
 
     seconds: dict[str, float] = field(default_factory=dict, init=False)
-    memory: Memory | None = field(default=None, init=False)
 
-    def plan(self, force: bool) -> Report:
-        """Return the report as far as it is known before anything is converted.
+    def plan(self, force: bool, say: Callable[[str], None] = lambda line: None) -> Report:
+        """Return the report as far as it is known from the configuration and the weights' headers.
 
-        It is known from the configuration and the weights' headers. Of a model on the Hub the tokenizer, and with it
-        the text, is not looked at.
-
-        Raises:
-            UserError: `run` would raise it before it converts.
+        Of a model on the Hub the tokenizer, and with it the text, is not looked at. `say` is given lines about memory
+        and sizes; errors and `force` as for `run`.
         """
         check_target(self.target.resolve(), force)
         checkpoint = self.open(download=False)
         config, goal = checkpoint.config, find_goal(self, checkpoint.config, checkpoint.dtype)
         if checkpoint.tensors:
             self.read_text(checkpoint, goal.exact)
-        self.memory = self.count_memory(checkpoint, goal)
-        report = self.describe(checkpoint, goal.target or config)
-        report["serving"] = self.describe_serving(checkpoint, goal)
-        pairs = zip(layer_fields(config), layers_after(config, goal), strict=True)
+        self.announce(checkpoint, goal, say)
+        report = self.begin_report(checkpoint, goal.target or config)
+        pairs = zip(config.per_layer_config, layers_after(config, goal), strict=True)
         report["layers"] = [{"layer": i, "from": describe(old), "to": new} for i, (old, new) in enumerate(pairs)]
         if goal.later:
             report["parameters_after"] = None
@@ -81,7 +85,7 @@ class Job(Options):
         Args:
             force: whether a checkpoint at the target is replaced.
             show_progress: returns, for a description, what wraps an iterable to show progress.
-            say: is given a line about what follows, before it takes long.
+            say: is given lines about memory and sizes, before it takes long.
 
         Returns:
             The report that is saved as `conversion.json`.
@@ -103,14 +107,12 @@ class Job(Options):
                 batches = self.read_text(checkpoint, goal.exact)
             with self.timed("loading"):
                 model = checkpoint.load(checkpoint.dtype, self.device).eval()
-            self.memory = self.count_memory(checkpoint, goal)
-            for line in (self.describe_memory(), *self.describe_serving(checkpoint, goal)):
-                say(line)
+            self.announce(checkpoint, goal, say)
             with self.timed("converting"):
                 converted, done = self.convert(model, goal, checkpoint, batches, held, show_progress)
-            report = self.describe(checkpoint, converted.config)
+            report = self.begin_report(checkpoint, converted.config)
             report.update(done)
-            report["serving"] = self.describe_serving(checkpoint, goal, converted.config)
+            report["serving"] = vllm_kernels(converted.config)
             if batches:
                 with self.timed("measuring"):
                     self.measure(report, model, converted, batches, show_progress)
@@ -130,21 +132,17 @@ class Job(Options):
         checkpoint = open_checkpoint(self.source, download=download, ignore_fields=ignored, dtype=dtype)
         return replace(checkpoint, dtype=dtype) if dtype else checkpoint
 
-    def count_memory(self, checkpoint: Checkpoint, goal: Goal) -> Memory:
-        """Return what the conversion takes, by accounting."""
+    def announce(self, checkpoint: Checkpoint, goal: Goal, say: Callable[[str], None]) -> None:
+        """Say which memory the conversion takes, by accounting, and with `--for` which sizes were chosen."""
         config, dtype = checkpoint.config, checkpoint.dtype
-        after = expected_target(goal.options, config, goal.target, dtype)
-        return count_memory(config, after, dtype, self.batch_size if self.text else 0, self.block_length(config))
-
-    def describe_memory(self) -> str:
-        return f"Memory on {self.device}: {self.memory}."
-
-    def describe_serving(self, source: Checkpoint, goal: Goal, result: GQAConfig | None = None) -> list[str]:
-        """Return what the result costs and which engines run it on what; `result` is known once it is converted."""
-        after = result or expected_target(goal.options, source.config, goal.target, source.dtype)
-        final = result is not None
-        later = goal.later and not final
-        return describe_serving(source.config, after, source.dtype, self, goal.chosen, later, final)
+        rows, length = self.batch_size if self.text else 0, self.block_length(config)
+        memory = count_memory(config, expected_target(goal, config, dtype), dtype, rows, length)
+        say(f"Memory on {self.device}: {memory}.")
+        if self.engine and self.attention_kind == "mla":
+            rank, rope = goal.options.kv_lora_rank, goal.options.qk_rope_head_dim
+            sizes = "as given" if goal.options is self else f"R = {rank} and P = {rope}"
+            fast = " or ".join(f"{rank} + {rope}" for rank, rope in FAST_SIZES)
+            say(f"Sizes: {sizes}; vLLM's fast kernels take R + P = {fast}.")
 
     def block_length(self, config: GQAConfig) -> int:
         """Return how many tokens of text a block has."""
@@ -196,6 +194,8 @@ class Job(Options):
         folder = held.enter_context(kept_in(layers_folder(self.target), plan))
 
         def choose() -> GQAConfig:
+            from .allocation import allocate
+
             progress = show_progress("choosing sizes")
             own: dict[str, Any] = {"layers": self.layers, "dtype": checkpoint.dtype, "progress": progress}
             return allocate(model, self.attention_kind, self.budget, calibration, **own)
@@ -209,7 +209,7 @@ class Job(Options):
             regroup=self.regroup,
             refit=self.refit,
             refine=self.refine,
-            share_cache=goal.options.shares_cache,
+            divide_cache=goal.options.divides_cache,
             share_weights=True,
             seed=self.seed,
             folder=folder,
@@ -217,10 +217,7 @@ class Job(Options):
         )
 
     def identity(self, model: GQAForCausalLM, target: GQAConfig | None, batches: Batches) -> list[Any]:
-        """Return what decides the new layers: two conversions with equal ones may take each other's layers.
-
-        Without a target it is in the options, as a budget.
-        """
+        """Return what decides the new layers: equal conversions may take each other's. The options say a budget."""
         weights, tokens = sha256(), sha256()
         for name, tensor in model.state_dict().items():
             weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -247,13 +244,13 @@ class Job(Options):
     ) -> None:
         """Enter into the report what is measured on the evaluation text."""
         text = batches["evaluation"]
-        report.update(compare_predictions(model, converted, text, show_progress("measuring")))  # type: ignore[typeddict-item]
+        report.update(compare_predictions(model, converted, text, show_progress("measuring")))
         errors = layer_errors(model, converted, text, show_progress("measuring layers"))
-        tokens = {f"{name}_tokens": count_tokens(part) for name, part in batches.items()}
-        report["text"].update(tokens)  # type: ignore[typeddict-item]
+        for name, part in batches.items():
+            report["text"][f"{name}_tokens"] = sum(batch["input_ids"].numel() for batch in part)
         report["layers"] = [{**row, "error": error} for row, error in zip(report["layers"], errors, strict=True)]
 
-    def describe(self, checkpoint: Checkpoint, target: GQAConfig) -> Report:
+    def begin_report(self, checkpoint: Checkpoint, target: GQAConfig) -> Report:
         """Return what the report says of source and target before anything is measured."""
         dtype, both = checkpoint.dtype, {"before": checkpoint.config, "after": target}
         command = self.as_json()
@@ -262,8 +259,7 @@ class Job(Options):
             "evaluation_files": command["evaluation_text"],
             "sequence_length": self.sequence_length,
         }
-        unmeasured = dict.fromkeys(("perplexity_before", "perplexity_after", "kl", "top1_agreement"))
-        report: Any = {
+        return {
             "format_version": FORMAT_VERSION,
             "source": command["source"],
             "source_family": checkpoint.family,
@@ -271,14 +267,18 @@ class Job(Options):
             "device": self.device,
             **{f"cache_bytes_per_token_{when}": cache_bytes_per_token(c, dtype) for when, c in both.items()},
             **{f"parameters_{when}": count_parameters(c) for when, c in both.items()},
-            **unmeasured,
+            **dict.fromkeys(("perplexity_before", "perplexity_after", "kl", "top1_agreement")),
             "serving": [],
             "tokens": 0,
             "text": text if self.text else None,
             "command": command,
-            "versions": versions(),
+            "versions": {
+                "modeling_gqa": __version__,
+                "transformers": transformers.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
         }
-        return report
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -288,5 +288,60 @@ class Job(Options):
         self.seconds[name] = round(time.perf_counter() - start, 3)
 
 
-def count_tokens(batches: list[Batch]) -> int:
-    return sum(batch["input_ids"].numel() for batch in batches)
+class Memory(NamedTuple):
+    """Bytes that a conversion takes: of the source's weights, of the new layers' (the rest is shared), and at most."""
+
+    source: int
+    attention: int
+    peak: int
+
+    def __str__(self) -> str:
+        return (
+            f"about {self.peak / GIB:.1f} GiB by accounting, of which the source takes {self.source / GIB:.1f} and the "
+            f"new attention {self.attention / GIB:.1f}"
+        )
+
+
+def count_memory(source: GQAConfig, target: GQAConfig, dtype: torch.dtype, rows: int = 0, length: int = 0) -> Memory:
+    """Count the memory of a conversion, whose new layers lie in files until all are finished.
+
+    `rows` and `length` are those of a batch of text in sequences and tokens; 0 without text.
+    """
+    old, new = ([layer.attention_parameters for layer in CostedModel(c).layers] for c in (source, target))
+    changed = changed_layers(source, target)
+    work = [
+        layer_work(target.per_layer_config[i], old[i], new[i], dtype.itemsize, rows * length, length) for i in changed
+    ]
+    measuring = 0
+    if rows:
+        forward = max(forward_work(layer, dtype.itemsize, rows * length) for layer in source.per_layer_config)
+        # Log-probabilities of two models and what compares them, in float32.
+        measuring = max(forward, 23 * TOKENS_AT_ONCE * source.vocab_size)
+    weights, attention = count_parameters(source) * dtype.itemsize, sum(new[i] for i in changed) * dtype.itemsize
+    return Memory(weights, attention, PROGRAM + weights + max(*work, 0, attention + measuring))
+
+
+def layer_work(layer: GQAConfig, old: int, new: int, itemsize: int, tokens: int, length: int) -> int:
+    """Return the bytes at work while one layer is converted to `layer`.
+
+    `old` and `new` are the parameters of its attention before and after, `tokens` n of a batch, `length` of a row.
+    """
+    hidden = layer.hidden_size
+    heads = layer.num_attention_heads * (layer.v_head_dim or layer.head_dim)  # M
+    # In float64: the old weights as they are and as complex planes, the new ones, and the input's covariance.
+    converting = 8 * (3 * old + 1.5 * new + 3.5 * hidden**2)
+    if not tokens:
+        return int(converting)
+    # In float32: parameters, gradients, Adam's moments and steps; then a step's activations.
+    refining = 24 * new + 28 * max(STEP_TOKENS, length) * heads
+    # In float64 the sums over (M, M) and (M, E) with their solution, in float32 the tokens that are added.
+    fitting = 8 * (5 * heads**2 + 4 * heads * hidden) + 16 * tokens * heads + 18 * tokens * hidden + itemsize * new
+    if layer.attention_kind == "mla":  # of which several sizes are fitted, made of the same old weights and moments
+        fitting += 8 * (2 * old + 2 * hidden**2)
+    states = IN_MEMORY + 2 * tokens * (2 * hidden + heads) * itemsize
+    return int(states + max(converting, refining, fitting, forward_work(layer, itemsize, tokens)))
+
+
+def forward_work(layer: GQAConfig, itemsize: int, tokens: int) -> int:
+    """Return the bytes of the activations of a batch within a layer."""
+    return tokens * itemsize * (3 * layer.intermediate_size + 10 * layer.hidden_size)

@@ -1,0 +1,45 @@
+"""Batches of model inputs, and models that are run on them for a while."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+# Model inputs by name; "input_ids" (B, T) is always there.
+Batch = dict[str, torch.Tensor]
+# The entries of a batch that a model's layers use; labels, for instance, are not among them.
+MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
+
+
+def first_batches(batches: Sequence[Batch], tokens: int) -> list[Batch]:
+    """Return the batches from the first to the one with which `tokens` tokens are reached."""
+    found, room = [], tokens
+    for batch in batches:
+        if room > 0:
+            found.append(batch)
+            room -= batch["input_ids"].numel()
+    return found
+
+
+@contextmanager
+def evaluating(*models: torch.nn.Module) -> Iterator[None]:
+    """Put models in evaluation mode, and afterwards back in the mode that they were in."""
+    modes = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, mode in zip(models, modes, strict=True):
+            model.train(mode)
+
+
+@contextmanager
+def hooks(*handles: Any) -> Iterator[None]:
+    """Remove hooks afterwards, given the handles that registering them returned."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,1 +1,0 @@
-"""What the command `modeling-gqa convert` and `inspect` do, without printing."""

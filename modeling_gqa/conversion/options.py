@@ -1,0 +1,251 @@
+"""What a conversion is asked for: its options, and the configuration that they lead to from a source."""
+
+import warnings
+from copy import copy
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from modeling_gqa_cli import options as declared
+from modeling_gqa_cli.errors import UsageError, UserError
+from modeling_gqa_vllm.kernels import FAST_SIZES
+
+from ..checkpoints.aside import refuse_overlap
+from ..common.device import usable_device
+from ..configuration_gqa import GQAConfig
+from ..costs import cache_bytes_per_token
+from ..data.reading import find_files
+from .targets import (
+    cached_numbers,
+    chosen_layers,
+    configuration,
+    describe,
+    divided,
+    exact_latent_sizes,
+    is_exact,
+    latent_fields,
+    latent_input,
+    layer_fields,
+    lossy_layers,
+    target_config,
+)
+
+SIZES = declared.SIZES
+# A cache that is asked for may become larger by this share of it where a fast kernel of vLLM takes that.
+MORE = 1 / 8
+LEAST = {"refine": 0, "calibration_tokens": 1, "evaluation_tokens": 1, "sequence_length": 2, "batch_size": 1}
+
+
+@dataclass
+class Options(declared.Running, declared.Text, declared.HowToConvert, declared.NewAttention, declared.Files):
+    """What to convert, to what, and on which text; each field is an option of `modeling-gqa convert` of its name.
+
+    Raises:
+        UserError: options do not fit together, or cannot work on this machine.
+    """
+
+    layers: list[int] | None = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        self._check_sizes_and_method()
+        if self.is_local:
+            refuse_overlap(Path(self.source), self.target)
+        texts = [*(self.text or []), *(self.evaluation_text or [])]
+        for path in texts:
+            refuse_overlap(path, self.target, "text")
+        if texts:
+            find_files(texts, self.text_column)
+        self.device = usable_device(self.device)
+
+    def _check_sizes_and_method(self) -> None:
+        sizes = [spelled(name) for name in SIZES if getattr(self, name) is not None]
+        if self.budget is not None and sizes:
+            raise UserError(f"--budget chooses the sizes itself: leave {' and '.join(sizes)} out")
+        if self.budget is not None and self.attention_kind not in ("gqa", "mla"):
+            raise UserError(f"--budget has nothing to choose for {self.attention_kind}: give gqa or mla")
+        if self.budget is not None and not self.text:
+            raise UserError("--budget needs --text: without it no layer's loss is known")
+        for name in ("refit", "refine"):
+            if getattr(self, name) and not self.text:
+                raise UserError(f"{spelled(name)} needs --text: the layers are fitted on it")
+        for name in ("budget", "cache_bytes"):
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
+                raise UserError(f"{spelled(name)}={getattr(self, name)} must be positive")
+        for name, least in LEAST.items():
+            if getattr(self, name) is not None and not least <= getattr(self, name) <= 10**9:
+                raise UsageError(f"{spelled(name)}={getattr(self, name)} must be from {least} to 10^9")
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"--seed={self.seed} must be from 0 to 2**63 - 1")
+        if self.cache_size is not None and self.cache_bytes is not None:
+            raise UserError("--cache-size and --cache-bytes say the same: leave one out")
+        if self.evaluation_text and not self.text:
+            raise UserError("--evaluation-text needs --text to calibrate on")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the source is a path on this machine, and no name on the Hub."""
+        return Path(self.source).exists()
+
+    @property
+    def divides_cache(self) -> bool:
+        """Whether the conversion divides the cache between R and P; they may be given, and a budget chooses them."""
+        given = (self.kv_lora_rank, self.qk_rope_head_dim, self.budget) != (None, None, None)
+        return self.attention_kind == "mla" and not given and bool(self.text)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the options in types that JSON has; files and folders by their names, without this machine's paths."""
+        options = {item.name: getattr(self, item.name) for item in fields(Options)}
+        for name in ("text", "evaluation_text"):
+            options[name] = [Path(path).absolute().name for path in options[name] or ()]
+        source = Path(self.source).resolve().name if self.is_local else self.source
+        return options | {"source": source, "target": self.target.resolve().name}
+
+
+def spelled(name: str) -> str:
+    """Return a field's name as the command line shows it."""
+    return "--" + name.replace("_", "-")
+
+
+class Goal(NamedTuple):
+    """What the options of a conversion lead to from a source.
+
+    Args:
+        options: the options, with the sizes in them that were chosen for `--for vllm`.
+        target: the result's configuration; `None`: a budget is to be shared out.
+        exact: whether it computes the source's function.
+    """
+
+    options: Options
+    target: GQAConfig | None
+    exact: bool
+
+    @property
+    def later(self) -> bool:
+        """Whether sizes are chosen while converting, by what the layers would lose."""
+        return self.target is None or (self.options.divides_cache and not self.exact)
+
+
+def find_goal(options: Options, config: GQAConfig, dtype: torch.dtype) -> Goal:
+    """Return what the options lead to from the configuration `config`, with a result in `dtype`.
+
+    Raises:
+        UserError: it cannot be had from this source, or caches more than the source.
+    """
+    if options.engine is not None and options.attention_kind == "mla":
+        options = served_sizes(options, config, dtype)
+    if options.budget is not None:
+        from .allocation import smallest_target
+
+        target, exact = None, False
+        least = smallest_target(config, options.attention_kind, options.budget, layers=options.layers, dtype=dtype)
+        lossy_layers(config, least)  # raises where it cannot be had
+        present = cache_bytes_per_token(config, dtype)
+        if options.budget >= present:
+            raise UserError(f"a budget of {options.budget} bytes per token changes nothing: the source takes {present}")
+    else:
+        target = sized_target(options, config, dtype)
+        exact = not lossy_layers(config, target)
+    if options.attention_kind == "mla" and not exact and options.method not in ("auto", "lowrank"):
+        raise UserError(f"--method={options.method} merges heads, which MLA does not: choose auto or lowrank")
+    return Goal(options, target, exact)
+
+
+def sized_target(options: Options, config: GQAConfig, dtype: torch.dtype) -> GQAConfig:
+    """Return the result's configuration by the sizes that were given."""
+    sizes = {name: getattr(options, name) for name in SIZES if name != "cache_bytes"}
+    given, unit = f"--cache-size={options.cache_size}", 1
+    if options.cache_bytes is not None:
+        given, unit = f"--cache-bytes={options.cache_bytes}", dtype.itemsize
+        sizes["cache_size"] = options.cache_bytes // unit
+    try:
+        target = target_config(config, options.attention_kind, layers=options.layers, **sizes)
+    except UserError as error:
+        if options.cache_bytes is None:
+            raise
+        # The user gave bytes, so the message names them.
+        said = str(error).replace(f"cache_size={sizes['cache_size']}", given)
+        raise UserError(f"{said} (a number takes {unit} bytes)") from error
+    refuse_larger(options, config, sizes["cache_size"], given, unit)
+    return target
+
+
+def refuse_larger(options: Options, config: GQAConfig, size: int | None, given: str, unit: int) -> None:
+    """Raise `UserError` for a cache of `size` numbers that is larger than the source's and than exact MLA's."""
+    layers = {index: config.per_layer_config[index] for index in chosen_layers(config, options.layers)}
+    most = {i: max(cached_numbers(layer), sum(exact_latent_sizes(layer))) for i, layer in layers.items()}
+    if size is not None and size > max(most.values()):
+        index = max(most, key=lambda index: most[index])
+        now = cached_numbers(layers[index]) * unit
+        raise UserError(
+            f"{given} is more than layer {index} caches now, which is {now}, and saves nothing: choose at most "
+            f"{most[index] * unit}, where MLA can be exact, or less"
+        )
+
+
+def served_sizes(options: Options, config: GQAConfig, dtype: torch.dtype) -> Options:
+    """Return the options of a conversion to MLA with R and P that vLLM's fast kernels take, or as they are.
+
+    A cache size becomes the largest of `FAST_SIZES` that this model can have and that is at most an eighth more. R that
+    is given alone gets P from there, and without any size it is the largest. P that is given, other sizes, a budget and
+    sizes with which the conversion is exact are kept.
+    """
+    if options.budget is not None or options.qk_rope_head_dim is not None:
+        return options
+    layers = [config.per_layer_config[index] for index in chosen_layers(config, options.layers)]
+    asked = options.cache_bytes // dtype.itemsize if options.cache_bytes is not None else options.cache_size
+    if asked is not None and asked > max(map(cached_numbers, layers), default=0):
+        return options  # which is refused, or exact
+    if tried_loss(options, config, kv_lora_rank=options.kv_lora_rank, cache_size=asked) == []:
+        return options
+    for rank, rope in FAST_SIZES:
+        wanted = options.kv_lora_rank in (None, rank) and (asked is None or rank + rope <= asked * (1 + MORE))
+        fits = all(rank <= latent_input(layer) and rank + rope < cached_numbers(layer) for layer in layers)
+        if wanted and fits and tried_loss(options, config, kv_lora_rank=rank, qk_rope_head_dim=rope) is not None:
+            sized = copy(options)
+            sized.kv_lora_rank, sized.qk_rope_head_dim, sized.cache_size, sized.cache_bytes = rank, rope, None, None
+            return sized
+    return options
+
+
+def tried_loss(options: Options, config: GQAConfig, **sizes: int | None) -> list[int] | None:
+    """Return which layers lose something as MLA of these sizes, `None` where it cannot be."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is warned of is not of the result
+        try:
+            return lossy_layers(config, target_config(config, "mla", layers=options.layers, **sizes))
+        except UserError:
+            return None
+
+
+def layers_after(source: GQAConfig, goal: Goal) -> list[str]:
+    """Return what each layer of the configuration `source` will be."""
+    options, target = goal.options, goal.target
+    after = [describe(layer) for layer in (target or source).per_layer_config]
+    for index in chosen_layers(source, options.layers) if goal.later else ():
+        layer = target.per_layer_config[index] if target else None
+        size = f"R + P = {cached_numbers(layer)}" if layer else "size chosen by loss"
+        after[index] = f"{options.attention_kind}, {size}"
+    return after
+
+
+def expected_target(goal: Goal, config: GQAConfig, dtype: torch.dtype) -> GQAConfig:
+    """Return the configuration that the result will have or, where its sizes are chosen later, one about as large."""
+    options, target = goal.options, goal.target
+    if target is None and options.attention_kind == "gqa":  # whose layers are no larger than the source's
+        from .allocation import smallest_target
+
+        return smallest_target(config, "gqa", options.budget or 0, layers=options.layers, dtype=dtype)
+    fields = layer_fields(target or config)
+    for index in chosen_layers(config, options.layers) if goal.later else ():
+        layer = config.per_layer_config[index]
+        if layer.attention_kind == "mla" or (target and is_exact(config, target, index)):
+            continue
+        if target:
+            total = cached_numbers(target.per_layer_config[index])
+        else:
+            share = (options.budget or 0) / cache_bytes_per_token(config, dtype)
+            total = max(round(share * cached_numbers(layer)), 4)
+        fields[index] |= latent_fields(config, index, *divided(total, layer), None)
+    return configuration(target or config, fields)
