@@ -29,13 +29,13 @@ from ..configuration_gqa import GQAConfig
 from ..costs import CostedModel, cache_bytes_per_token, count_parameters
 from ..data.packing import read_batches
 from ..modeling_gqa import GQAForCausalLM
-from .calibration import IN_MEMORY
 from .convert import SELECTION_TOKENS, convert_model
 from .fitting import STEP_TOKENS
 from .layer_store import keep_target, kept_in, layers_folder
 from .measuring import TOKENS_AT_ONCE, compare_predictions, layer_errors
 from .options import Goal, Options, expected_target, find_goal, layers_after
 from .report import FORMAT_VERSION, Report, vllm_kernels, write_card, write_report
+from .streams import IN_MEMORY
 from .targets import changed_layers, describe
 
 GIB = 2**30
