@@ -115,7 +115,13 @@ class Job(Options):
             report["serving"] = vllm_kernels(converted.config)
             if batches:
                 with self.timed("measuring"):
-                    self.measure(report, model, converted, batches, show_progress)
+                    text = batches["evaluation"]
+                    report |= compare_predictions(model, converted, text, show_progress("measuring"))
+                    errors = layer_errors(model, converted, text, show_progress("measuring layers"))
+                for row, error in zip(report["layers"], errors, strict=True):
+                    row["error"] = error
+                for name, part in batches.items():
+                    report["text"][f"{name}_tokens"] = sum(batch["input_ids"].numel() for batch in part)
             with self.timed("saving"):
                 write_model(aside, converted, checkpoint.folder, show_progress("saving"))
             report["seconds"] = self.seconds
@@ -233,22 +239,6 @@ class Job(Options):
             weights.hexdigest(),
             tokens.hexdigest(),
         ]
-
-    def measure(
-        self,
-        report: Report,
-        model: GQAForCausalLM,
-        converted: GQAForCausalLM,
-        batches: Batches,
-        show_progress: ShowProgress,
-    ) -> None:
-        """Enter into the report what is measured on the evaluation text."""
-        text = batches["evaluation"]
-        report.update(compare_predictions(model, converted, text, show_progress("measuring")))
-        errors = layer_errors(model, converted, text, show_progress("measuring layers"))
-        for name, part in batches.items():
-            report["text"][f"{name}_tokens"] = sum(batch["input_ids"].numel() for batch in part)
-        report["layers"] = [{**row, "error": error} for row, error in zip(report["layers"], errors, strict=True)]
 
     def begin_report(self, checkpoint: Checkpoint, target: GQAConfig) -> Report:
         """Return what the report says of source and target before anything is measured."""
