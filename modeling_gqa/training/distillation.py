@@ -280,17 +280,17 @@ class PredictionSums(torch.autograd.Function):
         targets: torch.Tensor,
         head: nn.Module,
         temperature: float,
-        rows: int,
+        part: int,
     ) -> torch.Tensor:
-        """Return the sums of n tokens: logits (n, V), states (n, E) of the teacher, targets (n,), `rows` at a time."""
+        """Return the sums of n tokens: logits (n, V), states (n, E) of the teacher, targets (n,), `part` at a time."""
         ctx.save_for_backward(logits, states, targets)
         kind = logits.device.type
         autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind)}
         ctx.autocast = autocast | {"enabled": torch.is_autocast_enabled(kind)}
-        ctx.head, ctx.temperature, ctx.rows = head, temperature, rows
+        ctx.head, ctx.temperature, ctx.part = head, temperature, part
         ctx.normalizers = []
         total = torch.zeros(3, device=logits.device)
-        for student, teacher, target in parts((logits, states, targets), head, rows):
+        for student, teacher, target in parts((logits, states, targets), head, part):
             predicted = target >= 0
             chosen = target.clamp(min=0)[:, None]
             losses = [x.logsumexp(-1) - x.gather(1, chosen)[:, 0] for x in (student, teacher)]
@@ -313,8 +313,8 @@ class PredictionSums(torch.autograd.Function):
         of_kl *= ctx.temperature
         result = torch.empty_like(ctx.saved_tensors[0])
         with torch.autocast(**ctx.autocast), torch.no_grad():
-            read = parts(ctx.saved_tensors, ctx.head, ctx.rows)
-            found = zip(result.split(ctx.rows), read, ctx.normalizers, strict=True)
+            read = parts(ctx.saved_tensors, ctx.head, ctx.part)
+            found = zip(result.split(ctx.part), read, ctx.normalizers, strict=True)
             for place, (student, teacher, target), (ours, theirs) in found:
                 chosen = target.clamp(min=0)[:, None]
                 if ctx.temperature == 1:
@@ -329,12 +329,12 @@ class PredictionSums(torch.autograd.Function):
 
 
 def parts(
-    tensors: tuple[torch.Tensor, ...], head: nn.Module, rows: int
+    tensors: tuple[torch.Tensor, ...], head: nn.Module, part: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield both models' logits (n, V), in at least float32, and the targets (n,), of n = `rows` tokens at a time.
+    """Yield both models' logits (n, V), in at least float32, and the targets (n,), of n = `part` tokens at a time.
 
     `tensors` are the student's logits, the teacher's states, of which `head` makes its logits, and the targets.
     """
-    for logits, states, targets in zip(*(x.split(rows) for x in tensors), strict=True):
+    for logits, states, targets in zip(*(x.split(part) for x in tensors), strict=True):
         dtype = torch.promote_types(logits.dtype, torch.float32)
         yield logits.to(dtype), head(states).to(dtype), targets

@@ -19,6 +19,10 @@ from .results import RESULTS, Results
 
 # Chosen with configuration/recipes/uptrain-tiny.yaml.
 LAYERWISE_FRACTION, KL_WEIGHT = 0.5, 0.9
+METHOD = """- Parameters trained: {0.trainable}. Stage 1, each layer's attention output for the teacher's input:
+  {0.layerwise_fraction:.0%} of the steps. Stage 2: {0.kl_weight:g} times the KL divergence from the teacher at
+  temperature {0.temperature:g}, {1:g} times the next-token loss.
+"""
 
 
 @dataclass
@@ -126,15 +130,7 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
         return f"`{self.model_name}`{source} uptrained with `modeling_gqa` on {results['tokens_seen']:,} tokens"
 
     def method(self) -> str:
-        parts = "the attention parameters" if self.trainable == "attention" else "all parameters"
-        if self.teacher is None:
-            return f"- Next-token loss, of {parts}.\n"
-        return (
-            f"- {self.layerwise_fraction:.0%} of the steps regress each layer's attention output on the teacher's,"
-            " for\n"
-            f"  the teacher's input; the rest train {parts} with {self.kl_weight:g} times the KL divergence from the\n"
-            f"  teacher at temperature {self.temperature:g} and {1 - self.kl_weight:g} times the next-token loss.\n"
-        )
+        return METHOD.format(self, 1 - self.kl_weight)
 
     def card_metadata(self) -> dict[str, Any]:
         card = local_folder(self.student) / "README.md"

@@ -78,11 +78,11 @@ class UptrainTrainer(PretrainTrainer):
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if self.teacher is None:
             return loss, logits, labels
-        # A sum for each row: the Trainer drops the rows that only fill up the last batch.
-        rows = zip(
+        # A sum for each sequence: the Trainer drops those that only fill up the last batch.
+        sequences = zip(
             logits.split(1), self.teacher_states(self._prepare_inputs(inputs)).split(1), labels.split(1), strict=True
         )
-        sums = torch.stack([self.prediction_sums(*row, temperature=1.0) for row in rows])  # (B, 3)
+        sums = torch.stack([self.prediction_sums(*x, temperature=1.0) for x in sequences])  # (B, 3)
         return loss, torch.cat([labels[:, 1:].ne(-100).sum(-1, keepdim=True), sums], dim=-1), labels  # (B, 4)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
