@@ -215,29 +215,6 @@ def test_accumulated_micro_batches_equal_one_batch(at_once):
     torch.testing.assert_close(plain_mean, loss, rtol=1e-6, atol=0)
 
 
-@compat
-def test_gradient_checkpointing():
-    """The chunked loss goes together with gradient checkpointing."""
-    model, inputs = make_training_model(num_hidden_layers=3), make_inputs()
-    full = step(model, None, **inputs)
-    model.gradient_checkpointing_enable()
-    assert model.model.gradient_checkpointing
-    assert_same_step(step(model, AT_ONCE, **inputs), full, tolerance=1e-5)
-
-
-@compat
-def test_given_embeddings_get_the_same_gradients():
-    """`inputs_embeds` receive the gradients that full logits give."""
-    model, inputs = make_training_model(), make_inputs()
-    embeds = model.model.embed_tokens(inputs.pop("input_ids")).detach()
-    gradients = []
-    for at_once in (AT_ONCE, None):
-        leaf = embeds.clone().requires_grad_()
-        step(model, at_once, inputs_embeds=leaf, **inputs)
-        gradients.append(leaf.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
-
-
 def in_evaluation(model):
     model.eval()
     return {}
@@ -323,25 +300,12 @@ def test_where_logits_are_returned(change, chunk_sizes):
 
 
 @compat
-def test_one_logit_more_than_allowed_is_chunked():
-    """The limit is exact: one logit above it is chunked."""
-    model = make_training_model()
-    step(model, 33 * 101 - 1, **make_inputs())
-
-
-@compat
 def test_torch_without_a_chunked_loss(monkeypatch):
     """With a torch before 2.13 the model trains through full logits."""
     monkeypatch.delattr(nn.functional, "linear_cross_entropy")
     model = make_training_model()
     model.logits_at_once = AT_ONCE
     assert model(**make_inputs()).logits.shape == (3, 11, 101)
-
-
-@compat
-def test_by_default_small_steps_return_logits():
-    """The default limit leaves small models' logits in the output."""
-    assert make_training_model()(**make_inputs()).logits is not None
 
 
 @compat
@@ -359,20 +323,6 @@ def test_a_custom_loss_function_is_called_with_logits(chunk_sizes):
     outputs = model(**inputs, num_items_in_batch=17)
     assert calls == [((3, 11, 101), (3, 11), 101, 17)] and not chunk_sizes
     assert torch.equal(outputs.loss, outputs.logits.pow(2).mean())
-
-
-@compat
-def test_a_tuple_holds_no_logits():
-    """`return_dict=False` gives a tuple of the loss alone, unless logits are asked for."""
-    model, inputs = make_training_model(), make_inputs()
-    model.logits_at_once = AT_ONCE
-    expected = model(**inputs).loss
-    outputs = model(**inputs, use_cache=False, return_dict=False)
-    assert isinstance(outputs, tuple) and len(outputs) == 1
-    assert torch.equal(outputs[0], expected)
-    loss, logits = model(**inputs, use_cache=False, return_dict=False, output_logits=True)
-    assert logits.shape == (3, 11, 101)
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
 
 def train(path, at_once: int | None):

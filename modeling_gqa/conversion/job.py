@@ -21,13 +21,14 @@ from modeling_gqa_vllm.kernels import FAST_SIZES
 
 from .. import __version__
 from ..checkpoints.aside import check_target, refuse_overlap, written_aside
-from ..checkpoints.checkpoint import Checkpoint, load_tokenizer, open_checkpoint
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.writing import write_model
 from ..common.batches import Batch
 from ..common.progress import ShowProgress
 from ..configuration_gqa import GQAConfig
 from ..costs import CostedModel, cache_bytes_per_token, count_parameters
 from ..data.packing import read_batches
+from ..data.tokenizer import load_tokenizer
 from ..modeling_gqa import GQAForCausalLM
 from .calibration import IN_MEMORY
 from .convert import SELECTION_TOKENS, convert_model

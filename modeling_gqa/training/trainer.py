@@ -29,8 +29,7 @@ from modeling_gqa_cli.errors import UserError
 
 from ..common.console import is_main, say
 from ..costs import cache_bytes_per_token, training_flops
-from ..data.blocks import PackedBlocks
-from ..data.stream import CheckedStream
+from ..data.blocks import CheckedStream, PackedBlocks
 from .folder.checkpoint import what_is_kept
 from .folder.listing import read_object
 from .folder.run_folder import RunFolder

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from modeling_gqa_cli.recipes import UptrainOptions, public_name
 
 from ..checkpoints.checkpoint import open_checkpoint
-from ..checkpoints.files import LICENCES, copy_files, local_folder
-from ..checkpoints.gguf import is_gguf
+from ..checkpoints.files import LICENCES, copy_files, is_gguf, local_folder
 from ..common.cards import base_metadata, kept_metadata
 from .folder.listing import read_object
 from .recipe import UNUSED, Recipe

@@ -24,7 +24,7 @@ from modeling_gqa.checkpoints import checkpoint
 from modeling_gqa.checkpoints.checkpoint import load_source, open_checkpoint
 from modeling_gqa.checkpoints.families import FAMILIES, import_config
 from modeling_gqa.checkpoints.files import LazyTensor, open_tensors
-from modeling_gqa.checkpoints.importing import import_checkpoint
+from modeling_gqa.checkpoints.writing import import_checkpoint
 from modeling_gqa.common.errors import UserError
 
 pytestmark = pytest.mark.compat
@@ -230,7 +230,7 @@ BROKEN = {
     "unknown-field": (lambda source: edit_json(source / "config.json", alibi=True), "alibi=True is not a field"),
     "no-model-type": (lambda source: (source / "config.json").write_text("{}"), "model_type=None is not supported"),
     "no-weights": (lambda source: (source / "model.safetensors").unlink(), "has no safetensors weights"),
-    "pickled-weights": (only_pickle, "no safetensors weights .*, only pytorch_model.bin: convert it first, with"),
+    "pickled-weights": (only_pickle, "no safetensors weights .* are converted first, with"),
     "truncated": (truncate, "model.safetensors is truncated or damaged"),
     "missing-shard": (point_to_missing_file, "names model-00001-of-00002.safetensors, which is missing"),
     "missing-tensor": (drop("model.layers.1.mlp.up_proj.weight"), "no tensor model.layers.1.mlp.up_proj.weight"),
@@ -252,18 +252,10 @@ BROKEN = {
         lambda source: edit_json(source / "config.json", model_type=["llama"]),
         r"model_type=\['llama'\]",
     ),
-    "nested": (lambda source: (source / "config.json").write_text('{"a":' * 100_000), "brackets are nested too deep"),
+    "nested": (lambda source: (source / "config.json").write_text('{"a":' * 100_000), "config.json cannot be read: "),
     "digits": (
         lambda source: (source / "config.json").write_text(f'{{"hidden_size": {"9" * 5000}}}'),
-        "a number has more digits than Python reads",
-    ),
-    "many-layers": (
-        lambda source: edit_json(source / "config.json", num_hidden_layers=10**9),
-        r"num_hidden_layers must be at most 100,000, and is 1e\+09",
-    ),
-    "endless-layers": (
-        lambda source: edit_json(source / "config.json", num_hidden_layers=10**400),
-        "num_hidden_layers must be at most 100,000, and is larger than any number",
+        "config.json cannot be read: ",
     ),
     "adapter": (
         lambda source: (source / "adapter_config.json").write_text('{"peft_type": "LORA"}'),

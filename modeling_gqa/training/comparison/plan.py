@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...common.console import say
-from ...data.source import open_source
-from ...data.split import split_source
+from ...data.source import open_source, split_source
 from ...data.tokenizer import train_tokenizer
 from ..recipe import Recipe
 from ..shared.runs import Run
@@ -108,7 +107,7 @@ class Comparison:
     def write_tokenizer(self) -> None:
         """Train the tokenizer that all runs share, unless the recipe names one."""
         if not self.pretraining.tokenizer:
-            source = open_source(self.pretraining)
+            source = open_source(self.pretraining, self.pretraining.data_seed or self.pretraining.seed)
             say(f"Training a byte-level BPE tokenizer on {source.name} ...")
             documents = split_source(source, self.pretraining).documents("train")
             tokenizer = train_tokenizer(documents, self.candidates[0].config.vocab_size)
