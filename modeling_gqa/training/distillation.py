@@ -7,7 +7,7 @@ outputs of every layer, stage 2 the predictions. Shapes: B batch, T tokens, E hi
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,9 @@ from modeling_gqa_cli.errors import UserError
 from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.files import local_folder
 from ..data.tokenizer import load_tokenizer
-from .uptrain_recipe import UptrainRecipe
+
+if TYPE_CHECKING:
+    from .uptraining import UptrainRecipe
 
 MUST_MATCH = ("hidden_size", "num_hidden_layers", "vocab_size", "layer_types", "sliding_window")
 # Number of the teacher's logits, and of float32 copies of the student's, that are in memory at a time.
@@ -41,7 +43,7 @@ def choose_parameters(model: PreTrainedModel, trainable: str) -> None:
 # -- Loading
 
 
-def load_pair(recipe: UptrainRecipe) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+def load_pair(recipe: "UptrainRecipe") -> tuple[PreTrainedModel, PreTrainedModel | None]:
     """Load student and teacher, which is `None` where the recipe names none; raises `UserError`."""
     if recipe.teacher is None:
         return load_model("student", recipe.student, recipe, recipe.trainable), None
@@ -57,7 +59,7 @@ def load_pair(recipe: UptrainRecipe) -> tuple[PreTrainedModel, PreTrainedModel |
     return student, teacher
 
 
-def load_model(role: str, name: str, recipe: UptrainRecipe, trainable: str | None = None) -> PreTrainedModel:
+def load_model(role: str, name: str, recipe: "UptrainRecipe", trainable: str | None = None) -> PreTrainedModel:
     """Load a model: parameters that are trained in float32, and the matrices that stay as they are in `frozen_dtype`.
 
     Raises `UserError` where it cannot be loaded. Without `trainable` (see `is_trained`) nothing of it is trained.
@@ -82,7 +84,7 @@ def load_model(role: str, name: str, recipe: UptrainRecipe, trainable: str | Non
     return model
 
 
-def frozen_dtype(recipe: UptrainRecipe, stored: torch.dtype) -> torch.dtype:
+def frozen_dtype(recipe: "UptrainRecipe", stored: torch.dtype) -> torch.dtype:
     """Return the dtype of weights that are not trained, of a checkpoint in the dtype `stored`.
 
     It is `stored` where autocast computes in it, which rounds no further, and float32 elsewhere.
@@ -117,7 +119,7 @@ def check_pair(student: PreTrainedConfig, teacher: PreTrainedConfig) -> None:
             raise UserError(f"the student's {name} is {ours} and the teacher's is {theirs}: not a conversion of it")
 
 
-def check_tokenizers(recipe: UptrainRecipe, config: PreTrainedConfig) -> None:
+def check_tokenizers(recipe: "UptrainRecipe", config: PreTrainedConfig) -> None:
     """Raise `UserError` unless the tokenizer is the one that student and teacher were trained with."""
     name = recipe.tokenizer or recipe.student
     tokenizer = load_tokenizer(name)

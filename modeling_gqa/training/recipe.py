@@ -222,7 +222,7 @@ def recipe_class(script: str) -> type[Any]:
     """Return the dataclass of the options of `pretrain` or `uptrain`."""
     if script == "pretrain":
         return Recipe
-    from .uptrain_recipe import UptrainRecipe  # it loads what reads checkpoints
+    from .uptraining import UptrainRecipe  # it loads what reads checkpoints
 
     return UptrainRecipe
 

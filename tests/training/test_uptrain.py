@@ -23,8 +23,7 @@ from modeling_gqa.data.tokenizer import train_tokenizer
 from modeling_gqa.training import distillation, publish, uptraining
 from modeling_gqa.training.distillation import choose_parameters, layerwise_loss, prediction_losses, run_teacher
 from modeling_gqa.training.recipe import load_recipe
-from modeling_gqa.training.uptrain_recipe import UptrainRecipe
-from modeling_gqa.training.uptraining import UptrainTrainer
+from modeling_gqa.training.uptraining import UptrainRecipe, UptrainTrainer
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.recipes import CONFIGURATION, recipe_names
 from training.uptrain import uptrain
