@@ -309,7 +309,7 @@ def test_results(here, pair, tmp_path):
 
 
 def test_a_student_with_norms_on_each_head(here, pair, packed, tmp_path):
-    """A conversion of Qwen3's attention to MLA is healed as any: both losses, every parameter of the attention."""
+    """A conversion of Qwen3's attention to MLA is uptrained as any: both losses, every parameter of the attention."""
     teacher = build(["mha", "mha"], 0, qk_norm=True).eval()
     target = target_config(teacher.config, "mla", cache_size=20)
     student, _ = convert_model(teacher, target, [{"input_ids": packed["input_ids"]}], method="lowrank")
@@ -455,7 +455,7 @@ def test_without_a_teacher(here, pair, tmp_path):
     assert first == pytest.approx(results["initial_validation_loss"], rel=0.05) and "stage" not in log[0]
 
 
-@pytest.mark.parametrize("rate", [1e-3, RUINOUS], ids=["heals", "ruins"])
+@pytest.mark.parametrize("rate", [1e-3, RUINOUS], ids=["uptrains", "ruins"])
 def test_two_processes_equal_one_and_a_stranger_loads_the_result(rate, write, here, tmp_path):
     """Stage 1 uses some of the parameters that stage 2 trains; DDP must not wait for the others."""
     options = {"trainable": "all", "max_steps": 4, "per_device_train_batch_size": 2, "sample_prompt": "the "}

@@ -99,7 +99,7 @@ def test_only_equal_parameters_are_shared(folders, tmp_path):
 
 
 @pytest.fixture
-def heal(folders, corpus, tmp_path, monkeypatch):
+def uptrained(folders, corpus, tmp_path, monkeypatch):
     """Runs the script; returns the losses that were logged and the folder of the run."""
     monkeypatch.setattr(publish, "load_in_clean_process", lambda folder, prompt: "a sample")
     path = tmp_path / "uptrain.yaml"
@@ -119,20 +119,20 @@ def heal(folders, corpus, tmp_path, monkeypatch):
     return run
 
 
-def test_losses_and_gradients_are_those_of_float32_weights(heal, monkeypatch):
+def test_losses_and_gradients_are_those_of_float32_weights(uptrained, monkeypatch):
     """Under autocast a frozen matrix is rounded to the dtype that it is stored in, whichever it is held in."""
-    found, run = heal("ours")
+    found, run = uptrained("ours")
     monkeypatch.setattr(distillation, "frozen_dtype", lambda *_: torch.float32)
     monkeypatch.setattr(distillation, "share_parameters", lambda *_: None)
-    expected, other = heal("float32")
+    expected, other = uptrained("float32")
     assert found == expected and len(found) == 5
     final, then = (AutoModelForCausalLM.from_pretrained(folder / "final").state_dict() for folder in (run, other))
     assert all(torch.equal(x, then[name]) and x.dtype == torch.bfloat16 for name, x in final.items())
 
 
-def test_a_resumed_run_is_the_whole_one_says_no_missing_keys_and_counts_all_seconds(heal, monkeypatch):
-    expected, whole = heal("whole")
-    _, run = heal("stopped")
+def test_a_resumed_run_is_the_whole_one_says_no_missing_keys_and_counts_all_seconds(uptrained, monkeypatch):
+    expected, whole = uptrained("whole")
+    _, run = uptrained("stopped")
     shutil.rmtree(run / "checkpoint-4")
     path = run / "checkpoint-2" / "complete.json"
     mark = json.loads(path.read_text())
@@ -140,7 +140,7 @@ def test_a_resumed_run_is_the_whole_one_says_no_missing_keys_and_counts_all_seco
     path.write_text(json.dumps(mark | {"training_seconds": seconds + 1000}))
     warned: list[str] = []
     monkeypatch.setattr(trainer_logger, "warning", lambda message, *_, **__: warned.append(message))
-    found, _ = heal("stopped", "--resume")
+    found, _ = uptrained("stopped", "--resume")
     assert warned == [] and found == expected
     results = json.loads((run / "results.json").read_text())
     assert 1000 + seconds < results["training_seconds"] < 1100 + seconds
@@ -161,7 +161,7 @@ def live_bytes() -> int:
 
 
 def predicted_bytes(student: GQAConfig, teacher: GQAConfig) -> int:
-    """The arithmetic of docs/healing.md without autocast's copies, which live during a step only."""
+    """The arithmetic of docs/uptraining.md without autocast's copies, which live during a step only."""
     trained = costs.count_attention_parameters(student)
     frozen = costs.count_parameters(student) - trained
     return 2 * (frozen + costs.count_attention_parameters(teacher)) + 16 * trained
