@@ -488,28 +488,20 @@ REFUSALS = [
     ({"student": "/nowhere/model"}, "cannot load the student /nowhere/model"),
     ({"teacher": "/nowhere/model"}, "cannot load the teacher /nowhere/model"),
     ({"student": "a/model.gguf"}, "the student a/model.gguf is a GGUF file: write it as a folder first"),
-    ({"teacher": None}, "layerwise_fraction is 0.5 and there is no teacher"),
     ({"teacher": "none", "layerwise_fraction": 0, "kl_weight": 0.5}, "kl_weight is 0.5 and there is no teacher"),
-    ({"layerwise_fraction": 1.5}, "layerwise_fraction is 1.5; it must lie between 0 and 1"),
     ({"kl_weight": -1}, "kl_weight is -1.0; it must lie between 0 and 1"),
     ({"temperature": 0}, "temperature is 0.0; it must be positive"),
     ({"trainable": "mlp"}, "trainable"),
     ({"preset": "tiny-mha"}, "preset has no effect here: the student is the model"),
     ({"model_overrides": {"hidden_size": 3}}, "model_overrides has no effect here: the student is the model"),
     ({"pretraining_fraction": 0.1}, "max_steps and pretraining_fraction are both given"),
-    ({"pretraining_fraction": -0.1, "max_steps": None}, "pretraining_fraction is -0.1; it must lie in [0, 1]"),
     ({"pretraining_fraction": 1.1, "max_steps": None}, "pretraining_fraction is 1.1; it must lie in [0, 1]"),
     (
         {"pretraining_fraction": 1e-3, "max_steps": None},
         "leaves 20 tokens, and a step takes 256: give a larger fraction, or --max-steps N --pretraining-fraction 0",
     ),
     # Models come before budgets.
-    ({"pretraining_fraction": 1e-3, "max_steps": None, "student": "/nowhere/s"}, "cannot load the student /nowhere/s"),
     ({"pretraining_fraction": 1e-3, "max_steps": None, "teacher": "/nowhere/t"}, "cannot load the teacher /nowhere/t"),
-    (
-        {"pretraining_fraction": 1e-3, "max_steps": None, "pretraining_tokens": 500, "student": "/nowhere/s"},
-        "cannot load the student /nowhere/s",
-    ),
     (
         {"pretraining_fraction": 0.1, "max_steps": None, "teacher": None, "layerwise_fraction": 0},
         "pretraining_fraction needs pretraining_tokens: there is no teacher",
