@@ -20,7 +20,6 @@ from ..common import cards
 from ..common.errors import UserError, did_you_mean, one_line
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
-from .aside import file_written_aside, refuse_overlap, written_aside
 from .checkpoint import meta_model, open_checkpoint, own_tensors
 from .engines import computed, constant_norm, evened_epsilon, paired_neighbours, scaled, zero_where_missing
 from .export_blockers import FOR_TRANSFORMERS, GROUPED_FAMILIES, LATENT_FAMILIES, misreadings, obstacles, scale_ratio
@@ -29,6 +28,7 @@ from .files import LazyTensor
 from .gguf import is_gguf
 from .gguf_tokenizer import read_vocabulary
 from .gguf_writing import refuse_for_llama_cpp, write_gguf
+from .overwriting import new_checkpoint, new_gguf, refuse_overlap
 from .writing import MAX_SHARD_SIZE, write_checkpoint
 
 # The way out where MLA was converted: also exact MLA repeats each frequency for each key/value head of its source.
@@ -172,10 +172,10 @@ def export_checkpoint(
     model = meta_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(stock)], stock)  # type: ignore[arg-type]
     tensors = own_tensors(model, _stock_tensors(config, stock, checkpoint.tensors))
     if is_gguf(target):
-        with file_written_aside(target, force) as path:
+        with new_gguf(target, force) as path:
             write_gguf(path, stock, tensors, vocabulary, progress)
         return stock
-    with written_aside(target, force) as aside:
+    with new_checkpoint(target, force) as aside:
         write_checkpoint(aside, model, tensors, checkpoint.folder, progress, max_shard_size)
         _write_card(aside, Path(target).resolve().name, config, stock, checkpoint.folder)
     return stock

@@ -9,9 +9,9 @@ from ..common.errors import UserError
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
-from .aside import refuse_overlap, written_aside
 from .checkpoint import meta_model, open_checkpoint
 from .gguf import is_gguf
+from .overwriting import new_checkpoint, refuse_overlap
 from .writing import MAX_SHARD_SIZE, write_checkpoint
 
 
@@ -69,6 +69,6 @@ def import_checkpoint(
     checkpoint = open_checkpoint(source, foreign=True, ignore_fields=ignore_fields, dtype=dtype)
     refuse_overlap(Path(source) if checkpoint.gguf else checkpoint.folder, target)
     model = meta_model(GQAForCausalLM, checkpoint.config)
-    with written_aside(target, force) as aside:
+    with new_checkpoint(target, force) as aside:
         write_checkpoint(aside, model, checkpoint.tensors, checkpoint.folder, progress, max_shard_size)
     return checkpoint.config

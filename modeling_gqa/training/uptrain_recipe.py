@@ -12,8 +12,8 @@ from modeling_gqa_cli.recipes import UptrainOptions, public_name
 from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.files import LICENCES, copy_files, local_folder
 from ..checkpoints.gguf import is_gguf
+from ..common.atomic import read_object
 from ..common.cards import base_metadata, kept_metadata
-from .folder.listing import read_object
 from .recipe import UNUSED, Recipe
 from .results import RESULTS, Results
 

@@ -17,8 +17,8 @@ from modeling_gqa_cli.errors import UserError
 from ..checkpoints.checkpoint import load_source
 from ..common.console import warn
 from .distillation import choose_parameters, layerwise_loss, model_inputs, prediction_losses, run_teacher
-from .folder.checkpoint import is_whole
 from .results import Results
+from .run_folder import is_whole
 from .trainer import PretrainTrainer, perplexity
 from .uptrain_recipe import UptrainRecipe
 

@@ -220,11 +220,11 @@ def test_a_killed_conversion_goes_on_from_its_layers(sources, tmp_path):
     whole, target = tmp_path / "whole" / "target", tmp_path / "killed" / "target"
     assert call("convert", sources / "gqa", whole, *options) == (0, [])
     layers = tmp_path / "killed" / ".target.layers"
-    assert call("convert", sources / "gqa", target, *options, fault=kill_at("-1.part"))[0] is None
+    assert call("convert", sources / "gqa", target, *options, fault=kill_at("-1.safetensors.part"))[0] is None
     assert [path.stem[-2:] for path in layers.glob("*.safetensors")] == ["-0"] and not target.exists()
-    assert call("convert", sources / "gqa", target, *options, fault=kill_at("-2.part"))[0] is None
+    assert call("convert", sources / "gqa", target, *options, fault=kill_at("-2.safetensors.part"))[0] is None
     assert sorted(path.stem[-2:] for path in layers.glob("*.safetensors")) == ["-0", "-1"]
-    assert call("convert", sources / "gqa", target, *options, fault=kill_at("-0.part")) == (0, [])
+    assert call("convert", sources / "gqa", target, *options, fault=kill_at("-0.safetensors.part")) == (0, [])
     for name in ("model.safetensors", "config.json"):
         assert (target / name).read_bytes() == (whole / name).read_bytes()
     assert [path.name for path in target.parent.iterdir()] == ["target"]

@@ -2,20 +2,87 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
+from ...common.atomic import read_object
 from ...costs import CostedModel, cache_bytes_per_token, count_parameters, training_flops
 from ...costs.speeds import Speed
 from ...data.blocks import load_blocks
-from ..folder.listing import read_object
 from ..results import RESULTS
-from ..shared.spread import Sample, Spread, pooled
 from .plan import Comparison
+
+# -- Means over seeds
+
+# Student's t by degrees of freedom, from 1: 95 % of its distribution lie within plus and minus these.
+STUDENT = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
+    2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The losses of one model over seeds.
+
+    Args:
+        name: of the model.
+        values: losses of the runs that did not fail, at least one.
+    """
+
+    name: str
+    values: Sequence[float]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How far runs that differ in the seed alone part.
+
+    Args:
+        deviation: standard deviation of a run; nan where no model has two.
+        freedom: degrees of freedom of the deviation: runs less models.
+    """
+
+    deviation: float
+    freedom: int
+
+    @property
+    def quantile(self) -> float:
+        """Standard errors that 95 % of means lie within, by Student's t; beyond 30 degrees of freedom that of 30."""
+        return STUDENT[min(self.freedom, len(STUDENT)) - 1] if self.freedom else math.nan
+
+    def margin(self, errors: float) -> float:
+        """Return half of the 95 % interval of a number whose standard error is `errors` times the deviation."""
+        return self.quantile * self.deviation * errors
+
+
+def pooled(samples: Iterable[Sequence[float]]) -> Spread:
+    """Return the spread over seeds, pooled over models.
+
+    Example:
+        ```python
+        from modeling_gqa.training.comparison.outcome import pooled
+
+        found = pooled([[1.0, 3.0], [5.0, 7.0], [4.0]])
+        assert (found.deviation, found.freedom, found.quantile) == (2**0.5, 2, 4.303)
+        ```
+    """
+    groups = [found for found in samples if len(found) > 1]
+    freedom = sum(len(found) - 1 for found in groups)
+    squares = sum(statistics.variance(found) * (len(found) - 1) for found in groups)
+    return Spread(math.sqrt(squares / freedom) if freedom else math.nan, freedom)
+
+
+# -- The outcome
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,18 @@ from typing import Any
 
 from modeling_gqa_cli.errors import UserError
 
+from ...common.atomic import read_object, write_text
 from ...common.console import say
 from ...common.pictures import COLORS, line_styles, name_lines, new_figure, save, tidy
 from ...common.results import write_json
 from ...common.tables import Table, with_prefix
 from ...costs.speeds import measure_speeds, where_measured
-from ..folder.listing import read_object, write_text
-from ..folder.manifest import checkpoints
 from ..recipe import trackers_in
-from ..shared.runs import Runs
+from ..run_folder import checkpoints
 from .models import MATCHED, CompareRecipe
 from .outcome import Entry, Outcome, outcome_of
 from .plan import Comparison, Trial
+from .runs import Runs
 
 REPORT = "report.md"
 LOSS = "validation loss (nats per token)"
