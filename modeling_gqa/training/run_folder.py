@@ -113,13 +113,7 @@ class RunFolder:
 
     def save(self) -> None:
         """Write the manifest."""
-        content = {
-            "version": 1,
-            "writer": self.writer,
-            "writing": self.writing,
-            "notes": self.notes,
-            "files": self.files,
-        }
+        content = {"writer": self.writer, "writing": self.writing, "notes": self.notes, "files": self.files}
         write_text(self.path / MANIFEST, json.dumps(content, indent=1) + "\n")
 
     def close(self) -> None:
@@ -280,10 +274,8 @@ def has_died(writer: dict[str, Any]) -> bool:
         return False
     try:
         os.kill(writer["pid"], 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)
     return False
 
 
@@ -401,16 +393,11 @@ def first_difference(folder: Path, listed: dict[str, Entry]) -> str | None:
         path = folder / name
         if not path.is_file():
             return f"{path} is missing"
-        if (size := path.stat().st_size) != entry["size"]:
-            return f"{path} has {size:,} bytes in place of {entry['size']:,}"
-    # All sizes first: comparing them takes no time.
-    for name, entry in listed.items():
         try:
-            same = file_entry(folder / name) == entry
+            if file_entry(path) != entry:
+                return f"{path} has changed since it was written: its SHA-256 is another"
         except OSError as error:
-            return f"{folder / name} cannot be read: {error.strerror}"
-        if not same:
-            return f"{folder / name} has changed since it was written: its SHA-256 is another"
+            return f"{path} cannot be read: {error.strerror}"
     return None
 
 
