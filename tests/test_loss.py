@@ -1,6 +1,7 @@
 """A loss computed in chunks is the loss of the full logits, with the same gradients, wherever it is used."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -215,57 +216,17 @@ def test_accumulated_micro_batches_equal_one_batch(at_once):
     torch.testing.assert_close(plain_mean, loss, rtol=1e-6, atol=0)
 
 
-def in_evaluation(model):
-    model.eval()
-    return {}
-
-
-def unlimited(model):
-    model.logits_at_once = None
-    return {}
-
-
-def small_enough(model):
-    model.logits_at_once = 33 * 101
-    return {}
-
-
-def asked_for(model):
-    return {"output_logits": True}
-
-
-def without_labels(model):
-    return {"labels": None}
-
-
-def head_of_another_class(model):
-    class Head(nn.Linear):
-        pass
-
-    model.lm_head.__class__ = Head
-    return {}
-
-
-def head_that_is_wrapped(model):
-    model.lm_head = nn.Sequential(model.lm_head)
-    return {}
-
-
-def head_with_a_bias(model):
-    model.lm_head.bias = nn.Parameter(torch.zeros(101))
-    return {}
-
-
-FULL = [
-    in_evaluation,
-    unlimited,
-    small_enough,
-    asked_for,
-    without_labels,
-    head_of_another_class,
-    head_that_is_wrapped,
-    head_with_a_bias,
-]
+# What is changed of the model, and of its arguments.
+FULL: dict[str, tuple[Callable, dict]] = {
+    "evaluation": (lambda model: model.eval(), {}),
+    "no limit": (lambda model: setattr(model, "logits_at_once", None), {}),
+    "small enough": (lambda model: setattr(model, "logits_at_once", 33 * 101), {}),
+    "asked for": (lambda model: None, {"output_logits": True}),
+    "no labels": (lambda model: None, {"labels": None}),
+    "head of another class": (lambda model: setattr(model.lm_head, "__class__", type("Head", (nn.Linear,), {})), {}),
+    "wrapped head": (lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head)), {}),
+    "head with a bias": (lambda model: setattr(model.lm_head, "bias", nn.Parameter(torch.zeros(101))), {}),
+}
 
 
 @compat
@@ -284,16 +245,18 @@ def test_logits_that_were_not_computed_say_so():
 
 
 @compat
-@pytest.mark.parametrize("change", FULL, ids=lambda change: change.__name__)
-def test_where_logits_are_returned(change, chunk_sizes):
+@pytest.mark.parametrize("name", FULL)
+def test_where_logits_are_returned(name, chunk_sizes):
     """Evaluation, small steps, `output_logits` and unusual heads return logits and the same loss."""
     model, inputs = make_training_model(tie_word_embeddings=False), make_inputs()
     model.logits_at_once = AT_ONCE
     expected = model(**inputs)
     assert "logits" not in expected and len(chunk_sizes) == 1
-    outputs = model(**{**inputs, **change(model)})
+    change, arguments = FULL[name]
+    change(model)
+    outputs = model(**{**inputs, **arguments})
     assert outputs.logits.shape == (3, 11, 101) and len(chunk_sizes) == 1
-    if change is without_labels:
+    if name == "no labels":
         assert outputs.loss is None
     else:
         torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-6, atol=0)

@@ -9,8 +9,9 @@ from huggingface_hub.utils import yaml_dump
 from yaml import YAMLError
 
 from ..configuration_gqa import GQAConfig
+from .atomic import write_text
 from .errors import INSTALL
-from .files import within, write_text
+from .files import within
 
 # Entries of a source's card that hold for the weights made from it, too.
 KEPT_METADATA = ("license", "license_name", "license_link", "language", "datasets")

@@ -6,6 +6,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from .atomic import write_text
+
 
 def to_json(results: Any) -> str:
     """Return results as JSON that every program reads.
@@ -28,9 +30,7 @@ def to_json(results: Any) -> str:
 
 def write_json(path: Path, results: Any) -> None:
     """Write results as JSON to a file, which is there whole or not at all, also where the process is killed."""
-    unfinished = path.with_name(f"{path.name}.part")
-    unfinished.write_text(to_json(results), encoding="utf-8")
-    unfinished.replace(path)
+    write_text(path, to_json(results))
 
 
 def plain(value: Any) -> Any:

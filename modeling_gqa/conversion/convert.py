@@ -17,11 +17,11 @@ from ..common.progress import ShowProgress, no_progress
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 from ..modeling_gqa import GQAForCausalLM
-from .calibration import require_one_device, scratch
-from .layer_store import Kept
+from .layer_store import LayerStore
 from .layers.latent import ALPHAS
-from .measuring import compare_predictions, predicted_states
+from .measuring import compare_predictions, predicted_states, require_one_device
 from .sequential import NewLayer, Setting, assemble, convert_layers
+from .streams import scratch
 from .targets import BOOKKEEPING_FIELDS, check_ours, configuration, describe, layer_frequencies, lossy_layers
 
 # "auto" compares settings on at most this number of tokens, on which two settings differ by more than two texts.
@@ -135,7 +135,7 @@ def convert_model(
         seed=seed,
     )
     with scratch(model.device) as source_states:
-        search = Search(model, target_config, calibration, selection, source_states, Kept(folder), show_progress)
+        search = Search(model, target_config, calibration, selection, source_states, LayerStore(folder), show_progress)
         if method == "auto" and lossy and selection:
             setting = search.run(setting, to_mla, regroup)
         converted, layers = search.converted(setting, share=share_weights)
@@ -223,7 +223,7 @@ class Search:
     calibration: Sequence[Batch] | None
     selection: Sequence[Batch] | None
     source_states: MutableMapping[int, torch.Tensor]
-    layers: Kept
+    layers: LayerStore
     show_progress: ShowProgress = no_progress
     tried: list[tuple[float, Setting]] = field(default_factory=list)
 

@@ -20,8 +20,8 @@ from modeling_gqa_cli.errors import UserError
 from modeling_gqa_vllm.kernels import FAST_SIZES
 
 from .. import __version__
-from ..checkpoints.aside import check_target, refuse_overlap, written_aside
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoints.overwriting import check_target, new_checkpoint, refuse_overlap
 from ..checkpoints.writing import write_model
 from ..common.batches import Batch
 from ..common.progress import ShowProgress
@@ -30,13 +30,13 @@ from ..costs import CostedModel, cache_bytes_per_token, count_parameters
 from ..data.packing import read_batches
 from ..data.tokenizer import load_tokenizer
 from ..modeling_gqa import GQAForCausalLM
-from .calibration import IN_MEMORY
 from .convert import SELECTION_TOKENS, convert_model
 from .fitting import STEP_TOKENS
-from .layer_store import keep_target, kept_in, layers_folder
+from .layer_store import choose_target, layers_folder, resumable_folder
 from .measuring import TOKENS_AT_ONCE, compare_predictions, layer_errors
 from .options import Goal, Options, expected_target, find_goal, layers_after
 from .report import FORMAT_VERSION, Report, vllm_kernels, write_card, write_report
+from .streams import IN_MEMORY
 from .targets import changed_layers, describe
 
 GIB = 2**30
@@ -98,7 +98,7 @@ class Job(Options):
         checkpoint = self.open(download=False)  # what can be refused early is
         goal = find_goal(self, checkpoint.config, checkpoint.dtype)
         held = ExitStack()
-        with written_aside(self.target, force, held) as aside:
+        with new_checkpoint(self.target, force, held) as aside:
             if not checkpoint.tensors:
                 assumed, checkpoint = checkpoint.dtype, self.open()
                 refuse_overlap(checkpoint.folder, self.target)
@@ -116,7 +116,13 @@ class Job(Options):
             report["serving"] = vllm_kernels(converted.config)
             if batches:
                 with self.timed("measuring"):
-                    self.measure(report, model, converted, batches, show_progress)
+                    text = batches["evaluation"]
+                    report |= compare_predictions(model, converted, text, show_progress("measuring"))
+                    errors = layer_errors(model, converted, text, show_progress("measuring layers"))
+                for row, error in zip(report["layers"], errors, strict=True):
+                    row["error"] = error
+                for name, part in batches.items():
+                    report["text"][f"{name}_tokens"] = sum(batch["input_ids"].numel() for batch in part)
             with self.timed("saving"):
                 write_model(aside, converted, checkpoint.folder, show_progress("saving"))
             report["seconds"] = self.seconds
@@ -192,7 +198,7 @@ class Job(Options):
         """
         calibration = batches.get("calibration")
         plan = self.identity(model, goal.target, batches)
-        folder = held.enter_context(kept_in(layers_folder(self.target), plan))
+        folder = held.enter_context(resumable_folder(layers_folder(self.target), plan))
 
         def choose() -> GQAConfig:
             from .allocation import allocate
@@ -203,7 +209,7 @@ class Job(Options):
 
         return convert_model(
             model,
-            goal.target or keep_target(folder, choose),
+            goal.target or choose_target(folder, choose),
             calibration,
             selection=batches.get("selection"),
             method=self.method,
@@ -234,22 +240,6 @@ class Job(Options):
             weights.hexdigest(),
             tokens.hexdigest(),
         ]
-
-    def measure(
-        self,
-        report: Report,
-        model: GQAForCausalLM,
-        converted: GQAForCausalLM,
-        batches: Batches,
-        show_progress: ShowProgress,
-    ) -> None:
-        """Enter into the report what is measured on the evaluation text."""
-        text = batches["evaluation"]
-        report.update(compare_predictions(model, converted, text, show_progress("measuring")))
-        errors = layer_errors(model, converted, text, show_progress("measuring layers"))
-        for name, part in batches.items():
-            report["text"][f"{name}_tokens"] = sum(batch["input_ids"].numel() for batch in part)
-        report["layers"] = [{**row, "error": error} for row, error in zip(report["layers"], errors, strict=True)]
 
     def begin_report(self, checkpoint: Checkpoint, target: GQAConfig) -> Report:
         """Return what the report says of source and target before anything is measured."""

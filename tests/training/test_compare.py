@@ -20,12 +20,17 @@ from modeling_gqa.costs import cache_bytes_per_token, count_parameters, training
 from modeling_gqa.costs.speeds import Speed
 from modeling_gqa.training.comparison import report as reporting
 from modeling_gqa.training.comparison.models import CompareRecipe, candidates_of, usual_kinds
-from modeling_gqa.training.comparison.outcome import Entry, Outcome
 from modeling_gqa.training.comparison.plan import EXTENSIONS, Comparison, Trial, best_rate, further_rate, plan
-from modeling_gqa.training.comparison.report import plot_comparison, report, results_table, verdict, write_outcome
-from modeling_gqa.training.shared.folder import begin
-from modeling_gqa.training.shared.processes import gpu_of
-from modeling_gqa.training.shared.runs import Run, Runs
+from modeling_gqa.training.comparison.report import (
+    Entry,
+    Outcome,
+    plot_comparison,
+    report,
+    results_table,
+    verdict,
+    write_outcome,
+)
+from modeling_gqa.training.comparison.runs import Run, Runs, gpu_of
 from modeling_gqa_cli.errors import UserError
 from training.compare import compare
 
@@ -354,7 +359,7 @@ def test_folders_of_others(tmp_path):
         folder.mkdir()
         (folder / name).mkdir() if content is None else (folder / name).write_text(content)
         with pytest.raises(UserError, match="choose another --output-dir"):
-            begin(Runs(folder, lambda _: [], 1, ""), "comparison", {}, set(), pytest.fail)
+            Runs(folder, lambda _: [], 1, "").begin("comparison", {}, set(), pytest.fail)
     assert (tmp_path / "recipe" / "recipe.json").read_text() == "[]"
 
 
