@@ -122,8 +122,9 @@ def locked(target: Path) -> Iterator[None]:
     try:
         left = acquire(lock, path, target)
         try:
-            if left:  # without a lock left beside them, folders of such names are the user's
-                recover(target)
+            # Without a lock left beside them, folders of such names are the user's.
+            for process in {number for _, number, _ in leftovers(target)} if left else ():
+                settle(target, beside(target, "old", process), beside(target, "new", process))
             yield
         finally:
             insist(release)
@@ -165,19 +166,13 @@ def insist(clean_up: Callable[[], None]) -> None:
         raise
 
 
-def recover(target: Path) -> None:
-    """Delete what killed processes left of writing `target`, and put back what one of them had moved."""
-    for process in {process for _, process, _ in leftovers(target)}:
-        settle(target, beside(target, "old", process), beside(target, "new", process))
-
-
 def beside(target: Path, role: str, process: int | str) -> Path:
     """Return the folder beside `target` in which a process writes it ("new") or keeps what it replaces ("old")."""
     return target.with_name(f".{target.name}.{role}-{process}")
 
 
 def leftovers(target: Path) -> list[tuple[str, str, Path]]:
-    """Return role ("new" or "old"), process id and path of the folders in which `target` is or was written."""
+    """Return role ("new" or "old"), process and path of the folders that living and killed writers made."""
     pattern = re.compile(re.escape(f".{target.name}.") + "(new|old)-([0-9a-f]+)")
     found = ((pattern.fullmatch(path.name), path) for path in target.parent.iterdir())
     return [(match[1], match[2], path) for match, path in found if match and path.is_dir() and not path.is_symlink()]
