@@ -11,8 +11,8 @@ from modeling_gqa.common.results import write_json
 from modeling_gqa.common.tables import Table
 from modeling_gqa.costs import cache_bytes_per_token
 from modeling_gqa.costs.speeds import measure_speeds, where_measured
-from modeling_gqa.training.comparison.outcome import Sample, Spread
 from modeling_gqa.training.comparison.runs import Runs
+from modeling_gqa.training.comparison.spread import Sample, Spread
 from modeling_gqa_cli.errors import UserError
 
 from .study import Point, Student, Study, spread_of
@@ -41,12 +41,7 @@ the models in turn. A new token's time is that in the middle of the new tokens.
 
 @dataclass(frozen=True)
 class Times:
-    """How long a model takes here.
-
-    Args:
-        token: milliseconds of a decoded token of all prompts, in the middle of the new tokens.
-        sample: seconds of all prompts, and of their new tokens at that time each.
-    """
+    """Milliseconds of a new token of all prompts, and seconds of all prompts with their new tokens."""
 
     token: float
     sample: float

@@ -30,8 +30,7 @@ from modeling_gqa_cli.errors import UserError
 from ..common.atomic import read_object
 from ..common.console import is_main, say
 from ..costs import cache_bytes_per_token, training_flops
-from ..data.blocks import PackedBlocks
-from ..data.stream import CheckedStream
+from ..data.blocks import CheckedStream, PackedBlocks
 from .recipe import Recipe, shorten_warmup
 from .results import FORMAT_VERSION, NON_FINITE, RESULTS, TIMING, Results, bigram_loss
 from .run_folder import RunFolder, what_is_kept
@@ -254,9 +253,7 @@ def peak_flops(device: str, dtype: torch.dtype) -> float:
     """Return the FLOP/s of the fastest matrix product on a device, at which the MFU is 1; it is measured once."""
     from ..costs.measuring import matmul_rate
 
-    devices = [device] if device.startswith("cuda") else []
-    with torch.random.fork_rng(devices=devices):  # training draws the same numbers as without the measurement
-        return matmul_rate(device, dtype)
+    return matmul_rate(device, dtype)
 
 
 class Throughput(TrainerCallback):

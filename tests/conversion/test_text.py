@@ -186,13 +186,13 @@ REFUSED = {
     "no rows": (
         "a.jsonl",
         b"[1, 2]\n[3]\n",
-        r"a.jsonl, line 1: no text in column 'text' \(found: list\); set --text-column",
+        r"a.jsonl, line 1: no text in column 'text' \(found: list\); set text_column",
     ),
-    "no text": ("a.jsonl", b'{"text": 3}\n', "a.jsonl, line 1: column 'text' holds float in place of text"),
+    "no text": ("a.jsonl", b'{"text": 3}\n', "a.jsonl, line 1: column 'text' holds int in place of text"),
     "no Parquet": ("a.parquet", b"text", "a.parquet is not a Parquet file: "),
     "empty": ("a.txt", b"", "a.txt is empty"),
     "blank": ("a.txt", b" \n\n", "too short: 0 tokens for calibration"),
-    "short": ("a.txt", b"1 2 3", "too short: 3 tokens for calibration, and a block has 8"),
+    "short": ("a.txt", b"1 2 3", "too short: 3 tokens for calibration, and a sequence has 8"),
 }
 
 
