@@ -89,20 +89,29 @@ class Runs:
 
     # -- the folder
 
-    def begin(self, what: str, values: dict[str, Any], free: Collection[str], prepare: Callable[[], None]) -> None:
+    def begin(
+        self,
+        what: str,
+        values: dict[str, Any],
+        values_of_runs: Mapping[str, Any],
+        free: Collection[str],
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
         """Open the folder: prepare an empty one, or check that it holds the same recipe.
 
         Args:
             what: the folder holds, such as "comparison".
             values: of the recipe.
-            free: fields that may differ when a launch goes on.
+            values_of_runs: of the recipe of its runs; those that may change when a run resumes may change here.
+            free: fields of the recipe that may differ when a launch goes on.
             prepare: writes what all runs need; called by one launch, before the recipe is written.
 
         Raises:
             UserError: the folder holds something else, or another recipe; or matplotlib is not installed.
         """
         new_figure()  # with which the report's pictures are drawn in the end
-        folder = self.folder
+        kept = {name: value for name, value in values_of_runs.items() if name not in FREE_ON_RESUME}
+        folder, values = self.folder, values | {f"runs.{name}": value for name, value in kept.items()}
         present = set(os.listdir(folder)) if folder.is_dir() else set()
         ours = {f".{RECIPE}.part", "claims", "tokenizer", "students"} if "claims" in present else set()
         if RECIPE not in present and (foreign := sorted(present - ours)):
@@ -281,11 +290,6 @@ class Runs:
         (self.folder / "failed").mkdir(exist_ok=True)
         note = {"time": time.time(), "exit_code": code, "said": said[:1000], "log": log.name}
         write_text(self.folder / "failed" / f"{run.name}.json", json.dumps(note, indent=1) + "\n")
-
-
-def with_runs(values: dict[str, Any], of_runs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a recipe, and as `runs.FIELD` those of the recipe of its runs that have to stay the same."""
-    return values | {f"runs.{name}": value for name, value in of_runs.items() if name not in FREE_ON_RESUME}
 
 
 def last_words(log: Path, start: int) -> str:
