@@ -14,8 +14,7 @@ from safetensors.torch import load, save_file
 from modeling_gqa_cli.errors import UserError
 
 from ..checkpoints.writing import disk_errors
-from ..common.atomic import read_object, replacing
-from ..common.results import write_json
+from ..common.atomic import read_object, replacing, write_json
 from ..configuration_gqa import GQAConfig
 from .sequential import NewLayer, Setting
 
