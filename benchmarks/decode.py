@@ -24,7 +24,7 @@ import torch
 from transformers import DynamicCache
 from transformers.generation import StoppingCriteria
 
-from modeling_gqa import ATTENTION_CLASSES
+from modeling_gqa import ATTENTION_CLASSES, GQAConfig
 from modeling_gqa.cache_layers import grow_in_place
 from modeling_gqa.costs import cache_bytes, cache_bytes_per_token, count_parameters, decode_flops, decode_weights
 from modeling_gqa.costs.measuring import filled_cache
@@ -133,7 +133,8 @@ def generate(model, cache: DynamicCache, batch: int, length: int, tokens: int, d
 @torch.no_grad()
 def measure(models, batch: int, length: int, dtype: torch.dtype, device: str, budget: float) -> list[list[float]]:
     """Median seconds per token of each model (theirs, ours) in each round."""
-    caches = [filled_cache(model, batch, length, dtype, device) for model in models]
+    configs = [model.config if isinstance(model.config, GQAConfig) else models[-1].config for model in models]
+    caches = [filled_cache(*pair, batch, length, dtype, device) for pair in zip(models, configs, strict=True)]
 
     def turn(index: int, tokens: int) -> float:
         return statistics.median(generate(models[index], caches[index], batch, length, tokens, device))
@@ -202,20 +203,15 @@ def memory_row(kind: str, sizes: Sizes, dtype: torch.dtype, tokens: int) -> dict
     """Storage of one layer of the cache that `generate` makes, over the bytes of its tokens, decoded one by one."""
     config = make_config(kind, sizes)
     cache = grow_in_place(DynamicCache(config=config))
-    heads = 1 if kind == "mla" else config.num_key_value_heads
-    keys, values = (torch.zeros(1, heads, 1, size // heads, dtype=dtype) for size in cache_sizes(kind, config))
+    shapes = ATTENTION_CLASSES[kind].cache_shapes(config.per_layer_config[0])
+    keys, values = (torch.zeros(1, heads, 1, size, dtype=dtype) for heads, size in shapes)
     worst = 0.0
     for count in range(1, tokens + 1):
         held = cache.update(keys, values, 0)
         stored = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held}.values())
-        over = stored / (count * sum(cache_sizes(kind, config)) * dtype.itemsize)
+        over = stored / (count * sum(heads * size for heads, size in shapes) * dtype.itemsize)
         worst = max(worst, over) if count >= 1024 else worst
     return {"kind": kind, "tokens": tokens, "over_theoretical": over, "worst_from_1024": worst}
-
-
-def cache_sizes(kind: str, config) -> tuple[int, int]:
-    """Numbers per token and layer in the cache's keys and values."""
-    return ATTENTION_CLASSES[kind].cache_sizes(config.per_layer_config[0])
 
 
 def measure_norms(arguments: DecodeArguments, sizes: Sizes, dtypes: list[torch.dtype], machine, cell: dict) -> None:

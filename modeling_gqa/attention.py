@@ -154,6 +154,11 @@ class Attention(nn.Module):
         return key, value, attention_mask, {"dropout": dropout, "sliding_window": window, **kwargs}
 
     @staticmethod
+    def default_scale(layer: GQAConfig) -> float:
+        """The factor of the scores of a layer of `config.per_layer_config` without a `softmax_scale`."""
+        raise NotImplementedError
+
+    @staticmethod
     def describe(layer: GQAConfig) -> str:
         """A layer of `config.per_layer_config` in a few words: its kind, heads and what it caches."""
         raise NotImplementedError
@@ -195,7 +200,7 @@ class GroupedAttention(Attention):
         super().__init__(config, layer_idx)
         layer = config.per_layer_config[layer_idx]
         self.head_dim = layer.head_dim
-        self.scaling = layer.softmax_scale or self.head_dim**-0.5
+        self.scaling = layer.softmax_scale or self.default_scale(layer)
         hidden = config.hidden_size
         query_size, key_value_size = (
             heads * self.head_dim for heads in (layer.num_attention_heads, layer.num_key_value_heads)
@@ -242,6 +247,10 @@ class GroupedAttention(Attention):
             self, query, key, value, attention_mask, scaling=self.scaling, **options
         )  # (B, T, H, D)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights  # (B, T, hidden)
+
+    @staticmethod
+    def default_scale(layer: GQAConfig) -> float:
+        return layer.head_dim**-0.5
 
     @staticmethod
     def describe(layer: GQAConfig) -> str:

@@ -56,7 +56,7 @@ class LatentAttention(Attention):
         self.qk_head_dim = layer.qk_head_dim
         self.v_head_dim = layer.v_head_dim
         self.rope_interleave = layer.rope_interleave
-        self.scaling = layer.softmax_scale or self.qk_head_dim**-0.5 * yarn_scale(config.rope_parameters)
+        self.scaling = layer.softmax_scale or self.default_scale(layer)
 
         hidden, heads = config.hidden_size, layer.num_attention_heads
         query_bias, key_value_bias, output_bias = layer.projection_biases
@@ -193,6 +193,10 @@ class LatentAttention(Attention):
         return absorbed_attention_forward(
             query, query_rope, latent, key_rope, weight, attention_mask, self.scaling, fused=fused
         )
+
+    @staticmethod
+    def default_scale(layer: GQAConfig) -> float:
+        return layer.qk_head_dim**-0.5 * yarn_scale(layer.rope_parameters)
 
     @staticmethod
     def describe(layer: GQAConfig) -> str:

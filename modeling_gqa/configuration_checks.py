@@ -203,11 +203,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 def shown(value: Any) -> str:
     """Return a wrong value as text for one line of a message."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no number of more than 4300 digits
-        text = "<a number of more than 4300 digits>"
-    text = " ".join(text.split())
+    text = " ".join(repr(value).split())
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 

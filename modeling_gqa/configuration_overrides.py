@@ -43,7 +43,6 @@ def overridden(stored: dict[str, Any], overrides: dict[str, Any]) -> dict[str, A
     if isinstance(rope, dict):
         rope = {**rope, **{name: overrides.pop(name) for name in ROPE_KEYWORDS if name in overrides}}
         overrides["rope_parameters"] = rope
-        stale |= set(ROPE_KEYWORDS) & rope.keys()  # earlier versions stored these, too, and never read them
     by_layer = {} if "per_layer_config" in overrides else stored.get("per_layer_config")
     for layer in by_layer.values() if isinstance(by_layer, dict) else ():
         for name in overrides.keys() & set(layer):

@@ -42,7 +42,7 @@ def convert(target: str, dry_run: bool, force: bool, **options: Any) -> None:
 
 def import_(source: str, target: str, dtype: str | None, ignore_field: Sequence[str] | None, force: bool) -> None:
     """Rewrite a stock checkpoint as one of this package, which computes the same function."""
-    from modeling_gqa.checkpoints.importing import import_checkpoint
+    from modeling_gqa.checkpoints.writing import import_checkpoint
 
     with user_errors(Path(target)), progress_bars() as show_progress:
         config = import_checkpoint(
@@ -59,7 +59,7 @@ def import_(source: str, target: str, dtype: str | None, ignore_field: Sequence[
 def export(source: str, target: str, family: str | None, engine: str | None, force: bool) -> None:
     """Rewrite a checkpoint of this package as one of transformers' own classes, or as a GGUF file."""
     from modeling_gqa.checkpoints.exporting import export_checkpoint
-    from modeling_gqa.checkpoints.gguf import is_gguf
+    from modeling_gqa.checkpoints.files import is_gguf
 
     with user_errors(Path(target)), progress_bars() as show_progress:
         progress = show_progress("exporting tensors")

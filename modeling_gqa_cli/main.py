@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         try:
             values = read_options(name, rest) if command.groups else {"name": name, "arguments": rest}
             if "source" in values:  # before seconds of imports
-                refuse_mistyped(values["source"])
+                refuse_mistyped(str(values["source"]))
         except UserError as error:
             stop(str(error), error.exit_code)
         run = imported(command.module, name)

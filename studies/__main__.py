@@ -19,16 +19,7 @@ from .recipe import STUDIES, StudyRecipe
 
 
 def study(name: str, argv: list[str], prog: str | None = None) -> None:
-    """Run a study as a command line says; see the top of this file.
-
-    Args:
-        name: "conversion", "uptraining" or "groups".
-        argv: the path of a recipe, or the name of one in this folder, and options.
-        prog: how it was started, for errors.
-
-    Raises:
-        UserError: an error that the user can correct.
-    """
+    """Run a study by a recipe's path, or its name in this folder, and options; raises `UserError`."""
     from modeling_gqa.training.recipe import load_recipe
     from modeling_gqa.training.shared.folder import begin, finish, with_runs
     from modeling_gqa.training.shared.runs import Runs

@@ -41,12 +41,7 @@ the models in turn. A new token's time is that in the middle of the new tokens.
 
 @dataclass(frozen=True)
 class Times:
-    """How long a model takes here.
-
-    Args:
-        token: milliseconds of a decoded token of all prompts, in the middle of the new tokens.
-        sample: seconds of all prompts, and of their new tokens at that time each.
-    """
+    """Milliseconds of a new token of all prompts, and seconds of all prompts with their new tokens."""
 
     token: float
     sample: float

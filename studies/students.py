@@ -15,15 +15,14 @@ from modeling_gqa.common.console import say
 from modeling_gqa.conversion import convert_model, load_source
 from modeling_gqa.data.blocks import tokenize
 from modeling_gqa.data.packing import pack
-from modeling_gqa.data.source import open_source
-from modeling_gqa.data.split import split_source
+from modeling_gqa.data.source import open_source, split_source
 from modeling_gqa.data.tokenizer import load_tokenizer
 from modeling_gqa.training.folder.listing import read_object
 from modeling_gqa.training.recipe import as_arguments, load_recipe
 from modeling_gqa.training.results import RESULTS
 from modeling_gqa.training.run_setup import fingerprint
 from modeling_gqa.training.shared.runs import Runs
-from modeling_gqa.training.uptrain_recipe import UptrainRecipe
+from modeling_gqa.training.uptraining import UptrainRecipe
 from modeling_gqa_cli.errors import UserError
 
 from .recipe import SET_IN_RUNS, StudyRecipe
@@ -94,7 +93,7 @@ def convert(study: Study, source: GQAForCausalLM, student: Student, seed: int, t
 def calibration(study: Study, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, torch.Tensor]]:
     """Return batches of the training text."""
     recipe, _ = uptraining_of(study.recipe)
-    split = split_source(open_source(recipe), recipe)
+    split = split_source(open_source(recipe, recipe.data_seed or recipe.seed), recipe)
     wanted = max(1, study.recipe.calibration_tokens // recipe.sequence_length)
     packed = pack(tokenize(split.pieces("train"), tokenizer), recipe.sequence_length)
     blocks = np.stack(list(islice(packed, 0, wanted * APART, APART))).astype(np.int64)

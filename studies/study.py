@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from modeling_gqa import GQAConfig
 from modeling_gqa.conversion import target_config
@@ -20,19 +19,13 @@ PAPERS = "mean"  # the GQA paper's method, by which the studies of uptraining an
 
 @dataclass(frozen=True)
 class Student:
-    """A conversion of the source.
-
-    Args:
-        heads: number of key/value heads.
-        method: how heads become one; "" where the source has as many.
-    """
+    """A conversion of the source to `heads` key/value heads; the method is "" where the source has as many."""
 
     heads: int
     method: str
 
     @property
     def name(self) -> str:
-        """Name of its folder."""
         return f"{self.heads}-heads-{self.method}" if self.method else "source"
 
 
@@ -49,14 +42,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Study:
-    """One of the three studies.
-
-    Args:
-        name: "conversion", "uptraining" or "groups".
-        recipe: its recipe.
-        config: of the source, whose layers are alike.
-        pretraining_tokens: of the source.
-    """
+    """One of the three studies; configuration and pretraining tokens are the source's."""
 
     name: str
     recipe: StudyRecipe
@@ -129,15 +115,11 @@ class Study:
 
     def needed(self, ended: Mapping[str, float]) -> list[Run]:
         """Return the runs that have not ended."""
-        return [
-            self.run(point, seed)
-            for seed in self.seeds()
-            for point in self.points()
-            if point.run_name(seed) not in ended
-        ]
+        pairs = [(point, seed) for seed in self.seeds() for point in self.points()]
+        return [self.run(point, seed) for point, seed in pairs if point.run_name(seed) not in ended]
 
     def run(self, point: Point, seed: int) -> Run:
-        options: dict[str, Any] = {
+        options = {
             **self.recipe.options_of_runs(),
             "student": str(self.student_folder(point.student, seed)),
             "pretraining_fraction": point.share,
@@ -148,12 +130,7 @@ class Study:
         return Run(point.run_name(seed), "uptrain", self.recipe.uptraining, options, size=point.share)
 
     def losses(self, point: Point, field: str = "validation_loss") -> Sample | None:
-        """Return validation losses over seeds, of the runs that did not fail; `None` where all did.
-
-        Args:
-            point: what was trained.
-            field: of results.json; "initial_validation_loss": before training.
-        """
+        """Return a loss of results.json over seeds, of the runs that did not fail; `None` where all did."""
         paths = [self.folder / "runs" / point.run_name(seed) / RESULTS for seed in self.seeds()]
         found = [loss for path in paths if is_finite(loss := (read_object(path) or {}).get(field))]
         return Sample(point.student.name, found) if found else None
@@ -181,8 +158,6 @@ def check_source(config: GQAConfig, recipe: StudyRecipe) -> None:
         raise UserError(
             f"heads is {recipe.heads}; it must divide the source's {config.num_key_value_heads} and be fewer"
         )
-    if recipe.prompt_tokens + recipe.new_tokens > config.max_position_embeddings:
-        raise UserError(
-            f"prompt_tokens and new_tokens are {recipe.prompt_tokens + recipe.new_tokens} together, more than the "
-            f"{config.max_position_embeddings} positions of {recipe.source}"
-        )
+    tokens, positions = recipe.prompt_tokens + recipe.new_tokens, config.max_position_embeddings
+    if tokens > positions:
+        raise UserError(f"prompt_tokens and new_tokens are {tokens} together, more than the {positions} positions")

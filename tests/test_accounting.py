@@ -33,12 +33,17 @@ VARIANTS = {
     "key-value-bias": {"key_value_bias": True},
     "output-bias": {"output_bias": True},
 }
-MIXED = {
-    "per_layer_config": {
-        0: {"attention_kind": "mla", "q_lora_rank": 17, "intermediate_size": 38},
-        1: {"attention_kind": "mqa", "num_attention_heads": 5, "head_dim": 18, "mlp_bias": True, "query_bias": True},
-        2: {"qk_norm": True, "attention_bias": True, "output_bias": False},
-    }
+LAYERS = {
+    0: {"attention_kind": "mla", "q_lora_rank": 17, "intermediate_size": 38},
+    1: {"attention_kind": "mqa", "num_attention_heads": 5, "head_dim": 18, "mlp_bias": True, "query_bias": True},
+    2: {"qk_norm": True, "attention_bias": True, "output_bias": False},
+}
+# name -> model and fields
+CASES: dict[str, tuple[str, dict]] = {
+    **{name: (name, {}) for name in MODELS},
+    **{f"{name}-qk-norm": (name, {"qk_norm": True}) for name in ("mha", "mqa", "gqa")},
+    **{f"{name}-no-latent-norm": (name, {"latent_norm": False}) for name in ("mla", "mla-q-lora")},
+    "layers that differ in every field": ("gqa", {"per_layer_config": LAYERS}),
 }
 
 
@@ -73,26 +78,13 @@ def storage_bytes(cache) -> int:
     return sum(tensor.untyped_storage().nbytes() for layer in cache.layers for tensor in (layer.keys, layer.values))
 
 
-def assert_parameters_match(config):
-    assert count_parameters(config) == sum(parameter.numel() for parameter in GQAForCausalLM(config).parameters())
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_parameters(model_name, variant):
+@pytest.mark.parametrize("case", CASES)
+def test_parameters(case, variant):
     """The predicted number of parameters is that of the built model, for every kind and variant."""
-    assert_parameters_match(make_config(model_name, **VARIANTS[variant]))
-
-
-@pytest.mark.parametrize("model_name", [name for name in MODELS if "mla" not in name])
-def test_parameters_of_qk_norm(model_name):
-    """The query and key norms are counted."""
-    assert_parameters_match(make_config(model_name, qk_norm=True))
-
-
-@pytest.mark.parametrize("model_name", [name for name in MODELS if "mla" in name])
-def test_parameters_without_latent_norm(model_name):
-    """An MLA layer without latent norms is counted without them."""
-    assert_parameters_match(make_config(model_name, latent_norm=False))
+    model_name, fields = CASES[case]
+    config = make_config(model_name, **fields, **VARIANTS[variant])
+    assert count_parameters(config) == sum(parameter.numel() for parameter in GQAForCausalLM(config).parameters())
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -105,11 +97,6 @@ def test_weights_read_by_a_decoded_token(model_name, tied):
         if "embed_tokens" in name and not tied:
             parameter.data[:5] = parameter.data[6:] = torch.nan
     assert model(torch.tensor([[5]])).logits.isfinite().all()
-
-
-def test_parameters_where_all_differs_by_layer():
-    """Layers that differ in every per-layer field are counted each by its own sizes."""
-    assert_parameters_match(make_config("gqa", **MIXED))
 
 
 def test_no_model_is_built(model_name, monkeypatch):
@@ -150,9 +137,10 @@ def test_cache_bytes_after_a_prompt(model_name):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "gradient-checkpointing"])
-def test_training_flops(model_name, checkpointing):
+@pytest.mark.parametrize("case", CASES)
+def test_training_flops(case, checkpointing):
     """Predicted FLOPs of a training step are those that torch's FLOP counter counts."""
-    model = make_eager(model_name, use_cache=False).train()
+    model = make_eager(CASES[case][0], use_cache=False, **CASES[case][1]).train()
     if checkpointing:
         model.gradient_checkpointing_enable()
     ids = make_ids(LENGTH)
@@ -180,10 +168,11 @@ def test_absorbed_prefill_flops():
 
 @pytest.mark.parametrize("absorbed", [True, False], ids=["absorbed", "expanded"])
 @pytest.mark.parametrize("cache_length", [3, LENGTH])
+@pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
-def test_decode_flops(model_name, cache_length, absorbed):
+def test_decode_flops(case, cache_length, absorbed):
     """Predicted FLOPs of a decoded token are those counted, absorbed and expanded."""
-    model = make_eager(model_name)
+    model = make_eager(CASES[case][0], **CASES[case][1])
     if not absorbed:
         for layer in model.model.layers:
             if hasattr(layer.self_attn, "kv_b_proj"):
@@ -191,17 +180,6 @@ def test_decode_flops(model_name, cache_length, absorbed):
     cache = model(make_ids(cache_length), use_cache=True).past_key_values
     counted = count_flops(lambda: model(make_ids(1), past_key_values=cache))
     assert decode_flops(model.config, BATCH, cache_length, absorbed) == counted
-
-
-def test_flops_where_all_differs_by_layer():
-    """Layers that differ in every per-layer field are counted each by its own sizes."""
-    model = make_eager("gqa", **MIXED)
-    ids = make_ids(LENGTH)
-    cache = model(ids, use_cache=True).past_key_values
-    counted = count_flops(lambda: model(make_ids(1), past_key_values=cache))
-    assert decode_flops(model.config, BATCH, LENGTH) == counted
-    counted = count_flops(lambda: model(ids, labels=ids, use_cache=False).loss.backward())
-    assert training_flops(model.config, BATCH, LENGTH) == counted
 
 
 @pytest.mark.parametrize("model_name", ["mha", "mqa", "gqa"])

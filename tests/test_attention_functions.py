@@ -426,40 +426,6 @@ def test_separate_keys_are_copied_only_where_products_are_slow(dtype, has_amx, m
         assert torch.equal(joint, torch.cat((latent, key_rope), dim=-1))
 
 
-def layouts() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Latents and rotary keys of one storage each that are not side by side, though near to it."""
-    storage = torch.arange(2000.0)
-    rows, batch, keys, width = (RANK + ROPE,), 2, 9, RANK + ROPE
-    whole = storage[: batch * keys * width].view(batch, 1, keys, width)
-    transposed = storage[: batch * keys * width].view(batch, 1, width, keys).mT
-    return {
-        "rotary key first": whole.split([ROPE, RANK], dim=-1)[::-1],
-        "one number apart": (whole[..., : RANK - 1], whole[..., RANK:]),
-        "overlapping": (whole[..., :RANK], whole[..., RANK - 1 :]),
-        "one token further": (whole[:, :, :-1, :RANK], whole[:, :, 1:, RANK:]),
-        "other batch order": (whole[..., :RANK], whole.flip(0)[..., RANK:]),
-        "transposed": transposed.split([RANK, ROPE], dim=-1),
-        "every second number": whole[..., ::2].split([RANK // 2, ROPE // 2], dim=-1),
-        "rows end to end": (
-            storage.as_strided((batch, 1, keys, RANK), (500, 500, RANK, 1)),
-            storage.as_strided((batch, 1, keys, ROPE), (500, 500, *rows, 1), RANK),
-        ),
-        "one row repeated": (
-            whole[:, :, :1, :RANK].expand(-1, -1, keys, -1),
-            whole[:, :, :1, RANK:].expand(-1, -1, keys, -1),
-        ),
-        "keys of one token, stacked": (storage[:RANK].view(1, 1, 1, -1), storage[RANK:width].view(1, 1, 1, -1)),
-    }
-
-
-@compat
-@pytest.mark.parametrize("layout", layouts())
-def test_keys_in_another_layout_are_not_joined(layout, monkeypatch):
-    """Layouts that only look adjacent are never joined as a view."""
-    monkeypatch.setattr(attention_latent, "CPU_HAS_AMX", True)
-    assert _joint_keys(*layouts()[layout]) is None
-
-
 @compat
 @settings(max_examples=400, deadline=None)
 @given(

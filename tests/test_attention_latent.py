@@ -121,13 +121,6 @@ def test_absorbed_equals_expanded(step):
         torch.testing.assert_close(weights, expected_weights, atol=1e-10, rtol=1e-10)
 
 
-@pytest.mark.parametrize("backend", [None, "eager", "sdpa"])
-def test_one_token_is_absorbed(backend):
-    """Decoding one token never calls `kv_b_proj`."""
-    layer = make_layer(backend, num_attention_heads=3, head_dim=4)
-    assert decode(layer, torch.randn(2, 6, 23, dtype=torch.float64), 5, None)[2] == 0
-
-
 @pytest.mark.parametrize(("sizes", "ways"), [((40, 3, 2, 5), {True, False}), ((7, 10, 6, 13), {True})], ids=str)
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_the_way_with_fewer_operations_is_chosen(sizes, ways, backend):
@@ -160,38 +153,26 @@ def test_the_way_with_fewer_operations_is_chosen(sizes, ways, backend):
     assert chosen == ways
 
 
-def test_a_short_chunk_on_a_long_cache_absorbs_and_a_prompt_expands():
-    """2 tokens on 500 absorb; a prompt of 500 expands."""
-    layer, mask = small_layer(), torch.ones(1, 1, 2, 2, dtype=torch.bool)
-    assert layer.absorbs(2, 500, mask)
-    assert not layer.absorbs(500, 500, mask)
+FINISHED = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+ONE_TOKEN = (1, 9, None)
+# Whether a layer of this backend absorbs tokens on so many keys under this mask.
+WAYS = [
+    *((backend, ONE_TOKEN, True) for backend in (None, "eager", "sdpa", "paged|eager", "paged|sdpa")),
+    *((f"flash_attention_{n}", ONE_TOKEN, False) for n in (2, 3)),
+    *((backend, ONE_TOKEN, False) for backend in ("flex_attention", "paged|flash_attention_2", "other")),
+    # Several tokens without a mask are a causal prompt, which the attention function masks.
+    *((backend, (2, 500, None), False) for backend in (None, "eager", "sdpa")),
+    ("sdpa", (2, 500, FINISHED), True),
+    ("sdpa", (500, 500, FINISHED), False),
+]
 
 
-@pytest.mark.parametrize("backend", [None, "eager", "sdpa"])
-def test_several_tokens_without_a_mask_expand(backend):
-    """Several tokens without a mask are a causal prompt, which the attention function masks, so they expand."""
+@pytest.mark.parametrize(("backend", "arguments", "absorbs"), WAYS)
+def test_which_way_is_taken(backend, arguments, absorbs):
+    """A layer in training mode always expands, so that `kv_b_proj` is called and its hooks run."""
     layer = small_layer(backend)
-    assert not layer.absorbs(2, 500, None)
-    assert layer.absorbs(1, 500, None)
-
-
-@pytest.mark.parametrize(
-    "backend", ["flash_attention_2", "flash_attention_3", "flex_attention", "paged|flash_attention_2", "other"]
-)
-def test_other_backends_expand(backend):
-    """Only eager and sdpa absorb; flash, flex and unknown backends receive expanded heads."""
-    assert not small_layer(backend).absorbs(1, 9, None)
-
-
-@pytest.mark.parametrize("backend", ["paged|eager", "paged|sdpa"])
-def test_continuous_batching_absorbs(backend):
-    """By the names that transformers gives eager and sdpa in continuous batching they absorb as ever."""
-    assert small_layer(backend).absorbs(1, 9, None)
-
-
-def test_training_expands():
-    """A layer in training mode expands, so that `kv_b_proj` is called and its hooks run."""
-    assert not small_layer().train().absorbs(1, 9, None)
+    assert layer.absorbs(*arguments) == absorbs
+    assert not layer.train().absorbs(*arguments)
 
 
 def wrapped(layer):
@@ -223,19 +204,6 @@ def test_a_projection_that_is_more_than_its_weight_expands(change):
     assert layer.absorbs(1, 9, None)
     change(layer)
     assert not layer.absorbs(1, 9, None)
-
-
-def test_a_wrapped_projection_is_called():
-    """What a wrapper adds to `kv_b_proj` reaches the output of a decoding step."""
-    layer, x = make_layer(num_attention_heads=3, head_dim=4), torch.randn(2, 6, 23, dtype=torch.float64)
-    plain = decode(copy.deepcopy(layer), x, 5, None)[0]
-    layer.kv_b_proj = nn.Sequential(layer.kv_b_proj, nn.Linear(24, 24, bias=False).double())
-    nn.init.eye_(layer.kv_b_proj[1].weight)
-    same, _, calls = decode(layer, x, 5, None)
-    assert calls == 1
-    torch.testing.assert_close(same, plain, atol=1e-10, rtol=1e-10)
-    layer.kv_b_proj[1].weight.data *= 2
-    assert not torch.allclose(decode(layer, x, 5, None)[0], plain)
 
 
 def test_padding_the_heads_changes_no_score():

@@ -17,7 +17,6 @@ from benchmarks import (
     decode,
     healing,
     initialisation,
-    measure,
     models,
     prefill,
     real_conversion,
@@ -112,26 +111,6 @@ def test_decode_with_norms(tmp_path):
     assert norms["gflop"] - plain["gflop"] == pytest.approx(2e-9 * layers * (more - 2 * size))
 
 
-def test_the_table_and_the_sentence_of_norms():
-    found = {"cached_bytes_per_token": 2048, "gflop": 0.5, "dtype": "bfloat16"}
-    rows = [
-        found
-        | {"model": name, "weights_read": weights, "ratio": 1 / time, "milliseconds": time, "batch": b, "length": n}
-        for b, n in report.NORMS_CELLS
-        for name, weights, time in (
-            ("GQA with norms", 1e6, 1),
-            ("MLA with norms", 3e6, b),
-            ("MLA without norms", 2e6, 2),
-        )
-    ]
-    lines = report.norms_table(rows).splitlines()
-    assert (
-        lines[3] == "| MLA with norms | 2.0 KiB | 3.0M | 0.50 / 0.50 G |" + " 1.0 (1.0x) |" * 3 + " 8.0 (0.12x) |" * 2
-    )
-    assert "reads 1.50 times the weights" in report.norms_sentence(rows)
-    assert "0.50 to 4.00 times as long, 0.50 times in the median" in " ".join(report.norms_sentence(rows).split())
-
-
 def test_attention(tmp_path):
     arguments = attention.AttentionArguments(
         lengths=[9], batch_sizes=[2], budget=0.01, device="cpu", output=str(tmp_path)
@@ -168,16 +147,6 @@ def test_both_sides_are_the_same_model(kind):
     torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", models.BASELINES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@torch.no_grad()
-def test_both_sides_compute_the_same_attention(kind, dtype):
-    config = models.make_config(kind, models.Sizes(**SMALL))
-    functions = attention.attention_functions(kind, config, 2, 9, dtype, "cpu")
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(functions["ours"]()[0], functions["theirs"]()[0], rtol=tolerance, atol=tolerance)
-
-
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("kind", models.BASELINES)
 @torch.no_grad()
@@ -187,20 +156,6 @@ def test_both_sides_compute_the_same_prefill(kind, padding):
     functions = prefill.attention_functions(module, 2, 16, padding, torch.float32, "cpu")
     theirs = functions["theirs"]()[0]
     torch.testing.assert_close(functions["ours"]()[0][..., : theirs.shape[-1]], theirs, rtol=1e-5, atol=1e-5)
-
-
-def test_the_floor_of_attention_counts_cache_and_operations():
-    config = models.make_config("gqa", models.Sizes(**SMALL))
-    read_alone = {"read_gb_s": 1.0, "matmul_gflop_s": {"float32": 1e9}}
-    compute_alone = {"read_gb_s": 1e9, "matmul_gflop_s": {"float32": 1.0}}
-    heads, size, batch, length = config.num_key_value_heads, 6, 3, 11
-    nbytes, flops = batch * length * 2 * heads * size * 4, batch * length * 4 * size * 4
-    assert attention.floor("gqa", config, batch, length, torch.float32, read_alone) == pytest.approx(nbytes / 1e6)
-    assert attention.floor("gqa", config, batch, length, torch.float32, compute_alone) == pytest.approx(flops / 1e6)
-
-
-def test_ratios_are_of_rounds_and_spread_over_them():
-    assert measure.ratio([2.0, 6.0, 4.0], [1.0, 2.0, 4.0]) == {"ratio": 2.0, "ratio_low": 1.5, "ratio_high": 2.5}
 
 
 def small_bench(folder: Path, **changes: Any) -> conversion.Bench:
@@ -303,35 +258,6 @@ def heal(small_llama, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(("share_of_all", "trained"), [(0.98, "all"), (0.995, "attention")])
-def test_the_sweep_of_several_targets(share_of_all, trained, heal, monkeypatch):
-    """What the last target chooses, the others and the control take over, and each finds a learning rate of its own;
-    all parameters are chosen only where they are worth it, and a rate that does not train is not chosen."""
-    best = {"mla-1/2": 1e-4, "mla-1/4": 3e-4, "control": 1e-3}
-    rates = [1e-4, 3e-4, 1e-3, 3e-3]
-
-    def row(self, part, model, folder, tokens, setting):
-        assert (part, tokens) == ("sweep", 128)
-        if setting["learning_rate"] == 3e-3:
-            return {"kl": None, "perplexity": None}
-        loss = 1 + abs(rates.index(setting["learning_rate"]) - rates.index(best[model]))
-        loss *= 1 + abs(setting.get("layerwise_fraction", 0.5) - 0.5)
-        loss *= share_of_all if setting["trainable"] == "all" else 1
-        return {"kl": loss, "perplexity": 1 / loss} if model != "control" else {"kl": 1 / loss, "perplexity": loss}
-
-    chosen = {}
-    monkeypatch.setattr(healing.Healing, "trained", row)
-    monkeypatch.setattr(healing.Healing, "student", lambda self, target: target.name)
-    monkeypatch.setattr(healing.Healing, "curve", lambda self, settings: chosen.update(settings))
-    heal("several", "--targets", "mla-1/2", "mla-1/4", "--learning-rates", *map(str, rates))
-    shared = {"layerwise_fraction": 0.5, "trainable": trained}
-    assert chosen == {
-        "mla-1/2": shared | {"learning_rate": 1e-4},
-        "mla-1/4": shared | {"learning_rate": 3e-4},
-        "control": {"trainable": trained, "learning_rate": 1e-3},
-    }
-
-
 def test_healing(heal, small_llama, monkeypatch):
     """Both parts: the sweep chooses on the tuning pages, and what is done is not done again."""
     swept = heal("found", "--sweep")["sweep"]
@@ -364,32 +290,6 @@ def test_healing(heal, small_llama, monkeypatch):
     assert heal("found", "--tokens", "128") == rows
     with pytest.raises(SystemExit, match="name another file"):
         heal("found", "--train-batch", "3")
-
-
-def test_healing_shows_the_rows_that_there_are(heal, small_llama, monkeypatch, tmp_path):
-    assert report.healed_tables({"sweep": [], "curve": []}) == []
-    monkeypatch.setattr(healing, "uptrain", lambda arguments: pytest.fail("nothing is trained"))
-    stored = {"sweep": [], "curve": heal("untrained", "--curve", "--tokens")["curve"]}
-    table, answers = report.healed_tables(stored)
-    assert len(table.splitlines()) == 4 and "mla-1/4" in table and stored["curve"][1]["answer"] in answers
-    report.plot_healing(stored["curve"], tmp_path / "healing.png")
-    assert (tmp_path / "healing.png").stat().st_size > 1000
-
-
-def test_a_run_that_diverges_is_a_row(heal, monkeypatch):
-    """It is not chosen, and does not end the sweep."""
-    real = healing.uptrain
-
-    def diverge(arguments: list[str]) -> None:
-        if "--learning_rate=0.01" in arguments:
-            raise healing.NonFiniteLoss("non-finite loss at step 1")
-        real(arguments)
-
-    monkeypatch.setattr(healing, "uptrain", diverge)
-    rows = heal("diverges", "--sweep")["sweep"]
-    failed = [row for row in rows if row.get("failed")]
-    assert len(failed) == 3 and all(row["learning_rate"] == 1e-2 for row in failed)
-    assert all(row["learning_rate"] == 1e-3 for row in rows[2:4])
 
 
 def test_the_conversions_shown_keep_what_is_promised():

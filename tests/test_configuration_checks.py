@@ -147,7 +147,6 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "half a label": ("gqa", {"num_labels": 1.5}, r"num_labels=1.5 must be of type int"),
     "labels": ("gqa", {"num_labels": 10**9}, r"num_labels=1000000000 must lie between 1 and 65536"),
     "rows": ("mha", {"num_attention_heads": 2**16, "head_dim": 2**16}, r"num_attention_heads=65536 heads of 65536 dim"),
-    "more digits than Python writes": ("gqa", {"vocab_size": 10**5000}, r"vocab_size=<a number of more than 4300 digi"),
     "encoder": ("gqa", {"is_encoder_decoder": True}, r"is_encoder_decoder=True does not go with a decoder: leave it o"),
     "a switch": ("gqa", {"output_hidden_states": "4"}, r"output_hidden_states.*'4'"),
     **{f"no {name}": ("gqa", {name: 0}, f"{name}=0 must be positive") for name in (
@@ -256,24 +255,6 @@ def test_the_models_constructor_checks_what_was_written_since(model, field, valu
         GQAForCausalLM(config)
 
 
-def test_a_size_that_is_taken_away_is_named_where_the_hidden_size_has_no_part_for_each_head():
-    sizes = {"hidden_size": 66, "num_attention_heads": 4, "head_dim": 4, "num_hidden_layers": 1}
-    config = GQAConfig(vocab_size=5, intermediate_size=5, attention_kind="mla", **sizes)
-    config.kv_lora_rank = None
-    with pytest.raises(
-        StrictDataclassError, match="is not divisible by num_attention_heads=4: set head_dim or kv_lora_rank"
-    ):
-        GQAForCausalLM(config)
-
-
-def test_heads_that_four_divides_are_not_said_to_be_otherwise():
-    """The message names the missing number, not a division that works."""
-    config = make_config("gqa", num_attention_heads=4)
-    config.num_key_value_heads = None
-    with pytest.raises(StrictDataclassError, match=r"num_key_value_heads=None does not go with attention_kind='gqa'"):
-        GQAForCausalLM(config)
-
-
 def test_keywords_of_a_models_from_pretrained_are_checked(tmp_path):
     GQAForCausalLM(make_config("gqa")).save_pretrained(tmp_path)
     for wrong in ({"num_key_value_heads": 5}, {"per_layer_config": {0: {"num_key_value_heads": 5}}}):
@@ -308,9 +289,3 @@ def test_other_releases_of_transformers_are_warned_of_once(version, times, monke
     finally:
         logging.set_verbosity(verbosity)
     assert said.out.count(version) == said.out.count("\n") == times
-
-
-def test_a_misspelled_keyword_of_from_pretrained_is_refused(tmp_path):
-    make_config("gqa").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"no field 'num_key_value_head', did you mean 'num_key_value_heads'"):
-        GQAConfig.from_pretrained(tmp_path, num_key_value_head=3)

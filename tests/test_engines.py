@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 import torch
-from small_models import make_config, make_model
+from small_models import make_model
 from torch import nn
 from transformers.modeling_utils import AttentionInterface
 
@@ -95,11 +95,6 @@ def test_transformers_lets_the_implementation_be_set():
     assert GQAForCausalLM._can_set_attn_implementation()
     assert GQAForCausalLM._supports_attention_backend
     assert "ALL_ATTENTION_FUNCTIONS = " in inspect.getsource(attention_functions)
-
-
-def test_only_mla_has_the_fields_by_which_engines_tell_it(kind):
-    """vLLM takes a configuration that has a `kv_lora_rank` for MLA."""
-    assert (getattr(make_config(kind), "kv_lora_rank", None) is not None) == (kind == "mla")
 
 
 def test_norms_are_named_but_not_fused():

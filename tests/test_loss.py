@@ -1,6 +1,7 @@
 """A loss computed in chunks is the loss of the full logits, with the same gradients, wherever it is used."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -215,80 +216,17 @@ def test_accumulated_micro_batches_equal_one_batch(at_once):
     torch.testing.assert_close(plain_mean, loss, rtol=1e-6, atol=0)
 
 
-@compat
-def test_gradient_checkpointing():
-    """The chunked loss goes together with gradient checkpointing."""
-    model, inputs = make_training_model(num_hidden_layers=3), make_inputs()
-    full = step(model, None, **inputs)
-    model.gradient_checkpointing_enable()
-    assert model.model.gradient_checkpointing
-    assert_same_step(step(model, AT_ONCE, **inputs), full, tolerance=1e-5)
-
-
-@compat
-def test_given_embeddings_get_the_same_gradients():
-    """`inputs_embeds` receive the gradients that full logits give."""
-    model, inputs = make_training_model(), make_inputs()
-    embeds = model.model.embed_tokens(inputs.pop("input_ids")).detach()
-    gradients = []
-    for at_once in (AT_ONCE, None):
-        leaf = embeds.clone().requires_grad_()
-        step(model, at_once, inputs_embeds=leaf, **inputs)
-        gradients.append(leaf.grad)
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
-
-
-def in_evaluation(model):
-    model.eval()
-    return {}
-
-
-def unlimited(model):
-    model.logits_at_once = None
-    return {}
-
-
-def small_enough(model):
-    model.logits_at_once = 33 * 101
-    return {}
-
-
-def asked_for(model):
-    return {"output_logits": True}
-
-
-def without_labels(model):
-    return {"labels": None}
-
-
-def head_of_another_class(model):
-    class Head(nn.Linear):
-        pass
-
-    model.lm_head.__class__ = Head
-    return {}
-
-
-def head_that_is_wrapped(model):
-    model.lm_head = nn.Sequential(model.lm_head)
-    return {}
-
-
-def head_with_a_bias(model):
-    model.lm_head.bias = nn.Parameter(torch.zeros(101))
-    return {}
-
-
-FULL = [
-    in_evaluation,
-    unlimited,
-    small_enough,
-    asked_for,
-    without_labels,
-    head_of_another_class,
-    head_that_is_wrapped,
-    head_with_a_bias,
-]
+# What is changed of the model, and of its arguments.
+FULL: dict[str, tuple[Callable, dict]] = {
+    "evaluation": (lambda model: model.eval(), {}),
+    "no limit": (lambda model: setattr(model, "logits_at_once", None), {}),
+    "small enough": (lambda model: setattr(model, "logits_at_once", 33 * 101), {}),
+    "asked for": (lambda model: None, {"output_logits": True}),
+    "no labels": (lambda model: None, {"labels": None}),
+    "head of another class": (lambda model: setattr(model.lm_head, "__class__", type("Head", (nn.Linear,), {})), {}),
+    "wrapped head": (lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head)), {}),
+    "head with a bias": (lambda model: setattr(model.lm_head, "bias", nn.Parameter(torch.zeros(101))), {}),
+}
 
 
 @compat
@@ -307,26 +245,21 @@ def test_logits_that_were_not_computed_say_so():
 
 
 @compat
-@pytest.mark.parametrize("change", FULL, ids=lambda change: change.__name__)
-def test_where_logits_are_returned(change, chunk_sizes):
+@pytest.mark.parametrize("name", FULL)
+def test_where_logits_are_returned(name, chunk_sizes):
     """Evaluation, small steps, `output_logits` and unusual heads return logits and the same loss."""
     model, inputs = make_training_model(tie_word_embeddings=False), make_inputs()
     model.logits_at_once = AT_ONCE
     expected = model(**inputs)
     assert "logits" not in expected and len(chunk_sizes) == 1
-    outputs = model(**{**inputs, **change(model)})
+    change, arguments = FULL[name]
+    change(model)
+    outputs = model(**{**inputs, **arguments})
     assert outputs.logits.shape == (3, 11, 101) and len(chunk_sizes) == 1
-    if change is without_labels:
+    if name == "no labels":
         assert outputs.loss is None
     else:
         torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-6, atol=0)
-
-
-@compat
-def test_one_logit_more_than_allowed_is_chunked():
-    """The limit is exact: one logit above it is chunked."""
-    model = make_training_model()
-    step(model, 33 * 101 - 1, **make_inputs())
 
 
 @compat
@@ -336,12 +269,6 @@ def test_torch_without_a_chunked_loss(monkeypatch):
     model = make_training_model()
     model.logits_at_once = AT_ONCE
     assert model(**make_inputs()).logits.shape == (3, 11, 101)
-
-
-@compat
-def test_by_default_small_steps_return_logits():
-    """The default limit leaves small models' logits in the output."""
-    assert make_training_model()(**make_inputs()).logits is not None
 
 
 @compat
@@ -359,20 +286,6 @@ def test_a_custom_loss_function_is_called_with_logits(chunk_sizes):
     outputs = model(**inputs, num_items_in_batch=17)
     assert calls == [((3, 11, 101), (3, 11), 101, 17)] and not chunk_sizes
     assert torch.equal(outputs.loss, outputs.logits.pow(2).mean())
-
-
-@compat
-def test_a_tuple_holds_no_logits():
-    """`return_dict=False` gives a tuple of the loss alone, unless logits are asked for."""
-    model, inputs = make_training_model(), make_inputs()
-    model.logits_at_once = AT_ONCE
-    expected = model(**inputs).loss
-    outputs = model(**inputs, use_cache=False, return_dict=False)
-    assert isinstance(outputs, tuple) and len(outputs) == 1
-    assert torch.equal(outputs[0], expected)
-    loss, logits = model(**inputs, use_cache=False, return_dict=False, output_logits=True)
-    assert logits.shape == (3, 11, 101)
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
 
 def train(path, at_once: int | None):

@@ -40,8 +40,7 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
     from modeling_gqa.training.distillation import check_tokenizers, load_pair
     from modeling_gqa.training.recipe import check_length, check_training, load_recipe
     from modeling_gqa.training.run_setup import announce, open_run
-    from modeling_gqa.training.uptrain_recipe import UptrainRecipe
-    from modeling_gqa.training.uptraining import UptrainTrainer
+    from modeling_gqa.training.uptraining import UptrainRecipe, UptrainTrainer
 
     # Recipe and models, checked before anything is written
     recipe, values = load_recipe(argv, UptrainRecipe, prog)

@@ -3,16 +3,16 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from modeling_gqa_cli.errors import UserError, one_line
 from modeling_gqa_cli.paths import refuse_mistyped
 
-from ..common.errors import UserError, one_line
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
 from .families import find_family, import_config
@@ -21,12 +21,14 @@ from .files import (
     LazyTensor,
     check_companions,
     check_finite,
-    check_layers,
+    is_gguf,
     local_folder,
     open_tensors,
     read_json,
 )
-from .gguf import DEFAULT_DTYPE, GGUFFile, is_gguf
+
+if TYPE_CHECKING:
+    from .gguf import GGUFFile
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Checkpoint:
     config: GQAConfig
     dtype: torch.dtype
     tensors: Mapping[str, LazyTensor]
-    gguf: GGUFFile | None = None
+    gguf: "GGUFFile | None" = None
 
     @property
     def family(self) -> str:
@@ -55,14 +57,9 @@ class Checkpoint:
         return self.stock_config.model_type
 
     def load(self, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> GQAForCausalLM:
-        """Read the model into memory.
+        """Read the model into memory; `None` is for the checkpoint's own dtype, and for the CPU.
 
-        Args:
-            dtype: of the weights; `None` for the checkpoint's own.
-            device: where the model goes; `None` for the CPU.
-
-        Raises:
-            UserError: files cannot be read, or a weight is nan or inf.
+        Raises `UserError` where files cannot be read, or a weight is nan or inf.
         """
         # The tensors' names are the same in all families, so transformers' own loader reads any of them.
         path: Any = self.folder
@@ -91,9 +88,9 @@ def open_checkpoint(
     ignore_fields: Collection[str] = (),
     dtype: torch.dtype | None = None,
 ) -> Checkpoint:
-    """Open a checkpoint and check that configuration, weights and tokenizer fit each other.
+    """Open a checkpoint and check that configuration, weights and tokenizer fit each other; weights are not read.
 
-    Only headers of the weights are read, and no code of the checkpoint is run.
+    No code of the checkpoint is run.
 
     Args:
         source: folder of a checkpoint in safetensors, a GGUF file, or the name of a model on the Hub.
@@ -107,7 +104,7 @@ def open_checkpoint(
         UserError: there is no such checkpoint, it is not supported, or its weights do not fit.
     """
     if is_gguf(source):
-        return _open_gguf(GGUFFile(source, dtype or DEFAULT_DTYPE), companions, ignore_fields)
+        return _open_gguf(source, dtype, companions, ignore_fields)
     folder, complete = Path(source), download or Path(source).is_dir()
     if complete:
         folder = local_folder(source)
@@ -129,19 +126,28 @@ def open_checkpoint(
         tensors = open_tensors(folder)
         if config.dtype is None:
             config.dtype = next((tensor.dtype for tensor in tensors.values()), None)
-        tensors = own_tensors(meta_model(GQAForCausalLM, config), tensors, further_layers(stock_config))
+        # DeepSeek-V3's layers for speculative decoding, which transformers' model leaves out too.
+        further = getattr(stock_config, "num_nextn_predict_layers", None) or 0
+        further_layers = range(config.num_hidden_layers, config.num_hidden_layers + further)
+        tensors = own_tensors(meta_model(GQAForCausalLM, config), tensors, further_layers)
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     return Checkpoint(folder, stock_config, config, dtype, tensors)
 
 
-def _open_gguf(file: GGUFFile, companions: bool, ignore_fields: Collection[str]) -> Checkpoint:
+def _open_gguf(
+    source: str | Path, dtype: torch.dtype | None, companions: bool, ignore_fields: Collection[str]
+) -> Checkpoint:
+    from .gguf import GGUFFile  # few checkpoints are one
+
+    file = GGUFFile(source, dtype)
     stock_config = file.read_config(ignore_fields)
     config = import_config(stock_config, ignore_fields=[name for name in ignore_fields if name not in file.fields])
     folder = file.path.parent
     if companions:
         folder = file.write_tokenizer()
         check_companions(folder, config.vocab_size)
-    tensors = own_tensors(meta_model(GQAForCausalLM, config), file.tensors())
+    model = meta_model(GQAForCausalLM, config)
+    tensors = own_tensors(model, file.tensors(model.state_dict(), config.num_hidden_layers))
     return Checkpoint(folder, stock_config, config, file.dtype, tensors, file)
 
 
@@ -158,8 +164,8 @@ def load_source(
         source: folder of a checkpoint in safetensors, a GGUF file, or the name of a model on the Hub.
         dtype: of the weights; `None` for the checkpoint's own, and bfloat16 for a GGUF file.
         device: where the model goes; `None` for the CPU.
-        ignore_fields: names of fields of the configuration that would be refused because no family has them, and that
-            do not change what the model computes.
+        ignore_fields: names of fields of the configuration that no family has, and that do not change what the model
+            computes; without, they are refused.
 
     Raises:
         UserError: the source is not supported or incomplete, or a weight is nan or inf.
@@ -183,32 +189,26 @@ def load_source(
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """Read the configuration in the folder of a checkpoint; no code of the checkpoint is run.
-
-    Raises:
-        UserError: there is none, its family is not supported, or its class refuses it.
-    """
-    if not (folder / "config.json").exists() and (files := sorted(folder.glob("*.gguf"))):
+    """Read the configuration in the folder of a checkpoint; raises `UserError` where it is missing or not supported."""
+    path = folder / "config.json"
+    if not path.exists() and (files := sorted(folder.glob("*.gguf"))):
         raise UserError(f"{folder} has no config.json, but a GGUF file: give the file itself, {files[0]}")
-    fields = read_json(folder / "config.json")
+    fields = read_json(path)
     model_type = fields.get("model_type")
-    check_layers(folder / "config.json", fields)
     # With either of these, transformers' loader reads weights that the configuration does not describe.
     if (folder / "adapter_config.json").is_file():
         raise UserError(
             f"{folder} has an adapter (adapter_config.json): merge it into the weights, or take its files out"
         )
     if fields.get("transformers_weights") is not None:
-        raise UserError(
-            f"{folder / 'config.json'} names other weights (transformers_weights): call them {WEIGHTS}, and remove it"
-        )
+        raise UserError(f"{path} names other weights (transformers_weights): call them {WEIGHTS}, and remove the field")
     if model_type != GQAConfig.model_type:
         find_family(model_type)
     config_class = GQAConfig if model_type == GQAConfig.model_type else CONFIG_MAPPING[model_type]
     try:
         return config_class.from_pretrained(folder)
     except Exception as error:  # each class checks its own way, or not at all
-        raise UserError(f"{folder / 'config.json'} is not valid: {one_line(error)}") from error
+        raise UserError(f"{path} is not valid: {one_line(error)}") from error
 
 
 def meta_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
@@ -225,12 +225,7 @@ def own_tensors(
 ) -> dict[str, LazyTensor]:
     """Return the tensors of a checkpoint that `model` stores, in the model's order.
 
-    The rotary frequencies that early versions of transformers stored are left out.
-
-    Args:
-        model: the model that the checkpoint is of.
-        tensors: all tensors of the checkpoint.
-        further_layers: indices of layers that are left out; see `further_layers`.
+    Rotary frequencies, which early versions of transformers stored, and `further_layers` are left out.
 
     Raises:
         UserError: a tensor is missing, unknown or of another shape; or one that the configuration ties differs.
@@ -262,19 +257,3 @@ def own_tensors(
                 f"{name} has the shape {list(tensor.shape)}, but the configuration asks for {list(shapes[name])}"
             )
     return {name: tensors[name] for name in shapes if name in tensors}
-
-
-def further_layers(config: PreTrainedConfig) -> range:
-    """Return the indices of DeepSeek-V3's layers for speculative decoding, which transformers' model leaves out too."""
-    count = getattr(config, "num_nextn_predict_layers", None) or 0
-    return range(config.num_hidden_layers, config.num_hidden_layers + count)
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a checkpoint; raises `UserError`."""
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # a missing file, a missing package, a damaged file: each has its own class
-        raise UserError(
-            f"--text needs the tokenizer of {folder}, which cannot be loaded: {one_line(error)[:200]}"
-        ) from error

@@ -2,40 +2,36 @@
 
 All but the last can be written as a GGUF file too, for llama.cpp.
 
-An exported model computes the same function, also in engines with classes of their own (see `engines.py`); a model that
-they would read otherwise is refused unless it is exported for transformers alone. `inexactness` names what is rounded.
+An exported model computes the same function, also in engines with classes of their own (see `stock_tensors.py`); a
+model that they would read otherwise is refused unless it is exported for transformers alone. `inexactness` names what
+is rounded.
 """
 
 import copy
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
-from ..attention_latent import LATENT_NORM_EPS
+from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
+
+from ..attention_latent import LATENT_NORM_EPS, LatentAttention
 from ..common import cards
-from ..common.errors import UserError, did_you_mean, one_line
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
 from .aside import file_written_aside, refuse_overlap, written_aside
 from .checkpoint import meta_model, open_checkpoint, own_tensors
-from .engines import computed, constant_norm, evened_epsilon, paired_neighbours, scaled, zero_where_missing
-from .export_blockers import FOR_TRANSFORMERS, GROUPED_FAMILIES, LATENT_FAMILIES, misreadings, obstacles, scale_ratio
+from .export_blockers import EXPORT_FAMILIES, FOR_TRANSFORMERS, export_blockers, misreadings, scale_ratio
 from .families import SHARED
-from .files import LazyTensor
-from .gguf import is_gguf
-from .gguf_tokenizer import read_vocabulary
-from .gguf_writing import refuse_for_llama_cpp, write_gguf
+from .files import is_gguf
+from .stock_tensors import stock_tensors
 from .writing import MAX_SHARD_SIZE, write_checkpoint
 
 # The way out where MLA was converted: also exact MLA repeats each frequency for each key/value head of its source.
 CHOSEN_FREQUENCIES = (
-    ". MLA made by a conversion keeps rotary frequencies of its source, some several times, which no stock class "
-    "can say: export the source, or convert the source to fewer key/value heads (gqa or mqa) and export that. This "
-    "model itself runs in transformers, by its own code"
+    ". MLA made by a conversion has rotary frequencies that no stock class has: export the source, or convert it to "
+    "fewer key/value heads (gqa or mqa) and export that. transformers runs this model itself, by its own code"
 )
 CARD = """# {title}
 
@@ -43,10 +39,10 @@ CARD = """# {title}
 
 {notes}
 """
-MISREAD = """**Do not serve this with an engine's own class of {name}**: {reasons}. Nothing says so there, and other
-text comes out. transformers computes it as it is, and so does vLLM with `--model-impl transformers`."""
+MISREAD = """**Do not serve this with an engine's own class of {name}**: {reasons}. The engine does not say so, and
+other text comes out. transformers computes it as it is, and so does vLLM with `--model-impl transformers`."""
 SMALL = """The weights that make the latent are very small, and its norm makes up for that. Run it in bfloat16 or
-float32: float16 takes them for zero, as quantization does that has one scale for a whole weight."""
+float32: float16 takes them for zero, and so does quantization with one scale for a whole weight."""
 
 
 def export_config(config: GQAConfig, family: str | None = None, engine: str | None = None) -> PreTrainedConfig:
@@ -72,26 +68,24 @@ def export_config(config: GQAConfig, family: str | None = None, engine: str | No
     """
     if engine not in (None, "transformers"):
         raise UserError(f"engine={engine!r} is unknown: give 'transformers', or none for every engine")
-    kinds = {layer.attention_kind for layer in config.per_layer_config}
-    choice: tuple[str, ...] = LATENT_FAMILIES if kinds == {"mla"} else GROUPED_FAMILIES
-    if family is not None:
-        if family not in GROUPED_FAMILIES + LATENT_FAMILIES:
-            known = GROUPED_FAMILIES + LATENT_FAMILIES
-            raise UserError(
-                f"family={family!r} is unknown{did_you_mean(family, known)}: choose one of {', '.join(known)}"
-            )
-        choice = (family,)
+    if family is not None and family not in EXPORT_FAMILIES:
+        hint, known = did_you_mean(family, EXPORT_FAMILIES), ", ".join(EXPORT_FAMILIES)
+        raise UserError(f"family={family!r} is unknown{hint}: choose one of {known}")
+    layers = list(config.per_layer_config)
+    latent = {layer.attention_kind for layer in layers} <= set(LatentAttention.kinds)
     reasons: dict[str, list[str]] = {}
-    for name in choice:
-        reason = next(obstacles(config, name, engine), None)
+    for name in (
+        [family] if family else [x for x, kind in EXPORT_FAMILIES.items() if (kind is LatentAttention) == latent]
+    ):
+        reason = next(export_blockers(config, name, engine), None)
         if reason is None:
             return _stock_config(config, name, engine)
         reasons.setdefault(reason, []).append(name)
     listed = "; ".join(f"{' and '.join(names)}: {reason}" for reason, names in reasons.items())
-    layers = config.per_layer_config
-    chosen = any(layer.attention_kind == "mla" and layer.rope_frequency_indices is not None for layer in layers)
     how = "is not exported for every engine" if FOR_TRANSFORMERS in listed else "cannot be exported"
-    raise UserError(f"this model {how} to transformers' own classes. {listed}{CHOSEN_FREQUENCIES if chosen else ''}")
+    if latent and any(layer.rope_frequency_indices is not None for layer in layers):
+        listed += CHOSEN_FREQUENCIES
+    raise UserError(f"this model {how} to transformers' own classes. {listed}")
 
 
 def inexactness(config: GQAConfig) -> str | None:
@@ -100,12 +94,13 @@ def inexactness(config: GQAConfig) -> str | None:
     Args:
         config: one that `export_config` accepts.
     """
-    if config.attention_kind == "mla" and not config.latent_norm:
+    latent = config.attention_kind in LatentAttention.kinds
+    if latent and not config.latent_norm:
         return (
             "The latents get a norm that divides by a constant: in float32 they change by 3e-7 of themselves, in "
             "bfloat16 by 6e-4."
         )
-    if config.attention_kind == "mla" and config.rms_norm_eps != LATENT_NORM_EPS:
+    if latent and config.rms_norm_eps != LATENT_NORM_EPS:
         return f"The states are scaled so that rms_norm_eps={LATENT_NORM_EPS}, which rounds weights once more."
     if not math.log2(scale_ratio(config)).is_integer():
         return "The softmax scale is folded into the query weights, which rounds them once more."
@@ -131,8 +126,8 @@ def export_checkpoint(
         engine: see `export_config`; a GGUF file is for llama.cpp, whatever it says.
         force: whether a checkpoint at `target` is replaced.
         progress: wraps the iteration over the tensors' names.
-        max_shard_size: bytes of a weights file, and of the tensors held in memory at a time; a GGUF file is one, and
-            a tensor at a time is held.
+        max_shard_size: bytes of a weights file, and of the tensors held in memory at a time; of a GGUF file, a single
+            one, a tensor at a time is held.
 
     Returns:
         The configuration that was written, or that a GGUF file stands for.
@@ -166,12 +161,13 @@ def export_checkpoint(
         raise UserError(f"{source} is a {checkpoint.family} model: only modeling_gqa models are exported")
     config = checkpoint.config
     stock = export_config(config, family, "transformers" if is_gguf(target) else engine)
+    model = meta_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(stock)], stock)  # type: ignore[arg-type]
+    tensors = own_tensors(model, stock_tensors(config, stock, checkpoint.tensors))
     if is_gguf(target):
+        from .gguf_writing import read_vocabulary, refuse_for_llama_cpp, write_gguf
+
         refuse_for_llama_cpp(config, stock)
         vocabulary = read_vocabulary(checkpoint.folder, stock.vocab_size)
-    model = meta_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(stock)], stock)  # type: ignore[arg-type]
-    tensors = own_tensors(model, _stock_tensors(config, stock, checkpoint.tensors))
-    if is_gguf(target):
         with file_written_aside(target, force) as path:
             write_gguf(path, stock, tensors, vocabulary, progress)
         return stock
@@ -186,7 +182,7 @@ def _write_card(folder: Path, title: str, config: GQAConfig, stock: PreTrainedCo
     name, notes = type(stock).__name__.removesuffix("Config"), []
     if reasons := "; ".join(misreadings(config, stock.model_type, stock.rms_norm_eps)):
         notes.append(MISREAD.format(name=name, reasons=reasons))
-    if config.attention_kind == "mla" and not config.latent_norm:
+    if config.attention_kind in LatentAttention.kinds and not config.latent_norm:
         notes.append(SMALL)
     if notes:
         metadata = {"library_name": "transformers", "pipeline_tag": "text-generation"}
@@ -197,22 +193,28 @@ def _write_card(folder: Path, title: str, config: GQAConfig, stock: PreTrainedCo
 
 def _stock_config(config: GQAConfig, family: str, engine: str | None) -> PreTrainedConfig:
     fields = {name: copy.deepcopy(getattr(config, name)) for name in SHARED}
-    if family in LATENT_FAMILIES:
+    if EXPORT_FAMILIES[family] is LatentAttention:
         fields |= _latent_fields(config, engine)
     else:
         fields |= {"num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim}
-    query_bias, _, _ = config.projection_biases
     if family in ("llama", "qwen3"):
-        fields["attention_bias"] = query_bias
+        fields["attention_bias"] = config.projection_biases[0]
     if family == "llama":
         fields["mlp_bias"] = config.mlp_bias
+    types = list(config.layer_types)
+    sliding = "sliding_attention" in types
     if family == "mistral":
-        sliding = config.layer_types[0] == "sliding_attention"
         fields["sliding_window"] = config.sliding_window if sliding else None
     if family == "qwen2" and config.head_dim * config.num_attention_heads == config.hidden_size:
         del fields["head_dim"]  # no field of its own there
     if family in ("qwen2", "qwen3"):
-        fields |= _window_fields(config)
+        fields |= {
+            "use_sliding_window": sliding or config.sliding_window is not None,
+            "sliding_window": config.sliding_window,
+            "layer_types": types,
+            # The first layer with a window, for readers of this family that do not know layer_types.
+            "max_window_layers": types.index("sliding_attention") if sliding else len(types),
+        }
     try:
         return CONFIG_MAPPING[family](**fields)
     except Exception as error:  # each class checks its own way
@@ -220,13 +222,10 @@ def _stock_config(config: GQAConfig, family: str, engine: str | None) -> PreTrai
 
 
 def _latent_fields(config: GQAConfig, engine: str | None) -> dict[str, Any]:
+    sizes = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return {
+        **{name: getattr(config, name) for name in sizes},
         "num_key_value_heads": config.num_attention_heads,
-        "kv_lora_rank": config.kv_lora_rank,
-        "q_lora_rank": config.q_lora_rank,
-        "qk_nope_head_dim": config.qk_nope_head_dim,
-        "qk_rope_head_dim": config.qk_rope_head_dim,
-        "v_head_dim": config.v_head_dim,
         "rope_interleave": True,
         "tie_word_embeddings": False,
         "rms_norm_eps": LATENT_NORM_EPS if engine is None else config.rms_norm_eps,
@@ -234,56 +233,3 @@ def _latent_fields(config: GQAConfig, engine: str | None) -> dict[str, Any]:
         "first_k_dense_replace": config.num_hidden_layers,
         "num_nextn_predict_layers": 0,
     }
-
-
-def _window_fields(config: GQAConfig) -> dict[str, Any]:
-    types = list(config.layer_types)
-    sliding = "sliding_attention" in types
-    return {
-        "use_sliding_window": sliding or config.sliding_window is not None,
-        "sliding_window": config.sliding_window,
-        "layer_types": types,
-        # The first layer with a window, where earlier readers of this family do not know layer_types.
-        "max_window_layers": types.index("sliding_attention") if sliding else len(types),
-    }
-
-
-def _stock_tensors(
-    config: GQAConfig, stock: PreTrainedConfig, tensors: Mapping[str, LazyTensor]
-) -> dict[str, LazyTensor]:
-    """Return the tensors that transformers' own model stores; those that differ are computed when they are loaded."""
-    tensors = dict(tensors)
-    ratio = scale_ratio(config)
-    query = "q_norm" if config.qk_norm else "q_proj" if config.q_lora_rank is None else "q_b_proj"
-    for index in range(config.num_hidden_layers):
-        layer = f"model.layers.{index}"
-        if config.attention_kind == "mla":
-            tensors |= _latent_tensors(config, stock, tensors, layer, query)
-        if ratio != 1.0:
-            for part in ("weight", "bias"):
-                name = f"{layer}.self_attn.{query}.{part}"
-                if name in tensors:
-                    tensors[name] = scaled(tensors[name], ratio)
-    if stock.tie_word_embeddings != config.tie_word_embeddings:
-        tensors["lm_head.weight"] = computed(tensors["model.embed_tokens.weight"], torch.clone)
-    if stock.rms_norm_eps != config.rms_norm_eps:
-        tensors |= evened_epsilon(tensors, config.rms_norm_eps)
-    return tensors
-
-
-def _latent_tensors(
-    config: GQAConfig, stock: PreTrainedConfig, tensors: dict[str, LazyTensor], layer: str, query: str
-) -> dict[str, LazyTensor]:
-    """Return those of a layer's tensors that DeepSeek-V3 stores otherwise."""
-    down = {"kv_a": config.kv_lora_rank} | ({"q_a": config.q_lora_rank} if config.q_lora_rank is not None else {})
-    modules = {"kv_a": "kv_a_proj_with_mqa", "q_a": "q_a_proj"}
-    if stock.attention_bias:
-        for module in [*(modules[name] for name in down), "o_proj"]:
-            tensors = tensors | zero_where_missing(tensors, f"{layer}.self_attn.{module}")
-    if not config.rope_interleave:
-        heads, rope = config.num_attention_heads, config.qk_rope_head_dim
-        tensors = tensors | paired_neighbours(tensors, layer, query, heads, rope)
-    if not config.latent_norm:
-        for name, rank in down.items():
-            tensors = tensors | constant_norm(tensors, layer, modules[name], f"{name}_layernorm", rank)
-    return tensors

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +12,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
+from modeling_gqa_cli.errors import UserError, one_line
 from modeling_gqa_cli.paths import refuse_mistyped
 
-from ..common.errors import UserError, one_line
 from ..common.files import within, write_text
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,7 +36,7 @@ COMPANIONS = (
     "tokenization_*.py",
     *LICENCES,
 )
-# Entries in which earlier versions of transformers, and other tools, kept a tokenizer's path on somebody's machine.
+# Entries in which tools keep the path of a tokenizer on somebody's machine.
 PATH_FIELDS = (
     "name_or_path",
     "_name_or_path",
@@ -45,9 +45,6 @@ PATH_FIELDS = (
     "merges_file",
     "special_tokens_map_file",
 )
-
-# A list of more layers would fill the memory before the configuration is compared with the weights.
-MOST_LAYERS = 100_000
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -61,6 +58,11 @@ class LazyTensor(NamedTuple):
     @property
     def nbytes(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def is_gguf(source: str | Path) -> bool:
+    """Return whether `source` is the path of a GGUF file."""
+    return Path(source).suffix.lower() == ".gguf" and not Path(source).is_dir()
 
 
 def local_folder(source: str | Path) -> Path:
@@ -93,37 +95,20 @@ def unreadable(path: Path, error: OSError) -> UserError:
     return UserError(f"{path} cannot be read: {(error.strerror or one_line(error)).lower()}")
 
 
-def read_json(path: Path) -> dict:
-    """Read the object in a JSON file.
-
-    Raises:
-        UserError: the file is missing, does not hold one, or is a link out of its folder.
-    """
+def read_json(path: Path) -> dict[str, Any]:
+    """Read the object in a JSON file; raises `UserError` where there is none, or a link leads out of the folder."""
     within(path.parent, path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path.parent} has no {path.name}: it is not the folder of a checkpoint") from None
-    except RecursionError:
-        raise UserError(f"{path} cannot be read: its brackets are nested too deep") from None
     except OSError as error:
         raise unreadable(path, error) from error
-    except ValueError as error:
-        digits = "integer string conversion" in str(error)
-        said = "a number has more digits than Python reads" if digits else one_line(error)
-        raise UserError(f"{path} cannot be read: {said}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} does not hold a JSON object")
     return content
-
-
-def check_layers(path: Path, fields: Mapping[str, Any]) -> None:
-    """Raise `UserError` where the fields in `path` name more layers than a list of them should hold."""
-    for name in ("num_hidden_layers", "num_nextn_predict_layers"):
-        layers = fields.get(name)
-        if isinstance(layers, int) and layers > MOST_LAYERS:
-            said = f"{layers:.3g}" if layers < 10**300 else "larger than any number that counts something"
-            raise UserError(f"{path} is not valid: {name} must be at most {MOST_LAYERS:,}, and is {said}")
 
 
 def open_tensors(folder: Path) -> dict[str, LazyTensor]:
@@ -132,14 +117,22 @@ def open_tensors(folder: Path) -> dict[str, LazyTensor]:
     Raises:
         UserError: there are no safetensors, a shard is missing, truncated or elsewhere, or a tensor is quantized.
     """
-    weight_map: dict[str, str] = {}
+    weight_map: Any = {}
     if (folder / WEIGHTS).is_file():
         shards = [WEIGHTS]
     elif (folder / INDEX).is_file():
-        weight_map = _read_weight_map(folder / INDEX)
+        weight_map = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise UserError(
+                f"{folder / INDEX} is damaged, fetch it again: weight_map does not give each tensor its file"
+            )
         shards = sorted(set(weight_map.values()))
     else:
-        raise UserError(f"{folder} has no safetensors weights ({WEIGHTS} or {INDEX}){_other_weights(folder)}")
+        raise UserError(
+            f"{folder} has no safetensors weights ({WEIGHTS} or {INDEX}). Other weights are converted first, with "
+            "AutoModelForCausalLM.from_pretrained(folder, dtype='auto').save_pretrained(new_folder); of a GGUF file "
+            "give the file itself"
+        )
     tensors: dict[str, LazyTensor] = {}
     for shard in shards:
         tensors |= _open_shard(within(folder, folder / shard))
@@ -147,26 +140,6 @@ def open_tensors(folder: Path) -> dict[str, LazyTensor]:
     if missing:
         raise UserError(f"{folder / INDEX} says that {weight_map[missing]} holds {missing}, but it does not")
     return tensors
-
-
-def _read_weight_map(index: Path) -> dict[str, str]:
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise UserError(f"{index} is damaged, fetch it again: weight_map does not give each tensor its file")
-    return weight_map
-
-
-def _other_weights(folder: Path) -> str:
-    patterns = ("pytorch_model*.bin", "*.pth", "*.gguf")
-    other = next((path.name for pattern in patterns for path in folder.glob(pattern)), None)
-    if not other:
-        return ""
-    if other.endswith(".gguf"):
-        return f", only {other}: give that file itself"
-    return (
-        f", only {other}: convert it first, with AutoModelForCausalLM.from_pretrained(folder, dtype='auto')"
-        ".save_pretrained(new_folder)"
-    )
 
 
 def _open_shard(path: Path) -> dict[str, LazyTensor]:
@@ -210,19 +183,15 @@ def copy_files(source: Path, target: Path, patterns: Iterable[str]) -> None:
         copied = target / path.relative_to(source)
         copied.parent.mkdir(exist_ok=True)
         content = read_json(path) if path.name == "tokenizer_config.json" else {}
-        if any(name in content for name in PATH_FIELDS):
-            kept = {name: value for name, value in content.items() if name not in PATH_FIELDS}
-            write_text(copied, json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
-        else:
+        kept = {name: value for name, value in content.items() if name not in PATH_FIELDS}
+        if kept == content:
             shutil.copyfile(path, copied)
+        else:
+            write_text(copied, json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
 
 
 def companions(folder: Path, patterns: Iterable[str] = COMPANIONS) -> list[Path]:
-    """Return the files in `folder` that match one of `patterns`, other than weights.
-
-    Raises:
-        UserError: a link leads out of the folder.
-    """
+    """Return the files in `folder` that match `patterns`, but weights; raises `UserError` for a link out of it."""
     paths = {path for pattern in patterns for path in folder.glob(pattern)}
     return [within(folder, path) for path in sorted(paths) if path.is_file() and path.suffix != ".safetensors"]
 
@@ -243,13 +212,12 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
     """Raise `UserError` for a tokenizer with a token id that the model's embedding does not have."""
     largest, where = -1, ""
     for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
-        if not (folder / name).is_file():
-            continue
-        content = read_json(folder / name)
-        ids = _token_ids(content) if name == "tokenizer.json" else content.values()
-        highest = max((token for token in ids if isinstance(token, int)), default=-1)
-        if highest > largest:
-            largest, where = highest, name
+        if (folder / name).is_file():
+            content = read_json(folder / name)
+            ids = _token_ids(content) if name == "tokenizer.json" else content.values()
+            highest = max((token for token in ids if isinstance(token, int)), default=-1)
+            if highest > largest:
+                largest, where = highest, name
     if largest >= vocab_size:
         raise UserError(
             f"the tokenizer does not match: {where} has the token id {largest}, but vocab_size={vocab_size}"

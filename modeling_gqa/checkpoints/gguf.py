@@ -2,7 +2,7 @@
 
 import shutil
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext, redirect_stderr, suppress
 from functools import cache, partial
 from io import StringIO
@@ -16,15 +16,14 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils.logging import is_progress_bar_enabled
 
+from modeling_gqa_cli.errors import UserError, install_extra, one_line
 from modeling_gqa_cli.paths import nearest
 
-from ..common.errors import UserError, install_extra, one_line
 from .families import FAMILIES, find_family
 from .files import LazyTensor
 
 # Architectures by llama.cpp's names, for which transformers' loader reads all that these families need.
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-ARCHITECTURE = "general.architecture"  # the entry that names it
 # A quantized weight has fewer significant bits than the 8 of bfloat16, and the result is half as large as in float32.
 DEFAULT_DTYPE = torch.bfloat16
 # Entries below the architecture's name that transformers' loader reads.
@@ -44,43 +43,25 @@ HEAD_SIZES = ("rope.dimension_count", "attention.key_length", "attention.value_l
 # Values of further entries that ask for nothing.
 NOTHING = (0, 1, "", "none")
 CAUSAL = "attention.causal"
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-
-
-def is_gguf(source: str | Path) -> bool:
-    """Return whether `source` is the path of a GGUF file."""
-    return Path(source).suffix.lower() == ".gguf" and not Path(source).is_dir()
 
 
 class GGUFFile:
-    """The metadata of a GGUF file; its weights are unpacked when the first of them is loaded.
+    """The metadata of a GGUF file; all its weights are unpacked when the first of them is loaded.
 
     Args:
         path: of the file.
-        dtype: that the weights are unpacked to.
+        dtype: that the weights are unpacked to; `None` for bfloat16.
 
     Raises:
         UserError: there is no such file, it is damaged, or what it holds is not supported.
     """
 
-    def __init__(self, path: str | Path, dtype: torch.dtype = DEFAULT_DTYPE) -> None:
-        self.path, self.dtype = Path(path), dtype
+    def __init__(self, path: str | Path, dtype: torch.dtype | None = None) -> None:
+        self.path, self.dtype = Path(path), dtype or DEFAULT_DTYPE
+        self.location: Any = {"pretrained_model_name_or_path": self.path.parent, "gguf_file": self.path.name}
         if not self.path.is_file():
             near = nearest(self.path)
-            raise UserError(f"{path} does not exist" + (f" (did you mean {near}?)" if near else ""))
+            raise UserError(f"{path} does not exist{f' (did you mean {near}?)' if near else ''}")
         reader = self._read(partial(_reader, self.path))
         self.fields: dict[str, Any] = self._read(lambda: {name: _value(field) for name, field in reader.fields.items()})
         # GGUF names a tensor's dimensions from the innermost to the outermost.
@@ -88,11 +69,16 @@ class GGUFFile:
         parts = self.fields.get("split.count")
         if parts and parts > 1:
             raise UserError(f"{path} is one of {parts} parts: merge them with llama.cpp's `llama-gguf-split`")
-        self.architecture = self.fields.get(ARCHITECTURE)
-        check_architecture(self.path, self.architecture)
+        self.architecture: Any = self.fields.get("general.architecture")
+        if self.architecture not in ARCHITECTURES:
+            if self.architecture not in FAMILIES:
+                find_family(self.architecture)
+            raise UserError(
+                f"{path} holds a model of the architecture {self.architecture!r}: of GGUF files these can be imported: "
+                f"{', '.join(ARCHITECTURES)}"
+            )
 
     def _read(self, step: Callable[[], Any]) -> Any:
-        """Return what `step` returns; raise `UserError` for whatever it raises."""
         try:
             return step()
         except (UserError, MemoryError, torch.OutOfMemoryError):
@@ -100,28 +86,16 @@ class GGUFFile:
         except Exception as error:  # readers of damaged files fail in any way
             raise UserError(f"{self.path} is damaged, or no GGUF file: {one_line(error)}") from error
 
-    @property
-    def location(self) -> dict[str, Any]:
-        """The arguments by which transformers finds the file."""
-        return {"pretrained_model_name_or_path": self.path.parent, "gguf_file": self.path.name}
-
     def read_config(self, ignore_fields: Collection[str] = ()) -> PreTrainedConfig:
         """Return the configuration of transformers' own model.
 
-        Args:
-            ignore_fields: names of entries that may be there although transformers' loader does not read them.
-
-        Raises:
-            UserError: an entry asks for what transformers' loader leaves out.
+        Raises `UserError` for an entry that transformers' loader does not read, unless it is in `ignore_fields`.
         """
         if self.architecture == "llama" and "llama.attention.head_count_kv" not in self.fields:
             raise UserError(
                 f"{self.path} has no llama.attention.head_count_kv, without which transformers' loader of GGUF files "
                 "leaves queries and keys in llama.cpp's order: give the model's checkpoint in safetensors"
             )
-        layers = self.fields.get(f"{self.architecture}.block_count", 0)
-        if layers > len(self.shapes):  # a model of so many could fill the memory before its weights are missed
-            raise UserError(f"{self.path} is damaged: it has {layers} layers and {len(self.shapes)} tensors")
         config = self._read(lambda: AutoConfig.from_pretrained(**self.location))
         if config.model_type == "mistral":
             config.sliding_window = None  # llama.cpp has no window in this architecture
@@ -139,12 +113,13 @@ class GGUFFile:
         config.dtype = self.dtype
         return config
 
-    def tensors(self) -> dict[str, LazyTensor]:
-        """Return the tensors by the names that transformers gives them; loading one unpacks all of them, once."""
+    def tensors(self, names: Iterable[str], layers: int) -> dict[str, LazyTensor]:
+        """Return the tensors by `names` that transformers gives them, others by the file's; one unpacks all, once."""
         unpacked = cache(self.unpack)
+        stock_names = {known: name for name, known in file_names(self.architecture, names, layers).items()}
         return {
             name: LazyTensor(shape, self.dtype, lambda name=name: unpacked()[name])  # type: ignore[misc]
-            for name, shape in ((stock_name(name), shape) for name, shape in self.shapes.items())
+            for name, shape in ((stock_names.get(name, name), shape) for name, shape in self.shapes.items())
         }
 
     def unpack(self) -> dict[str, torch.Tensor]:
@@ -170,25 +145,12 @@ class GGUFFile:
         return folder
 
 
-def check_architecture(path: Path, architecture: Any) -> None:
-    """Raise `UserError` for an architecture that cannot be imported from a GGUF file."""
-    if architecture not in ARCHITECTURES:
-        if architecture not in FAMILIES:
-            find_family(architecture)
-        raise UserError(
-            f"{path} holds a model of the architecture {architecture!r}: of GGUF files these can be imported: "
-            f"{', '.join(ARCHITECTURES)}"
-        )
+def file_names(architecture: str, names: Iterable[str], layers: int) -> dict[str, str]:
+    """Return llama.cpp's names of tensors by the names that transformers gives them."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
 
-
-def stock_name(name: str) -> str:
-    """Return the name that transformers gives to a tensor; one that it does not know keeps its own."""
-    stem, _, kind = name.rpartition(".")
-    block, _, inside = stem.partition(".")
-    index, _, part = inside.partition(".")
-    if block == "blk" and part in LAYER_NAMES:
-        return f"model.layers.{index}.{LAYER_NAMES[part]}.{kind}"
-    return f"{NAMES[stem]}.{kind}" if stem in NAMES else name
+    known = get_tensor_name_map(MODEL_ARCH[architecture.upper()], layers)
+    return {name: known.get_name(name, (".weight", ".bias")) or name for name in names}
 
 
 def _reader(path: Path) -> Any:
@@ -201,20 +163,8 @@ def _reader(path: Path) -> Any:
         ) from error
 
     class Reader(GGUFReader):
-        """Checks the architecture, an early entry, before it reads hundreds of thousands of tokens."""
-
-        @property
-        def data(self) -> Any:
-            return self._data
-
-        @data.setter
-        def data(self, mapped: numpy.memmap) -> None:
-            self._data = numpy.asarray(mapped)  # of which slices are made three times as fast
-
-        def _push_field(self, field: Any, skip_sum: bool = False) -> int:
-            if field.name == ARCHITECTURE:
-                check_architecture(path, _value(field))
-            return super()._push_field(field, skip_sum)
+        # Slices of an array are made three times as fast as those of a map.
+        data = property(lambda self: self._data, lambda self, mapped: setattr(self, "_data", numpy.asarray(mapped)))
 
     return Reader(path)
 

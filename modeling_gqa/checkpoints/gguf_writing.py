@@ -1,6 +1,10 @@
-"""A model of Llama's, Mistral's, Qwen2's or Qwen3's class, written as a GGUF file for llama.cpp."""
+"""A model of Llama's, Mistral's, Qwen2's or Qwen3's class and its tokenizer, written as a GGUF file for llama.cpp.
+
+What llama.cpp would compute or tokenize otherwise is refused.
+"""
 
 import errno
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,15 +12,16 @@ from typing import Any
 
 import numpy
 import torch
-from transformers import PreTrainedConfig
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..common.errors import UserError, install_extra
+from modeling_gqa_cli.errors import UserError, install_extra, one_line
+
 from ..common.progress import BySize, Progress
 from ..configuration_gqa import GQAConfig
 from .files import LazyTensor, check_finite
-from .gguf import LAYER_NAMES, NAMES
-from .gguf_tokenizer import MODEL, Vocabulary
+from .gguf import file_names
 
 # llama.cpp's architectures, by transformers' families.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -26,19 +31,37 @@ DTYPES = {
     torch.float16: ("F16", "MOSTLY_F16"),
     torch.bfloat16: ("BF16", "MOSTLY_BF16"),
 }
-FILE_LAYER_NAMES = {stock: name for name, stock in LAYER_NAMES.items()}
-FILE_NAMES = {stock: name for name, stock in NAMES.items()}
 # Divides the frequency of each rotary plane; of these architectures llama.cpp reads it in Llama's alone.
 FREQUENCY_FACTORS = "rope_freqs.weight"
+# What a word is to Llama 3: at most three digits, and line ends go with what is before them.
+LLAMA3_WORDS = "|".join(
+    (
+        "(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+GPT2_STEP = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+BYTES_STEP = {**GPT2_STEP, "use_regex": False}
+SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+# llama.cpp's names of pre-tokenizers, each with its steps in the tokenizers library, and whether a word that is a token
+# is taken whole, also where no merges lead to it. The pretraining script trains the first. tests/llama_cpp compares the
+# tokens of each.
+PRE_TOKENIZERS: dict[str, tuple[list[dict[str, Any]], bool]] = {
+    "gpt-2": ([GPT2_STEP], False),
+    "smollm": ([{"type": "Digits", "individual_digits": True}, GPT2_STEP], False),
+    "llama-bpe": ([{**SPLIT, "pattern": {"Regex": LLAMA3_WORDS}}, BYTES_STEP], True),
+}
+# Kinds of tokens, by the numbers that GGUF gives them.
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
 
 def refuse_for_llama_cpp(config: GQAConfig, stock: PreTrainedConfig) -> None:
-    """Raise `UserError` for a model that llama.cpp would compute otherwise.
-
-    Args:
-        config: of the model.
-        stock: what `export_config` returns for it.
-    """
+    """Raise `UserError` for a model that llama.cpp would compute otherwise; `stock` is what it is exported as."""
     family, rope = stock.model_type, stock.rope_parameters["rope_type"]
     reason = None
     if family not in ARCHITECTURES:
@@ -59,7 +82,7 @@ def write_gguf(
     path: Path,
     stock: PreTrainedConfig,
     tensors: Mapping[str, LazyTensor],
-    vocabulary: Vocabulary,
+    vocabulary: dict[str, Any],
     progress: Progress,
 ) -> None:
     """Write a GGUF file; one tensor is in memory at a time.
@@ -68,43 +91,53 @@ def write_gguf(
         path: of the file.
         stock: configuration of transformers' own model.
         tensors: the weights by transformers' names.
-        vocabulary: the tokenizer.
+        vocabulary: what `read_vocabulary` returns.
         progress: wraps the iteration over the tensors' names.
 
     Raises:
         UserError: the package gguf is missing, or a weight is nan, inf or of a dtype that llama.cpp has not.
         OSError: the disk is full.
     """
-    writer = _writer(path, ARCHITECTURES[stock.model_type])
+    try:
+        from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
+    except ImportError as error:
+        raise UserError(
+            f"writing a GGUF file needs {error.name}, which is not installed: {install_extra('conversion')}"
+        ) from error
+    architecture = ARCHITECTURES[stock.model_type]
+    names = file_names(architecture, tensors, stock.num_hidden_layers)
     if stock.rope_parameters["rope_type"] == "llama3":
+        names[FREQUENCY_FACTORS] = FREQUENCY_FACTORS
         tensors = {FREQUENCY_FACTORS: _frequency_factors(stock), **tensors}
+    writer = GGUFWriter(path, architecture)
     try:
         _add_sizes(writer, stock)
-        _add_vocabulary(writer, vocabulary)
-        _add_dtypes(writer, tensors)
+        for entry, value in vocabulary.items():
+            getattr(writer, f"add_{entry}")(value)
+        # Names, shapes and dtypes stand before the data.
+        for name, tensor in tensors.items():
+            dtype = _dtype(tensor.shape, tensor.dtype)
+            if dtype not in DTYPES:
+                raise UserError(f"{name} is stored in {dtype}, which llama.cpp has not: save it in float32 first")
+            kind, size = GGMLQuantizationType[DTYPES[dtype][0]], torch.Size(tensor.shape).numel() * dtype.itemsize
+            writer.add_tensor_info(names[name], tensor.shape, numpy.dtype(numpy.float32), size, raw_dtype=kind)
+        matrices = [tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1]
+        writer.add_file_type(LlamaFileType[DTYPES[max(matrices, key=matrices.count)][1]])
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name in progress(BySize(tensors, (tensor.nbytes for tensor in tensors.values()))):
-            tensor = tensors[name].load()
-            check_finite(name, tensor)
-            writer.write_tensor_data(_array(_in_file_order(name, tensor, stock)))
+            loaded = tensors[name].load()
+            check_finite(name, loaded)
+            loaded = _in_file_order(name, loaded, stock)
+            loaded = loaded.to(_dtype(tuple(loaded.shape), loaded.dtype)).contiguous()
+            writer.write_tensor_data((loaded.view(torch.int16) if loaded.dtype == torch.bfloat16 else loaded).numpy())
     except OSError as error:
         if error.errno is None:  # numpy says how many numbers it wrote, and not why it stopped
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
         raise
     finally:
         writer.close()
-
-
-def _writer(path: Path, architecture: str) -> Any:
-    try:
-        from gguf import GGUFWriter
-    except ImportError as error:
-        raise UserError(
-            f"writing a GGUF file needs {error.name}, which is not installed: {install_extra('conversion')}"
-        ) from error
-    return GGUFWriter(path, architecture)
 
 
 def _add_sizes(writer: Any, stock: PreTrainedConfig) -> None:
@@ -128,51 +161,9 @@ def _add_sizes(writer: Any, stock: PreTrainedConfig) -> None:
         writer.add_rope_scaling_factor(stock.rope_parameters["factor"])
 
 
-def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
-    writer.add_tokenizer_model(MODEL)
-    writer.add_tokenizer_pre(vocabulary.pre_tokenizer)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.kinds)
-    writer.add_token_merges(vocabulary.merges)
-    for purpose, index in vocabulary.special.items():
-        getattr(writer, f"add_{purpose}_token_id")(index)
-    writer.add_add_bos_token(vocabulary.adds["bos"])
-    writer.add_add_eos_token(vocabulary.adds["eos"])
-    if vocabulary.chat_template:
-        writer.add_chat_template(vocabulary.chat_template)
-
-
-def _add_dtypes(writer: Any, tensors: Mapping[str, LazyTensor]) -> None:
-    """Add the tensors' names, shapes and dtypes, which stand before their data."""
-    from gguf import GGMLQuantizationType, LlamaFileType
-
-    matrices = [tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1]
-    for name, tensor in tensors.items():
-        dtype = _dtype(tensor.shape, tensor.dtype)
-        if dtype not in DTYPES:
-            raise UserError(f"{name} is stored in {dtype}, which llama.cpp has not: save it in float32 first")
-        kind, size = GGMLQuantizationType[DTYPES[dtype][0]], torch.Size(tensor.shape).numel() * dtype.itemsize
-        writer.add_tensor_info(file_name(name), tensor.shape, numpy.dtype(numpy.float32), size, raw_dtype=kind)
-    writer.add_file_type(LlamaFileType[DTYPES[max(matrices, key=matrices.count)][1]])
-
-
 def _dtype(shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a tensor in the file: llama.cpp takes norms and biases in float32 alone."""
     return torch.float32 if len(shape) == 1 and dtype in DTYPES else dtype
-
-
-def _array(tensor: torch.Tensor) -> numpy.ndarray:
-    tensor = tensor.to(_dtype(tuple(tensor.shape), tensor.dtype)).contiguous()
-    return tensor.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
-
-
-def file_name(name: str) -> str:
-    """Return llama.cpp's name of a tensor that transformers calls `name`."""
-    stem, _, kind = name.rpartition(".")
-    if not stem.startswith("model.layers."):
-        return f"{FILE_NAMES[stem]}.{kind}" if stem in FILE_NAMES else name
-    index, _, part = stem.removeprefix("model.layers.").partition(".")
-    return f"blk.{index}.{FILE_LAYER_NAMES[part]}.{kind}"
 
 
 def _in_file_order(name: str, tensor: torch.Tensor, stock: PreTrainedConfig) -> torch.Tensor:
@@ -193,3 +184,99 @@ def _frequency_factors(stock: PreTrainedConfig) -> LazyTensor:
     planes = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
     factors = (stock.rope_parameters["rope_theta"] ** -planes / frequencies.double()).float()
     return LazyTensor(tuple(factors.shape), factors.dtype, lambda: factors)
+
+
+# -- The tokenizer
+
+
+def read_vocabulary(folder: Path, size: int) -> dict[str, Any]:
+    """Return the tokenizer of a checkpoint's folder, as entries by the names of `GGUFWriter`'s methods without "add_".
+
+    Raises `UserError` where there is no tokenizer, or llama.cpp would split texts into other tokens.
+
+    Args:
+        folder: of the checkpoint.
+        size: number of token ids that the model has; those without a token get a name that no text holds.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        parts = json.loads(tokenizer.backend_tokenizer.to_str())
+    except Exception as error:  # a missing file, a damaged file, no tokenizer.json: each has its own class
+        raise UserError(
+            f"a GGUF file needs the tokenizer of {folder}, which cannot be loaded: {one_line(error)[:200]}"
+        ) from error
+    name, adds = _pre_tokenizer_name(parts), _additions(tokenizer)
+    reason = _why_not_byte_level(parts)
+    if reason is None and name is None:
+        reason = f"its pre-tokenizer is none of {', '.join(PRE_TOKENIZERS)}"
+    elif reason is None and tokenizer.eos_token_id is None:
+        reason = "it has no end-of-text token (eos_token)"
+    elif reason is None and adds is None:
+        reason = "it puts other tokens than bos and eos around a text"
+    if reason or name is None or adds is None:
+        raise UserError(
+            f"llama.cpp would not tokenize as the tokenizer of {folder} does, because {reason}: export to a folder, "
+            "and see whether llama.cpp's own converter knows this tokenizer"
+        )
+    tokens, kinds = [f"[PAD{index}]" for index in range(size)], [UNUSED] * size
+    for token, index in tokenizer.get_vocab().items():
+        tokens[index], kinds[index] = token, NORMAL
+    for added in parts["added_tokens"]:
+        kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in parts["model"]["merges"]]
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = [{"name": title, "template": text} for title, text in template.items()]
+    bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    entries = {
+        "tokenizer_model": "gpt2",  # which means byte-level BPE
+        "tokenizer_pre": name,
+        "token_list": tokens,
+        "token_types": kinds,
+        "token_merges": merges,
+        "bos_token_id": bos,  # without one llama.cpp would take token 11 for it
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "unk_token_id": tokenizer.unk_token_id,
+        "add_bos_token": adds["bos"],
+        "add_eos_token": adds["eos"],
+        "chat_template": template or None,
+    }
+    return {entry: value for entry, value in entries.items() if value is not None}
+
+
+def _why_not_byte_level(parts: dict[str, Any]) -> str | None:
+    """Return what of a tokenizer llama.cpp's byte-level BPE does not do."""
+    model = parts["model"]
+    if model["type"] != "BPE" or not set(ByteLevel.alphabet()) <= set(model["vocab"]):
+        return "it is not byte-level BPE"
+    if parts["normalizer"] is not None:
+        return f"it normalizes texts ({parts['normalizer'].get('type')})"
+    for field in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+        if model.get(field):
+            return f"its model has {field}={model[field]!r}"
+    for added in parts["added_tokens"]:
+        for field in ("lstrip", "rstrip", "single_word"):
+            if added[field]:
+                return f"its token {added['content']!r} has {field}=True"
+    return None
+
+
+def _pre_tokenizer_name(parts: dict[str, Any]) -> str | None:
+    """Return llama.cpp's name of a tokenizer's pre-tokenizer; `None` where it has none that is equal."""
+    whole: dict[str, Any] = parts["pre_tokenizer"] or {}
+    steps = whole["pretokenizers"] if whole.get("type") == "Sequence" else [whole]
+    # Offsets do not change the tokens.
+    steps = [{field: value for field, value in step.items() if field != "trim_offsets"} for step in steps]
+    found = (steps, bool(parts["model"].get("ignore_merges")))
+    return next((name for name, known in PRE_TOKENIZERS.items() if found == known), None)
+
+
+def _additions(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool] | None:
+    """Return whether the tokenizer puts its bos before a text and its eos behind one; `None` where it puts others."""
+    bare, full = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
+    bos, eos = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
+    for before, behind in ((False, False), (True, False), (False, True), (True, True)):
+        if full == bos * before + bare + eos * behind:
+            return {"bos": before, "eos": behind}
+    return None

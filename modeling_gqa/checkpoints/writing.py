@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,8 +13,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from modeling_gqa_cli.errors import UserError
+
 from ..common.progress import BySize, Progress
-from .files import COMPANIONS, INDEX, WEIGHTS, LazyTensor, check_finite, copy_files
+from ..configuration_gqa import GQAConfig
+from ..modeling_gqa import GQAForCausalLM
+from .aside import refuse_overlap, written_aside
+from .checkpoint import meta_model, open_checkpoint
+from .files import COMPANIONS, INDEX, WEIGHTS, LazyTensor, check_finite, copy_files, is_gguf
 
 MAX_SHARD_SIZE = 4 * 2**30  # bytes of a file; those of a model on another device are in memory while it is written
 
@@ -42,7 +48,7 @@ def write_checkpoint(
 
     Args:
         folder: to write to.
-        model: whose configuration is saved, and its code where it has any; it may be on the meta device.
+        model: whose configuration and code are saved; it may be on the meta device.
         tensors: the weights by name.
         source: folder whose tokenizer, generation configuration and licence are copied.
         progress: wraps the iteration over the tensors' names.
@@ -86,3 +92,62 @@ def disk_errors(folder: Path) -> Iterator[None]:
         if number := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error
         raise
+
+
+def import_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    *,
+    force: bool = False,
+    progress: Progress = iter,
+    max_shard_size: int = MAX_SHARD_SIZE,
+    ignore_fields: Collection[str] = (),
+    dtype: torch.dtype | None = None,
+) -> GQAConfig:
+    """Rewrite a checkpoint of a supported family as this package's: weights, configuration, code and tokenizer.
+
+    Weights are copied tensor by tensor in their dtype, those of a GGUF file unpacked; the model computes the same
+    function.
+
+    Args:
+        source: folder of a checkpoint in safetensors, a GGUF file, or the name of a model on the Hub.
+        target: folder to write; it appears complete at the end, or not at all.
+        force: whether a checkpoint at `target` is replaced.
+        progress: wraps the iteration over the tensors' names.
+        max_shard_size: bytes of a weights file, and of the tensors held in memory at a time; a GGUF file is unpacked
+            in memory as a whole.
+        ignore_fields: see `load_source`.
+        dtype: that the weights of a GGUF file are unpacked to; `None` for bfloat16.
+
+    Returns:
+        The configuration that was written.
+
+    Raises:
+        UserError: the source is not supported or incomplete, or the target exists.
+
+    Example:
+        ```python
+        import tempfile
+        from pathlib import Path
+
+        from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+        from modeling_gqa.conversion import import_checkpoint
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        with tempfile.TemporaryDirectory() as folder:
+            stock, ours = Path(folder, "stock"), Path(folder, "ours")
+            LlamaForCausalLM(LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes)).save_pretrained(stock)
+            config = import_checkpoint(stock, ours)
+            model = AutoModelForCausalLM.from_pretrained(ours)
+        assert config.attention_kind == "gqa" and model.config.model_type == "gqa"
+        ```
+    """
+    if dtype is not None and not is_gguf(source):
+        raise UserError(f"{source} is no GGUF file, and its weights keep their own dtype: leave dtype out")
+    checkpoint = open_checkpoint(source, foreign=True, ignore_fields=ignore_fields, dtype=dtype)
+    refuse_overlap(Path(source) if checkpoint.gguf else checkpoint.folder, target)
+    model = meta_model(GQAForCausalLM, checkpoint.config)
+    with written_aside(target, force) as aside:
+        write_checkpoint(aside, model, checkpoint.tensors, checkpoint.folder, progress, max_shard_size)
+    return checkpoint.config

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from ..checkpoints.checkpoint import load_source
     from ..checkpoints.exporting import export_checkpoint, export_config
     from ..checkpoints.families import import_config
-    from ..checkpoints.importing import import_checkpoint
+    from ..checkpoints.writing import import_checkpoint
     from .allocation import allocate
     from .convert import METHODS, convert_model
     from .measuring import compare_predictions, layer_errors
@@ -24,7 +24,7 @@ _HOMES = {
     "convert_model": ".convert",
     "export_checkpoint": "..checkpoints.exporting",
     "export_config": "..checkpoints.exporting",
-    "import_checkpoint": "..checkpoints.importing",
+    "import_checkpoint": "..checkpoints.writing",
     "import_config": "..checkpoints.families",
     "layer_errors": ".measuring",
     "load_source": "..checkpoints.checkpoint",

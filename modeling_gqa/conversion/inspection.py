@@ -10,7 +10,7 @@ from modeling_gqa_cli.errors import UserError
 
 from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.exporting import export_config, inexactness
-from ..checkpoints.gguf import is_gguf
+from ..checkpoints.files import is_gguf
 from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token, count_parameters
 from .report import vllm_kernels

@@ -13,7 +13,7 @@ from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 from modeling_gqa_cli.paths import CONFIGURATION, refuse_mistyped
 
 from ..checkpoints.families import find_family, translate
-from ..checkpoints.files import check_layers, read_json
+from ..checkpoints.files import read_json
 from ..configuration_checks import LARGEST, MOST, shown
 from ..configuration_gqa import GQAConfig
 from . import CostedModel, Experts
@@ -39,7 +39,6 @@ def find_model(source: str) -> tuple[CostedModel, torch.dtype | None]:
     """
     path = PRESETS.get(source) or find_file(source)
     fields = read_json(path)
-    check_layers(path, fields)
     name = source if source in PRESETS or not Path(source).exists() else path.resolve().parent.name
     try:
         config, experts = read_fields(fields)

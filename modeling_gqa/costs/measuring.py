@@ -15,6 +15,7 @@ import torch
 from modeling_gqa_cli.errors import UserError, install_extra
 
 from ..common.progress import ShowProgress
+from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from . import CostedModel, Machine, cache_bytes, count_parameters
 
@@ -105,12 +106,15 @@ def measure_machine(device: str, dtype: torch.dtype) -> Machine:
     return Machine(read_bandwidth(device), matmul_rate(device, dtype), machine_name(device))
 
 
-def filled_cache(model: Any, rows: int, tokens: int, dtype: torch.dtype, device: str) -> Any:
-    """Return the cache that `generate` makes for `model`, holding random keys and values of `tokens` tokens."""
+def filled_cache(model: Any, config: GQAConfig, rows: int, tokens: int, dtype: torch.dtype, device: str) -> Any:
+    """Return the cache that `generate` makes for `model`, holding random keys and values of `tokens` tokens.
+
+    Their shapes are those of `config`: the model's own, or that of ours whose stock counterpart the model is.
+    """
     inputs: dict = {}
     model._prepare_cache_for_generation(model.generation_config, inputs, None, rows, tokens)
     cache = inputs["past_key_values"]
-    for index, layer in enumerate(model.config.per_layer_config):
+    for index, layer in enumerate(config.per_layer_config):
         shapes = ATTENTION_CLASSES[layer.attention_kind].cache_shapes(layer)
         held = (torch.randn(rows, heads, tokens, size, dtype=dtype, device=device) for heads, size in shapes)
         cache.update(*held, index)
@@ -178,7 +182,7 @@ def measure_cell(
     built: dict[str, Any], rows: int, tokens: int, dtype: torch.dtype, device: str, budget: float
 ) -> MeasuredToken:
     """Time one decoded token of each model, in turn."""
-    caches = {name: filled_cache(model, rows, tokens, dtype, device) for name, model in built.items()}
+    caches = {name: filled_cache(model, model.config, rows, tokens, dtype, device) for name, model in built.items()}
     ids = torch.ones(rows, 1, dtype=torch.long, device=device)
 
     def turn(name: str) -> float:

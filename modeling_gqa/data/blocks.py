@@ -1,27 +1,29 @@
-"""Texts to tokens, and tokens to packed blocks in files.
+"""Texts to tokens, and tokens to packed blocks, in files or while training.
 
 Every document ends with the end-of-text token. Documents are laid end to end and cut into blocks of L tokens. Position
 ids restart at every document; by them the attention keeps packed documents apart.
 """
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from ..common.errors import UserError
-from ..training.recipe import Recipe
+from modeling_gqa_cli.errors import UserError
+from modeling_gqa_cli.recipes import TextOptions
+
 from .packing import TextEncoder, pack
-from .source import recipe_errors
-from .split import SPLIT_RECORD, Split
+from .source import SPLIT_RECORD, Split
 
 BATCH = 2**20  # characters tokenized at a time
-BATCH_PIECES = 1000
 
 
 def tokenize(
@@ -29,14 +31,12 @@ def tokenize(
 ) -> Iterator[tuple[list[int], bool]]:
     """Yield the token ids of every piece, and whether the piece is the last of its document.
 
-    The ids of a last piece end with the end-of-text token. Where a text holds that token's name, it is encoded as any
-    other text.
+    The ids of a last piece end with the end-of-text token.
     """
     encode = TextEncoder(tokenizer, add_special_tokens=False, return_attention_mask=False)
-    with recipe_errors():
-        for batch in batches(pieces):
-            for ids, (_, ends) in zip(encode([text for text, _ in batch]), batch, strict=True):
-                yield ([*ids, tokenizer.eos_token_id] if ends else ids), ends
+    for batch in batches(pieces):
+        for ids, (_, ends) in zip(encode([text for text, _ in batch]), batch, strict=True):
+            yield ([*ids, tokenizer.eos_token_id] if ends else ids), ends
 
 
 def batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
@@ -45,7 +45,7 @@ def batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool
     for piece in pieces:
         batch.append(piece)
         size += len(piece[0])
-        if size >= BATCH or len(batch) == BATCH_PIECES:
+        if size >= BATCH:
             yield batch
             batch, size = [], 0
     if batch:
@@ -63,6 +63,9 @@ def example(block: np.ndarray) -> dict[str, torch.Tensor]:
         "position_ids": position_ids,
         "labels": input_ids.masked_fill(position_ids == 0, -100),
     }
+
+
+# -- Blocks in files
 
 
 class PackedBlocks(Dataset):
@@ -98,35 +101,85 @@ def save_blocks(path: Path, blocks: Iterable[np.ndarray], length: int) -> int:
     return count
 
 
-def write_blocks(split: Split, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, folder: Path) -> None:
+def write_blocks(
+    split: Split, tokenizer: PreTrainedTokenizerBase, options: TextOptions, folder: Path, batch: int = 1
+) -> None:
     """Tokenize the text and write `train.npy`, `validation.npy` and the split's record to `folder`.
 
-    Every process maps these files into memory. Raises `UserError` where the text is too short.
+    Every process maps these files into memory. `train.npy` is left out where the options say `streaming`. Raises
+    `UserError` where the text gives fewer than `batch` blocks for training.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / SPLIT_RECORD).write_text(json.dumps(split.record) + "\n", encoding="utf-8")
-    wanted = {"train": recipe.train_batch_size * recipe.world_size, "validation": 1}
-    length, most = recipe.sequence_length, recipe.max_eval_blocks
-    for part in ("validation",) if recipe.streaming else ("train", "validation"):
-        path, every = folder / f"{part}.tmp.npy", folder / f"{part}.every.npy"
+    (folder / SPLIT_RECORD).write_text(
+        json.dumps({"threshold": split.threshold, "cut": split.cut}) + "\n", encoding="utf-8"
+    )
+    length, most = options.sequence_length, options.max_eval_blocks
+    for part, wanted in (("validation", 1),) if options.streaming else (("train", batch), ("validation", 1)):
+        path = folder / f"{part}.tmp.npy"
         try:
             packed = pack(tokenize(split.pieces(part), tokenizer), length)
-            count = save_blocks(path, islice(packed, most if recipe.streaming else None), length)
-            if count < wanted[part]:
+            count = save_blocks(path, islice(packed, most if options.streaming else None), length)
+            if count < wanted:
                 raise UserError(
-                    f"{split.source.name} is too short: {count} blocks of {length} tokens for {part}, and at least"
-                    f" {wanted[part]} are needed; give more text, or a smaller sequence_length or batch"
+                    f"{split.source.name} is too short: {count} sequences of {length} tokens for {part}, and at least"
+                    f" {wanted} are needed; give more text, or a smaller sequence_length or batch"
                 )
             if part == "validation" and count > most:
                 # From all documents: the first blocks would come from few documents, which are alike.
-                path.replace(every)
-                blocks = np.load(every, mmap_mode="r")
-                save_blocks(path, (blocks[i * count // most] for i in range(most)), length)
+                np.save(path, np.load(path, mmap_mode="r")[np.arange(most) * count // most])
             path.replace(folder / f"{part}.npy")
         finally:
             path.unlink(missing_ok=True)
-            every.unlink(missing_ok=True)
 
 
 def load_blocks(folder: Path, part: str) -> PackedBlocks:
     return PackedBlocks(np.load(folder / f"{part}.npy", mmap_mode="r"))
+
+
+# -- Blocks that are tokenized while training
+
+
+def read_blocks(split: Split, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the examples of the training documents."""
+    return map(example, pack(tokenize(split.pieces("train"), tokenizer), length))
+
+
+class CheckedStream(IterableDataset):
+    """Blocks as they come, again and again, with a running SHA-256 of their tokens.
+
+    A checkpoint keeps the hash of the blocks that were trained on. A resumed run reads and skips these blocks, and
+    raises `UserError` where their hash is another. The Trainer sees one endless epoch, because it can skip blocks in
+    one epoch only.
+
+    Args:
+        read: returns the examples of one epoch, with `input_ids`.
+        kept: number of blocks, counted from the last, whose hashes are kept; more than the Trainer fetches ahead.
+    """
+
+    def __init__(self, read: Callable[[], Iterator[dict[str, Any]]], kept: int) -> None:
+        self.read, self.digest, self.count = read, hashlib.sha256(), 0
+        self.recent: deque[tuple[int, str]] = deque(maxlen=kept)
+        self.expected: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for block in self.endless():
+            self.digest.update(block["input_ids"].numpy().tobytes())
+            self.count += 1
+            self.recent.append((self.count, self.digest.hexdigest()))
+            if self.expected and self.count == self.expected["blocks"] and self.mark(self.count) != self.expected:
+                raise UserError(
+                    f"the stream has changed: its first {self.count:,} sequences are not those that the checkpoint was "
+                    "trained on; bring the text back as it was, or start again with --overwrite"
+                )
+            yield block
+
+    def endless(self) -> Iterator[dict[str, Any]]:
+        while True:
+            before = self.count
+            yield from self.read()
+            if self.count == before:
+                raise UserError("the stream holds no sequence of text: give more text, or a smaller sequence_length")
+
+    def mark(self, blocks: int) -> dict[str, Any]:
+        """Return what a checkpoint keeps, after training on `blocks` blocks."""
+        return {"blocks": blocks, "sha256": dict(self.recent)[blocks]}

@@ -9,7 +9,7 @@ import gzip
 import io
 import json
 import lzma
-import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..common.errors import UserError, install_extra
+from modeling_gqa_cli.errors import UserError, install_extra
 
 CHUNK = 2**20  # bytes read at a time
 PARQUET_ROWS = 256  # read at a time
+WHITE_SPACE = re.compile(r"[ \t\r\n]*")
+DECODER = json.JSONDecoder()
 
 
 def open_zstd(path: Path) -> BinaryIO:
@@ -44,8 +46,7 @@ def one_line_errors(where: Callable[[], str]) -> Iterator[None]:
         raise UserError(f"{where()} needs {package}, which is not installed: {install_extra('conversion')}") from error
     except Exception as error:  # each format's reader has its own classes
         said = error.strerror if isinstance(error, OSError) else None
-        said = said or " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"cannot read {where()}: {said}") from error
+        raise UserError(f"cannot read {where()}: {said or str(error) or type(error).__name__}") from error
 
 
 @contextmanager
@@ -78,62 +79,6 @@ def text_pieces(path: Path, newlines: bool = False) -> Iterator[str]:
                 return
 
 
-# Whole numbers are read as floats, because Python refuses to read an int of more than 4300 digits.
-DECODER = json.JSONDecoder(parse_int=float)
-
-
-@contextmanager
-def json_errors(where: Callable[[], str]) -> Iterator[None]:
-    """Raise errors of JSON as a `UserError` that says `where`."""
-    try:
-        yield
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where()} is not JSON: {error.msg}") from None
-    except RecursionError:
-        raise UserError(f"{where()} is nested too deeply to be read") from None
-
-
-def jsonl_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file of one JSON value a line, each after its place.
-
-    A file that ends in a broken line is refused before its first row, since whoever has read enough stops earlier. Of
-    packed files the end is not known before they are unpacked.
-    """
-    if path.suffix.lower() not in PACKED:
-        try:
-            DECODER.decode(last_line(path).decode())
-        except (ValueError, RecursionError):
-            deque(json_lines(path), maxlen=0)  # raises for the first broken line, whose number it counts
-    yield from json_lines(path)
-
-
-def last_line(path: Path) -> bytes:
-    """Return the last line of a file that is not blank, and read no more than twice its length, and 1 MiB."""
-    found = b""
-    with opened(path) as file:
-        start = file.seek(0, os.SEEK_END)
-        while start and b"\n" not in found.rstrip():
-            end, start = start, max(0, start - len(found) - CHUNK)
-            file.seek(start)
-            found = file.read(end - start) + found
-    return found.rstrip().rpartition(b"\n")[2]
-
-
-def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a file's lines, each after its place; blank lines are left out."""
-    with opened(path) as file:
-        for number, line in enumerate(file, 1):
-            where = f"{path}, line {number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(f"{where} is not UTF-8 text: {error.reason}") from None
-            if text.strip():
-                with json_errors(partial(str, where)):
-                    row = DECODER.decode(text)
-                yield where, row
-
-
 class JSONValues:
     """Reads one JSON value after the other from a file that is read in pieces."""
 
@@ -146,13 +91,11 @@ class JSONValues:
 
     def more(self) -> bool:
         """Read at least as much again as is left, so that long values need few attempts; return False at the end."""
-        parts = [self.text[self.at :]]
-        length = 0
-        while length <= len(parts[0]) and (piece := next(self.pieces, "")):
-            parts.append(piece)
-            length += len(piece)
-        self.text, self.at = "".join(parts), 0
-        return bool(length)
+        rest, read = self.text[self.at :], ""
+        while len(read) <= len(rest) and (piece := next(self.pieces, "")):
+            read += piece
+        self.text, self.at = rest + read, 0
+        return bool(read)
 
     def advance(self, end: int) -> None:
         self.line += self.text.count("\n", self.at, end)
@@ -161,11 +104,8 @@ class JSONValues:
     def peek(self) -> str:
         """Return the next character that is no white space; "" at the end."""
         while True:
-            end = self.at
-            while self.text[end : end + 1] in (" ", "\t", "\n", "\r"):
-                end += 1
-            self.advance(end)
-            if end < len(self.text) or not self.more():
+            self.advance(WHITE_SPACE.match(self.text, self.at).end())  # type: ignore[union-attr]
+            if self.at < len(self.text) or not self.more():
                 return self.text[self.at : self.at + 1]
 
     def value(self) -> Any:
@@ -177,33 +117,54 @@ class JSONValues:
                 # A value that is cut at the end of what has been read may be whole in what follows.
                 cut = error.msg.startswith("Unterminated") or error.pos > len(self.text) - 16
                 if not cut or not self.more():
-                    self.advance(error.pos)
                     raise
             else:
                 self.advance(end)
                 return value
 
     def skip(self, character: str) -> None:
-        """Read past a character; raises JSONDecodeError where another one comes."""
-        if self.peek() != character and character:
-            raise json.JSONDecodeError(f"{character!r} is missing", self.text, self.at)
-        self.at += len(character)
+        """Read past a character; raises `ValueError` where another one comes."""
+        if self.peek() != character:
+            raise ValueError(f"{character!r} is missing")
+        self.at += 1
 
 
-def json_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the elements of a JSON array, or the values of a file without one, each after its place."""
+def json_rows(path: Path, column: str | None = None, arrays: bool = True) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a file, or the elements where it is an array, each after its place."""
     values = JSONValues(path)
-    with json_errors(values.where):
-        closing = "]" if values.peek() == "[" else ""
-        values.skip(closing and "[")
-        while values.peek() not in ("", closing):
+    try:
+        array = arrays and values.peek() == "["
+        if array:
+            values.skip("[")
+        while values.peek() not in ("", "]" if array else ""):
             where, row = values.where(), values.value()
             yield where, row
-            if closing and values.peek() != closing:
+            if array and values.peek() != "]":
                 values.skip(",")
-        values.skip(closing)
+        if array:
+            values.skip("]")
         if values.peek():
-            raise json.JSONDecodeError("text behind the array", values.text, values.at)
+            raise ValueError("text behind the array")
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{values.where()} is not JSON: {getattr(error, 'msg', error)}") from None
+
+
+def jsonl_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a file of one JSON value a line, each after its place.
+
+    A file whose end is cut off is refused before its first row, because a caller may stop before it reaches the end.
+    The end of a packed file is not known before it is unpacked.
+    """
+    if path.suffix.lower() not in PACKED:
+        with opened(path) as file:
+            first = file.read(1)
+            file.seek(max(0, path.stat().st_size - CHUNK))
+            last = file.read().rstrip()[-1:]
+        if (first, last) not in ((b"{", b"}"), (b'"', b'"')):
+            deque(json_rows(path, arrays=False), maxlen=0)  # raises for the first broken row
+    yield from json_rows(path, arrays=False)
 
 
 def parquet_rows(path: Path, column: str) -> Iterator[tuple[str, Any]]:
@@ -216,7 +177,7 @@ def parquet_rows(path: Path, column: str) -> Iterator[tuple[str, Any]]:
         try:
             file = ParquetFile(path, buffer_size=CHUNK)
         except ArrowInvalid as error:
-            raise UserError(f"{path} is not a Parquet file: {' '.join(str(error).split())}") from error
+            raise UserError(f"{path} is not a Parquet file: {error}") from error
         with file:
             columns = [column] if column in file.schema_arrow.names else None
             for batch in file.iter_batches(PARQUET_ROWS, columns=columns):

@@ -1,9 +1,7 @@
-"""Text to tokens, tokens to packed blocks, and local text files to the batches of a conversion.
+"""Texts to token ids, token ids to packed blocks, and local text files to the batches of a conversion.
 
-Documents are laid end to end in blocks of L tokens; position ids restart at every document, which keeps packed
-documents from attending to each other. A conversion's batches are for calibration, for the choice of settings and for
-the reported measurement: no passage is in two of the three. Documents are read until the parts are full, so memory
-grows with the tokens used and not with the corpus.
+Documents are laid end to end in blocks of L tokens. Position ids restart at every document, which keeps packed
+documents from attending to each other.
 """
 
 import hashlib
@@ -18,130 +16,21 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from modeling_gqa_cli.errors import UserError
+
 from ..common.batches import Batch
-from ..common.errors import UserError
-from .reading import Files, find_files, read_documents
+from .reading import find_files, read_documents
 
 SHUFFLE_WINDOW = 1000  # rows of one file that are shuffled at a time
 PACKED_AT_ONCE = 2**16  # tokens
 CHARACTERS_PER_TOKEN = 4  # roughly; it only sets the length of a section
 
 
-@dataclass
-class Part:
-    """The documents of one part of the text.
-
-    Args:
-        name: "calibration", "selection" or "evaluation".
-        wanted: how many tokens the part wants.
-        documents: the token ids of its documents.
-        tokens: how many they are.
-    """
-
-    name: str
-    wanted: int
-    documents: list[list[int]] = field(default_factory=list)
-    tokens: int = 0
-
-    @property
-    def filled(self) -> float:
-        """The share of the wanted tokens that are there."""
-        return self.tokens / self.wanted
-
-    def add(self, ids: list[int]) -> None:
-        self.documents.append(ids)
-        self.tokens += len(ids)
-
-    def batches(self, length: int, batch_size: int) -> list[Batch]:
-        """Pack the documents into batches of at most `batch_size` blocks of `length` tokens."""
-        count = min(self.tokens, self.wanted) // length
-        if not count:
-            raise UserError(
-                f"the text is too short: {self.tokens} tokens for {self.name}, and a block has {length}; "
-                "give more text, or a smaller --sequence-length"
-            )
-        blocks = np.stack(list(islice(pack(((ids, True) for ids in self.documents), length), count)))
-        ids, positions = (x.contiguous() for x in torch.from_numpy(blocks.astype(np.int64)).unbind(1))
-        pairs = zip(ids.split(batch_size), positions.split(batch_size), strict=True)
-        return [{"input_ids": x, "position_ids": y} for x, y in pairs]
-
-
-def read_batches(
-    paths: Sequence[Path],
-    tokenizer: PreTrainedTokenizerBase,
-    tokens: dict[str, int],
-    *,
-    sequence_length: int,
-    batch_size: int,
-    evaluation_paths: Sequence[Path] = (),
-    text_column: str = "text",
-    seed: int = 0,
-) -> dict[str, list[Batch]]:
-    """Read, tokenize and pack text into disjoint parts.
-
-    Documents are tokenized as the tokenizer does by default, but special tokens that are written in them are read as
-    plain text. Each document goes to the part that has the smallest share of its wanted tokens, so a short text is
-    divided in proportion. Repeated documents are left out. Long documents are cut into sections that count as
-    documents, so that one file is enough.
-
-    Args:
-        paths: files or folders of them: JSONL, JSON and Parquet (a document a row), or plain text (a document a file).
-        tokenizer: of the model.
-        tokens: how many tokens each part wants, for instance `{"calibration": 131072, "evaluation": 65536}`.
-        sequence_length: tokens of a block.
-        batch_size: blocks of a batch.
-        evaluation_paths: text of its own for the part `"evaluation"`.
-        text_column: column of the rows that holds the text.
-        seed: order of the files, and of the rows within a window.
-
-    Returns:
-        For each part, batches of `input_ids` and `position_ids` (blocks, `sequence_length`); positions restart at
-        every document and block.
-
-    Raises:
-        UserError: there is nothing to read, a file is not what its suffix says, or there is too little text.
-    """
-    parts = {name: Part(name, max(wanted, sequence_length)) for name, wanted in tokens.items()}
-    sources = {name: find_files(named, text_column) for name, named in (("", paths), ("evaluation", evaluation_paths))}
-    for files in sources.values():
-        for note in files.notes:
-            warnings.warn(note, stacklevel=2)
-    section = section_length(sources.values(), sum(part.wanted for part in parts.values()), sequence_length)
-    seen: set[bytes] = set()
-    # The evaluation's own text first, so that calibration leaves out what is evaluated on.
-    for name in ("evaluation", "") if evaluation_paths else ("",):
-        wanting = [part for part in parts.values() if not evaluation_paths or (part.name == "evaluation") == bool(name)]
-        documents = distinct(read_sections(sources[name].paths, text_column, section, seed), seen)
-        fill(wanting, documents, tokenizer)
-    return {name: part.batches(sequence_length, batch_size) for name, part in parts.items()}
-
-
-def section_length(sources: Iterable[Files], wanted: int, sequence_length: int) -> int:
-    """Return after how many characters a document is cut: few enough that each part gets several sections."""
-    available = sum(path.stat().st_size for path in {path for files in sources for path in files.paths})
-    return max(CHARACTERS_PER_TOKEN * sequence_length, min(CHARACTERS_PER_TOKEN * wanted, available) // 32)
-
-
-def fill(parts: Sequence[Part], documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Tokenize documents and share them out among the parts until all are full."""
-    encoder = TextEncoder(tokenizer)
-    for text in documents:
-        part = min(parts, key=lambda part: part.filled)
-        if part.filled >= 1:
-            return
-        (ids,) = encoder([text])
-        part.add(ids)
-
-
 class TextEncoder:
     """Turns texts into token ids; a special token written in a text, such as "</s>", is read as plain text.
 
     Some tokenizers (Unigram, WordLevel) read it as the special token nonetheless. With these, a text that holds one
-    raises `UserError`.
-
-    Args:
-        tokenizer: the tokenizer.
-        options: further arguments of each call to it.
+    raises `UserError`. `options` are further arguments of each call to the tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, **options: bool) -> None:
@@ -161,41 +50,6 @@ class TextEncoder:
                     f"the text holds {token!r}, which this tokenizer takes for its special token: take it out of there"
                 )
         return self.tokenizer(texts, **self.options)["input_ids"]
-
-
-def distinct(documents: Iterable[str], seen: set[bytes]) -> Iterator[str]:
-    """Yield the documents that are not empty and whose digest is not in `seen`, and add it there."""
-    for text in documents:
-        digest = hashlib.blake2b(text.strip().encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        if text.strip() and digest not in seen:
-            seen.add(digest)
-            yield text
-
-
-def read_sections(files: Sequence[Path], column: str, section: int, seed: int) -> Iterator[str]:
-    """Yield the documents of files in random order, cut into pieces of at most `section` characters."""
-    files = list(files)
-    # A corpus is often sorted by topic or date, and its first files are alike.
-    random.Random(seed).shuffle(files)
-    for path in files:
-        documents = read_documents(path, column, newlines=True)
-        # A window holds the one document of a text file, or many rows.
-        while window := list(islice(documents, SHUFFLE_WINDOW)):
-            random.Random(seed).shuffle(window)
-            for document in window:
-                yield from sections(document.pieces(), section)
-
-
-def sections(pieces: Iterable[str], length: int) -> Iterator[str]:
-    """Cut a text that comes in pieces after every `length` characters."""
-    rest = ""
-    for piece in pieces:
-        rest += piece
-        whole = len(rest) - len(rest) % length
-        yield from (rest[start : start + length] for start in range(0, whole, length))
-        rest = rest[whole:]
-    if rest:
-        yield rest
 
 
 def pack(documents: Iterable[tuple[list[int], bool]], length: int) -> Iterator[np.ndarray]:
@@ -238,3 +92,122 @@ def _blocks(ids: list[int], starts: list[int], length: int) -> Iterator[np.ndarr
     positions = index - np.maximum.accumulate(np.where(first, index, 0), axis=1)
     tokens = np.array(ids[:done], np.int32).reshape(-1, length)  # (blocks, L)
     yield from np.stack([tokens, positions], axis=1)  # (blocks, 2, L)
+
+
+# -- Batches of a conversion
+
+
+@dataclass
+class Part:
+    """The token ids of the documents of one part of the text, and how many tokens the part wants."""
+
+    name: str
+    wanted: int
+    documents: list[list[int]] = field(default_factory=list)
+    tokens: int = 0
+
+    def batches(self, length: int, batch_size: int) -> list[Batch]:
+        """Pack the documents into batches of at most `batch_size` blocks of `length` tokens."""
+        count = min(self.tokens, self.wanted) // length
+        if not count:
+            raise UserError(
+                f"the text is too short: {self.tokens} tokens for {self.name}, and a sequence has {length}; "
+                "give more text, or a smaller --sequence-length"
+            )
+        blocks = np.stack(list(islice(pack(((ids, True) for ids in self.documents), length), count)))
+        ids, positions = (x.contiguous() for x in torch.from_numpy(blocks.astype(np.int64)).unbind(1))
+        pairs = zip(ids.split(batch_size), positions.split(batch_size), strict=True)
+        return [{"input_ids": x, "position_ids": y} for x, y in pairs]
+
+
+def read_batches(
+    paths: Sequence[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    tokens: dict[str, int],
+    *,
+    sequence_length: int,
+    batch_size: int,
+    evaluation_paths: Sequence[Path] = (),
+    text_column: str = "text",
+    seed: int = 0,
+) -> dict[str, list[Batch]]:
+    """Read, tokenize and pack text into parts of which no two share a passage.
+
+    Each document goes to the part that has the smallest share of its wanted tokens, so a short text is divided in
+    proportion. Repeated documents are left out. Long documents are cut into sections that count as documents, so that
+    one file is enough. Documents are read until the parts are full, so memory grows with the tokens used.
+
+    Args:
+        paths: files or folders of them; see `find_files`.
+        tokenizer: of the model.
+        tokens: how many tokens each part wants, for instance `{"calibration": 131072, "evaluation": 65536}`.
+        sequence_length: tokens of a block.
+        batch_size: blocks of a batch.
+        evaluation_paths: text of its own for the part `"evaluation"`.
+        text_column: field of the rows that holds the text.
+        seed: order of the files, and of the rows within a window.
+
+    Returns:
+        For each part, batches of `input_ids` and `position_ids` (blocks, `sequence_length`); positions restart at
+        every document and block.
+
+    Raises:
+        UserError: there is nothing to read, a file is not what its suffix says, or there is too little text.
+    """
+    parts = {name: Part(name, max(wanted, sequence_length)) for name, wanted in tokens.items()}
+    # The evaluation's own text first, so that calibration leaves out what is evaluated on.
+    own = {"evaluation"} if evaluation_paths else set()
+    sources = [
+        (find_files(named, text_column), names) for named, names in ((evaluation_paths, own), (paths, {*parts} - own))
+    ]
+    for note in (note for files, _ in sources for note in files.notes):
+        warnings.warn(note, stacklevel=2)
+    # Few enough characters that each part gets several sections.
+    available = sum(path.stat().st_size for path in {path for files, _ in sources for path in files.paths})
+    wanted = CHARACTERS_PER_TOKEN * sum(part.wanted for part in parts.values())
+    section = max(CHARACTERS_PER_TOKEN * sequence_length, min(wanted, available) // 32)
+    encoder, seen = TextEncoder(tokenizer), set[bytes]()
+    for files, names in sources:
+        for text in distinct(read_sections(files.paths, text_column, section, seed), seen):
+            part = min((parts[name] for name in parts if name in names), key=lambda part: part.tokens / part.wanted)
+            if part.tokens >= part.wanted:
+                break
+            (ids,) = encoder([text])
+            part.documents.append(ids)
+            part.tokens += len(ids)
+    return {name: part.batches(sequence_length, batch_size) for name, part in parts.items()}
+
+
+def distinct(documents: Iterable[str], seen: set[bytes]) -> Iterator[str]:
+    """Yield the documents that are not empty and whose digest is not in `seen`, and add it there."""
+    for text in documents:
+        digest = hashlib.blake2b(text.strip().encode(), digest_size=16).digest()
+        if text.strip() and digest not in seen:
+            seen.add(digest)
+            yield text
+
+
+def read_sections(files: Sequence[Path], column: str, section: int, seed: int) -> Iterator[str]:
+    """Yield the documents of files in random order, cut into pieces of at most `section` characters."""
+    files = list(files)
+    # A corpus is often sorted by topic or date, and its first files are alike.
+    random.Random(seed).shuffle(files)
+    for path in files:
+        documents = read_documents(path, column, newlines=True)
+        # A window holds the one document of a text file, or many rows.
+        while window := list(islice(documents, SHUFFLE_WINDOW)):
+            random.Random(seed).shuffle(window)
+            for document in window:
+                yield from sections(document(), section)
+
+
+def sections(pieces: Iterable[str], length: int) -> Iterator[str]:
+    """Cut a text that comes in pieces after every `length` characters."""
+    rest = ""
+    for piece in pieces:
+        rest += piece
+        whole = len(rest) - len(rest) % length
+        yield from (rest[start : start + length] for start in range(0, whole, length))
+        rest = rest[whole:]
+    if rest:
+        yield rest

@@ -6,20 +6,18 @@ programs, models and training runs. A document is a text file, or a row of a JSO
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..common.errors import UserError
+from modeling_gqa_cli.errors import UserError
+
 from .formats import PACKED, ROW_READERS, json_rows, text_pieces
 
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-JSON_SUFFIXES = (".jsonl", ".json")
-SUFFIXES = (*TEXT_SUFFIXES, *JSON_SUFFIXES, ".parquet")
-
+SUFFIXES = (".txt", ".md", ".rst", ".py", *ROW_READERS)
 # A folder with one of these files holds programs, a model or a training run, and no collected text.
 MARKERS = (
     "pyvenv.cfg",
@@ -32,6 +30,9 @@ MARKERS = (
 )
 RUN = ("recipe.yaml", "model.json")  # a training run has both
 PROGRAMS = ("node_modules", "__pycache__")
+
+# Reads a text from its beginning, in pieces.
+Document = Callable[[], Iterator[str]]
 
 
 @dataclass
@@ -48,14 +49,11 @@ class Files:
 
     @property
     def notes(self) -> list[str]:
-        """One line for each reason, which names what was left out."""
-        return [f"not read ({reason}), {len(names)}: {listed(names)}" for reason, names in self.skipped.items()]
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first three names, and how many more there are."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+        """One line for each reason, which names the first three that were left out."""
+        return [
+            f"not read ({reason}), {len(names)}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}"
+            for reason, names in self.skipped.items()
+        ]
 
 
 def find_files(paths: Iterable[Path], column: str | None = None, matched: Iterable[Path] = ()) -> Files:
@@ -80,10 +78,9 @@ def find_files(paths: Iterable[Path], column: str | None = None, matched: Iterab
             found.paths.append(path)
         if len(found.paths) == before:
             left_out = "".join(f" ({note})" for note in found.notes)
-            kinds = ", ".join(SUFFIXES)
             raise UserError(
-                f"nothing to read at {path}{left_out}: give files, or folders of {kinds} files (or these packed as "
-                f"{', '.join(PACKED)})"
+                f"nothing to read at {path}{left_out}: give files, or folders of {', '.join(SUFFIXES)} files (or these "
+                f"packed as {', '.join(PACKED)})"
             )
     for path in matched:
         keep(path, found, column)
@@ -146,25 +143,12 @@ def holds_text(path: Path, column: str) -> bool:
     return True
 
 
-class Document(NamedTuple):
-    """One text.
-
-    Args:
-        pieces: reads the text from its beginning and yields it in pieces.
-        path: its file; `None` for a row.
-    """
-
-    pieces: Callable[[], Iterator[str]]
-    path: str | None = None
-
-
 def kind(path: Path) -> str:
     """Return the suffix by which a file is read, in lower case and without that of its packing; "" for others."""
-    suffix = path.suffix.lower()
-    if suffix in PACKED:
-        suffix = path.with_suffix("").suffix.lower()
-        return "" if suffix == ".parquet" else suffix if suffix in SUFFIXES else ""  # Parquet packs its own pages
-    return suffix if suffix in SUFFIXES else ""
+    packed = path.suffix.lower() in PACKED
+    suffix = (path.with_suffix("") if packed else path).suffix.lower()
+    # Parquet packs its own pages.
+    return suffix if suffix in SUFFIXES and not (packed and suffix == ".parquet") else ""
 
 
 def read_documents(path: Path, column: str, newlines: bool = False) -> Iterator[Document]:
@@ -180,13 +164,11 @@ def read_documents(path: Path, column: str, newlines: bool = False) -> Iterator[
     """
     if (suffix := kind(path)) in ROW_READERS:
         for where, row in ROW_READERS[suffix](path, column):
-            yield Document(partial(iter, (row_text(row, column, where),)))
+            yield partial(iter, (row_text(row, column, where),))
         return
-    pieces: Callable[[], Iterator[str]] = partial(text_pieces, path, newlines)
-    head = list(islice(pieces(), 2))
-    if len(head) < 2:  # no need to read it again
-        pieces = partial(iter, tuple(head))
-    yield Document(pieces, path.as_posix())
+    head = tuple(islice(text_pieces(path, newlines), 2))
+    # A short file is not read again.
+    yield partial(iter, head) if len(head) < 2 else partial(text_pieces, path, newlines)
 
 
 def row_text(row: Any, column: str, where: str) -> str:
@@ -195,14 +177,11 @@ def row_text(row: Any, column: str, where: str) -> str:
     if isinstance(row, dict) and column in row and not isinstance(text, str):
         raise UserError(f"{where}: column {column!r} holds {type(text).__name__} in place of text")
     if not isinstance(text, str):
-        found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-        found = " ".join(found.encode(errors="backslashreplace").decode().split())[:200]
-        raise UserError(f"{where}: no text in column {column!r} (found: {found}); set --text-column")
+        found = (", ".join(row) if isinstance(row, dict) else type(row).__name__)[:200]
+        raise UserError(f"{where}: no text in column {column!r} (found: {found}); set text_column (--text-column)")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        raise UserError(
-            f"{where}: the text holds \\u{code:04x}, half of a character: a surrogate without its other half"
-        ) from None
+        code = f"\\u{ord(text[error.start]):04x}"
+        raise UserError(f"{where}: the text holds {code}, half of a character (a surrogate)") from None
     return text

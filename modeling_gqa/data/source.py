@@ -1,27 +1,41 @@
-"""Where the text comes from: files and folders, a Hub data set, or Python's standard library.
+"""The text of a training: files and folders, a Hub data set, or Python's standard library; and what is held out of it.
 
-A *document* is one file, or one row of a JSONL, JSON or Parquet file or a Hub data set. It is read in
-pieces, so that a long file is never in memory as a whole.
+A *document* is one file, or one row of a JSONL, JSON or Parquet file or a Hub data set. It is read in pieces, so that a
+long file is never in memory as a whole. A hash of its text assigns it to training or validation, so that the same text
+is always held out.
 """
 
 import glob
+import hashlib
+import json
 import os
+import re
 import sysconfig
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 
-from modeling_gqa_cli.recipes import public_name
+import numpy as np
 
-from ..common.errors import UserError, one_line
-from ..training.recipe import Recipe
+from modeling_gqa_cli.errors import UserError, one_line
+from modeling_gqa_cli.recipes import TextOptions, public_name
+
 from .reading import Document, Files, find_files, read_documents, row_text
 
 # Tests repeat themselves, installed packages have other licences, and lib2to3's test data is broken on purpose.
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 SHUFFLE_BUFFER = 10_000  # rows, of a streamed Hub data set
+SPLIT_RECORD = "split.json"
+PIECE = 2**18  # characters; a document of more than twice this number is tokenized in pieces
+# Places where every tokenizer begins a new word: a space after another character, and a letter or digit at the start of
+# a line.
+BOUNDARY = re.compile(r"(?<=\S)(?= )|(?<=\S\n)(?=[^\W_])")
+
+
+# -- Sources
 
 
 @dataclass(frozen=True)
@@ -30,9 +44,9 @@ class Source:
 
     Attributes:
         name: of the data set, or of the files and folders without their paths.
-        license: of the text; `None` where the recipe does not say.
-        documents: reads the text; it raises `UserError` or `UserError` where it cannot.
-        notes: returns a line for each file that is left out.
+        license: of the text; `None` where the options do not say.
+        documents: reads the text; it raises `UserError` where it cannot.
+        notes: returns a line for each reason why files are left out.
     """
 
     name: str
@@ -41,26 +55,28 @@ class Source:
     notes: Callable[[], list[str]] = list
 
 
-def open_source(recipe: Recipe) -> Source:
-    """Return the recipe's source of text; no file is opened before `documents` is called."""
-    if recipe.dataset_name:
-        return Source(public_name(recipe.dataset_name), recipe.license, lambda: hub_documents(recipe))
-    if recipe.data_files:
-        name = ", ".join(os.path.basename(os.path.abspath(path)) for path in recipe.data_files)
-        found = cache(lambda: list_files(recipe.data_files, recipe.text_column))
-        documents = lambda: file_documents(found().paths, recipe.text_column)  # noqa: E731
-        return Source(name, recipe.license, documents, lambda: found().notes)
-    return Source("the Python standard library's source code", recipe.license or "PSF-2.0", stdlib_documents)
+def open_source(options: TextOptions, seed: int = 0) -> Source:
+    """Return the source of text that the options name; no file is opened before `documents` is called.
+
+    `seed` sets the order of the rows of a streamed Hub data set.
+    """
+    column = options.text_column
+    if options.dataset_name:
+        return Source(public_name(options.dataset_name), options.license, lambda: hub_documents(options, seed))
+    if options.data_files:
+        name = ", ".join(os.path.basename(os.path.abspath(path)) for path in options.data_files)
+        found = cache(lambda: list_files(options.data_files, column))
+        return Source(name, options.license, lambda: file_documents(found().paths, column), lambda: found().notes)
+    return Source("the Python standard library's source code", options.license or "PSF-2.0", stdlib_documents)
 
 
 def stdlib_documents() -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if not STDLIB_SKIPPED.intersection(relative.parts):
+        if not STDLIB_SKIPPED.intersection(path.relative_to(root).parts):
             text = path.read_bytes().decode("utf-8", errors="replace")
             if text.strip():
-                yield Document(partial(iter, (text,)), relative.as_posix())
+                yield partial(iter, (text,))
 
 
 def list_files(patterns: list[str], text_column: str) -> Files:
@@ -75,43 +91,129 @@ def list_files(patterns: list[str], text_column: str) -> Files:
         files = [item for item in files if item.is_file()]
         matched += files
         named += [] if files else [path]
-    with recipe_errors():
-        found = find_files(named, text_column, matched)
+    found = find_files(named, text_column, matched)
     if not found.paths:
         raise UserError(f"data_files: nothing to read at {', '.join(patterns)} ({'; '.join(found.notes)})")
     return found
 
 
 def file_documents(paths: list[Path], text_column: str) -> Iterator[Document]:
-    for path in paths:
-        for document in read_documents(path, text_column):
-            if any(piece.strip() for piece in document.pieces()):
-                yield document
+    """Yield the documents of files that are not blank."""
+    documents = chain.from_iterable(read_documents(path, text_column) for path in paths)
+    return (text for text in documents if any(piece.strip() for piece in text()))
 
 
-def hub_documents(recipe: Recipe) -> Iterator[Document]:
+def hub_documents(options: TextOptions, seed: int) -> Iterator[Document]:
     import datasets
 
+    name = options.dataset_name
     try:
         rows = datasets.load_dataset(
-            recipe.dataset_name, recipe.dataset_config_name, split=recipe.dataset_split, streaming=recipe.streaming
+            name, options.dataset_config_name, split=options.dataset_split, streaming=options.streaming
         )
-        if recipe.streaming:
-            rows = rows.shuffle(seed=recipe.data_seed or recipe.seed, buffer_size=SHUFFLE_BUFFER)
+        if options.streaming:
+            rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         for number, row in enumerate(rows, 1):
-            text = row_text(row, recipe.text_column, f"{recipe.dataset_name}, row {number}")
+            text = row_text(row, options.text_column, f"{name}, row {number}")
             if text.strip():
-                yield Document(partial(iter, (text,)))
+                yield partial(iter, (text,))
     except UserError:
         raise
     except Exception as error:  # the network, the name, access rights: each has its own class
-        raise UserError(f"cannot load the Hub data set {recipe.dataset_name}: {one_line(error)}") from error
+        raise UserError(f"cannot load the Hub data set {name}: {one_line(error)}") from error
 
 
-@contextmanager
-def recipe_errors() -> Iterator[None]:
-    """Turn a `UserError` into a `UserError`, which names the field of a recipe."""
+# -- Training and validation
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which documents are held out for validation.
+
+    Args:
+        threshold: documents whose hash is smaller are held out.
+        cut: of a single document, the character from which on its text is held out.
+    """
+
+    source: Source
+    threshold: int
+    cut: int | None = None
+
+    def documents(self, part: str) -> Iterator[str]:
+        """Yield the texts of `train` or `validation`; a long text comes in pieces."""
+        return (text for text, _ in self.pieces(part))
+
+    def pieces(self, part: str) -> Iterator[tuple[str, bool]]:
+        """Yield the texts of `train` or `validation` in pieces, each with whether its document ends with it."""
+        for document in self.source.documents():
+            if self.cut is not None:
+                first, stop = (0, self.cut) if part == "train" else (self.cut, None)
+                yield from cut_text(characters(document(), first, stop))
+            elif (hash_text(document()) < self.threshold) == (part == "validation"):
+                yield from cut_text(document())
+
+
+def hash_text(pieces: Iterable[str]) -> int:
+    """Return a 64-bit hash of a text."""
+    digest = hashlib.blake2b(digest_size=8)
+    for piece in pieces:
+        digest.update(piece.encode())
+    return int.from_bytes(digest.digest(), "big")
+
+
+def characters(pieces: Iterable[str], first: int, stop: int | None) -> Iterator[str]:
+    """Yield `text[first:stop]` of a text that comes in pieces."""
+    at = 0
+    for piece in pieces:
+        yield piece[max(first - at, 0) : None if stop is None else max(stop - at, 0)]
+        at += len(piece)
+
+
+def cut_text(pieces: Iterable[str], length: int = PIECE) -> Iterator[tuple[str, bool]]:
+    """Cut a text that comes in pieces into others of `length` to twice `length` characters; say which is the last.
+
+    Cuts are at boundaries of words where there are any. They depend on the text, and not on the pieces that it came in.
+    """
+    text, start = "", 0
+    for piece in pieces:
+        text, start = text[start:] + piece, 0
+        while len(text) - start > 2 * length:
+            found = BOUNDARY.search(text, start + length, start + 2 * length)
+            end = found.start() if found else start + length
+            yield text[start:end], False
+            start = end
+    yield text[start:], True
+
+
+def split_source(source: Source, options: TextOptions) -> Split:
+    """Hold out `validation_fraction` of the documents; raises `UserError` where there are none."""
+    fraction = options.validation_fraction
+    streamed = Split(source, round(fraction * 2**64))
+    if options.streaming and options.dataset_name:
+        return streamed
+    hashes, length = array("Q"), 0
+    for document in source.documents():
+        hashes.append(hash_text(document()))
+        if hashes[-1] != hashes[0] and options.streaming:
+            return streamed
+        length = sum(map(len, document())) if hashes[-1] == hashes[0] else 0
+    distinct = np.unique(np.array(hashes, np.uint64))
+    if not len(distinct):
+        raise UserError(f"{source.name} holds no text")
+    if len(distinct) == 1:
+        return Split(source, 0, round(length * (1 - fraction)))
+    held_out = min(max(1, round(len(distinct) * fraction)), len(distinct) - 1)
+    return Split(source, int(distinct[held_out]))
+
+
+def load_split(source: Source, folder: Path) -> Split:
+    """Return the split that `write_blocks` recorded beside the tokens in `folder`; raises `UserError`.
+
+    It holds out the same documents also when further ones have been added.
+    """
+    path = folder / SPLIT_RECORD
     try:
-        yield
-    except UserError as error:
-        raise UserError(str(error).replace("--text-column", "text_column")) from error
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return Split(source, int(record["threshold"]), None if record["cut"] is None else int(record["cut"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} does not say which documents are held out ({error!r}): start again") from error

@@ -1,13 +1,13 @@
 """The tokenizer: the one that the recipe names, or byte-level BPE trained on the run's own text."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from modeling_gqa_cli.errors import UserError, one_line
 from modeling_gqa_cli.paths import refuse_mistyped
-
-from ..common.errors import UserError, one_line
 
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 # More text than this hardly changes the merges; the rest of a bigger corpus is not read.
@@ -20,21 +20,9 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfo
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer.
+    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens, special tokens included.
 
-    Args:
-        vocab_size: number of tokens at most, special tokens included.
-
-    Raises:
-        UserError: `vocab_size` is smaller than the number of bytes and special tokens.
-
-    Example:
-        ```python
-        from modeling_gqa.data.tokenizer import train_tokenizer
-
-        tokenizer = train_tokenizer(["to be or not to be"] * 9, vocab_size=300)
-        assert tokenizer.decode(tokenizer("not to be")["input_ids"]) == "not to be"
-        ```
+    Raises `UserError` where `vocab_size` is smaller than the number of bytes and special tokens.
     """
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 2
     if vocab_size < smallest:
@@ -69,11 +57,11 @@ def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
         limit -= len(text)
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer by Hub name or path; raises `UserError`."""
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
+    """Load a tokenizer by Hub name or path, without code of its own; raises `UserError`."""
     try:
         refuse_mistyped(name)
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a wrong name, no network and a broken file each have their own class
         raise UserError(f"cannot load the tokenizer {name}: {one_line(error)}") from error
 

@@ -23,8 +23,7 @@ from ..common import cards
 from ..common.console import say
 from ..common.results import write_json
 from ..costs.measuring import machine_name
-from ..data.source import Source
-from ..data.split import Split, load_split
+from ..data.source import Source, Split, load_split
 from .folder.manifest import SAVED_RECIPE
 from .recipe import Recipe
 from .results import RESULTS, Results, printed_lines, results_table
@@ -84,7 +83,7 @@ def save_run(trainer: PretrainTrainer, run: OpenRun, results: Results) -> None:
             write_json(staged / RESULTS, results)
             if recipe.publish:
                 save_repository(staged / "final", model, weights, recipe, results)
-                split = load_split(run.source, recipe, run.folder.path / "data")
+                split = load_split(run.source, run.folder.path / "data")
                 write_card(staged / "final", recipe, model.config, split, results)
             run.folder.place(*(("final", RESULTS) if recipe.publish else (RESULTS,)))
         say("\n" + "\n".join(printed_lines(results)))

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,8 @@ from modeling_gqa_cli.errors import UserError
 
 from ..common.console import Interrupted, failed_to_write, is_main, say
 from ..common.files import is_in
-from ..data.blocks import PackedBlocks, load_blocks, write_blocks
-from ..data.source import Source, open_source
-from ..data.split import load_split, split_source
-from ..data.stream import CheckedStream, StreamedBlocks
+from ..data.blocks import CheckedStream, PackedBlocks, load_blocks, read_blocks, write_blocks
+from ..data.source import Source, load_split, open_source, split_source
 from ..data.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 from .folder.checkpoint import find_resumable, what_is_kept
 from .folder.listing import describe
@@ -84,7 +83,7 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
     # Trainer would upload at every save, and save the token; `save_run` uploads the finished repository.
     upload = (recipe.hub_token or "") if recipe.push_to_hub else None
     recipe.push_to_hub, recipe.hub_token = False, None
-    source, output = open_source(recipe), Path(recipe.output_dir)
+    source, output = open_source(recipe, recipe.data_seed or recipe.seed), Path(recipe.output_dir)
     folder = RunFolder(output) if is_main() else None
     checkpoint: Path | None = None
     mark: dict[str, Any] = {}
@@ -159,9 +158,9 @@ def load_text(
     validation = load_blocks(folder / "data", "validation")
     if not recipe.streaming:
         return tokenizer, load_blocks(folder / "data", "train"), validation
-    split = load_split(source, recipe, folder / "data")
+    split = load_split(source, folder / "data")
     step = recipe.train_batch_size * recipe.world_size * recipe.gradient_accumulation_steps
-    stream = CheckedStream(StreamedBlocks(split, tokenizer, recipe.sequence_length), kept=8 * step)
+    stream = CheckedStream(partial(read_blocks, split, tokenizer, recipe.sequence_length), kept=8 * step)
     stream.expected = mark.get("stream")
     return tokenizer, stream, validation
 
@@ -210,7 +209,8 @@ class RunSetup:
             tokenizer = train_tokenizer(split.documents("train"), self.config.vocab_size)
         check_tokenizer(tokenizer, self.config)
         tokenizer.save_pretrained(folder / "tokenizer")
-        write_blocks(split, tokenizer, self.recipe, folder / "data")
+        batch = self.recipe.train_batch_size * self.recipe.world_size
+        write_blocks(split, tokenizer, self.recipe, folder / "data", batch)
 
     def resume(self) -> tuple[Path | None, dict[str, Any]]:
         """Check that what the run reads is unchanged, and find the checkpoint to continue from.

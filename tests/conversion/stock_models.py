@@ -156,3 +156,10 @@ def own_model(stock, config=None) -> GQAForCausalLM:
     model = GQAForCausalLM(config or import_config(stock.config)).eval()
     model.load_state_dict(stock.state_dict(), strict=True)
     return model
+
+
+def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of queries or keys in llama.cpp's order: the two rows of a rotary plane are neighbours."""
+    half = len(rows) // heads // 2
+    order = [2 * half * head + plane + half * part for head in range(heads) for plane in range(half) for part in (0, 1)]
+    return rows[order]

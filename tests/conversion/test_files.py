@@ -28,11 +28,6 @@ from modeling_gqa.costs import configurations
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
 
-def test_a_folder_is_itself(tmp_path):
-    assert local_folder(tmp_path) == tmp_path
-    assert local_folder(str(tmp_path)) == tmp_path
-
-
 def test_a_name_is_found_in_the_offline_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -58,13 +53,8 @@ def test_what_is_fetched_from_the_hub(monkeypatch):
 
     monkeypatch.setattr(files, "snapshot_download", fetch)
     assert str(local_folder("org/name")) == "+".join(wanted)
-
-
-@pytest.mark.parametrize("source", ["no/such/folder", "/no/such/folder", "../name", "has space"])
-def test_what_is_neither_folder_nor_name_is_refused(source, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="does not exist: give the folder of a checkpoint"):
-        local_folder(source)
+    with pytest.raises(UserError, match=r"test_files.py is a file: give the folder"):
+        local_folder(__file__)
 
 
 MISTYPED = {
@@ -76,6 +66,8 @@ MISTYPED = {
     "./runs/ml": "runs/mla",
     "smollm": "smolm",
     "smolm/Model": None,
+    "/no/such/folder": None,
+    "has space": None,
     "../there/nothing": None,
     "~/nothing": None,
     "~nobody-here/nothing": None,
@@ -121,12 +113,6 @@ def test_what_may_be_a_name_on_the_hub_is_asked_for_there(tmp_path, monkeypatch)
     (cached / "refs" / "main").write_text("1")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     assert str(local_folder("runs/mla")) == "fetched runs/mla"
-
-
-def test_a_file_is_no_checkpoint(tmp_path):
-    (tmp_path / "weights").touch()
-    with pytest.raises(UserError, match="weights is a file: give the folder"):
-        local_folder(tmp_path / "weights")
 
 
 # -- nothing outside the folder
@@ -244,19 +230,17 @@ def test_an_index_that_does_not_tell_the_truth_is_refused(tmp_path):
     index.write_text(index.read_text().replace('"b"', '"c"'))
     with pytest.raises(UserError, match=r"says that model-1\.safetensors holds c, but it does not"):
         open_tensors(tmp_path)
-    index.write_text("not json")
-    with pytest.raises(UserError, match=r"index\.json cannot be read"):
-        open_tensors(tmp_path)
+    for content, message in (
+        ("not json", "cannot be read"),
+        ("{}", "is damaged"),
+        ('{"weight_map": ["a"]}', "is damaged"),
+    ):
+        index.write_text(content)
+        with pytest.raises(UserError, match=rf"index\.json {message}"):
+            open_tensors(tmp_path)
 
 
-@pytest.mark.parametrize("content", [{}, {"weight_map": None}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}])
-def test_an_index_without_a_map_is_refused(content, tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"index\.json is damaged, .*: weight_map does not give each tensor"):
-        open_tensors(tmp_path)
-
-
-@pytest.mark.parametrize("kept", [0, 5, 60, -1])
+@pytest.mark.parametrize("kept", [0, 60, -1])
 def test_a_truncated_file_is_refused(kept, tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
     content = (tmp_path / "model.safetensors").read_bytes()
@@ -275,33 +259,14 @@ def test_a_truncated_file_is_refused(kept, tmp_path):
         ("tokenizer.json", {"model": {"vocab": {"a": 0, "b": 9}}}),
         ("tokenizer.json", {"model": {"vocab": [["a", -1.0]] * 10}}),
         ("tokenizer.json", {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 9, "content": "<pad>"}]}),
+        ("tokenizer.json", {"model": {"vocab": {"a": "0", "b": 9}}, "added_tokens": ["<pad>", {"id": None}]}),
         ("vocab.json", {"a": 0, "b": 9}),
         ("added_tokens.json", {"<pad>": 9}),
     ],
-    ids=["vocabulary", "unigram", "added", "vocab-json", "added-json"],
+    ids=["vocabulary", "unigram", "added", "entries-without-an-id", "vocab-json", "added-json"],
 )
 def test_a_tokenizer_must_fit_the_embedding(name, content, tmp_path):
     (tmp_path / name).write_text(json.dumps(content))
     check_tokenizer(tmp_path, vocab_size=10)
     with pytest.raises(UserError, match=f"does not match: {name} has the token id 9, but vocab_size=9"):
         check_tokenizer(tmp_path, vocab_size=9)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"added_tokens": ["<pad>", {"content": "<s>"}, {"id": None}, {"id": 9}]},
-        {"model": "BPE", "added_tokens": [{"id": 9}]},
-        {"model": {"vocab": 7}, "added_tokens": [{"id": 9}]},
-        {"model": {"vocab": {"a": "0", "b": 9}}, "added_tokens": 7},
-    ],
-)
-def test_entries_without_an_id_are_passed_over(content, tmp_path):
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    check_tokenizer(tmp_path, vocab_size=10)
-    with pytest.raises(UserError, match="has the token id 9, but vocab_size=9"):
-        check_tokenizer(tmp_path, vocab_size=9)
-
-
-def test_a_model_without_tokenizer_is_fine(tmp_path):
-    check_tokenizer(tmp_path, vocab_size=1)

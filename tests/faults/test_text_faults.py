@@ -19,8 +19,7 @@ sys.path.insert(0, str(ROOT))  # training/ is run from a checkout, not installed
 from modeling_gqa.common.errors import UserError  # noqa: E402
 from modeling_gqa.data.packing import read_sections  # noqa: E402
 from modeling_gqa.data.reading import find_files  # noqa: E402
-from modeling_gqa.data.source import open_source  # noqa: E402
-from modeling_gqa.data.split import split_source  # noqa: E402
+from modeling_gqa.data.source import open_source, split_source  # noqa: E402
 from modeling_gqa.training.recipe import Recipe  # noqa: E402
 
 FAULTS = 12  # of each file in a round

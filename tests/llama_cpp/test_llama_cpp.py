@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.checkpoints.gguf_tokenizer import LLAMA3_WORDS, PRE_TOKENIZERS
+from modeling_gqa.checkpoints.gguf_writing import LLAMA3_WORDS, PRE_TOKENIZERS
 from modeling_gqa.conversion import export_checkpoint
 from modeling_gqa.data.tokenizer import END_OF_TEXT, PAD, train_tokenizer
 

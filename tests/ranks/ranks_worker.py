@@ -88,4 +88,6 @@ def main(folder: Path, tp: int, fsdp: int) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
-    os._exit(0)  # as in fsdp2_worker.py
+    # Threads of gloo outlive destroy_process_group here. One that takes the GIL while Python ends aborts the process,
+    # which was seen once (https://github.com/pytorch/pytorch/pull/179291).
+    os._exit(0)

@@ -1,4 +1,4 @@
-"""Tensor parallelism times FSDP2 on a mesh of 2 x 2 processes; transformers 5.17 takes one of them."""
+"""FSDP2 on the model's plan: of two processes, and times tensor parallelism on a mesh of 2 x 2."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ from ranks_worker import IDS, train
 from test_ranks import MODELS, build, run
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
+@pytest.fixture(scope="module", params=[1, 2], ids=["fsdp", "mesh"])
+def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mesh")
     for name, fields in MODELS.items():
         build(fields).save_pretrained(folder / name)
-    return run(folder, 2, 2)
+    return run(folder, request.param, 2)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -17,8 +17,7 @@ from modeling_gqa import GQAConfig, costs
 from modeling_gqa.data.tokenizer import train_tokenizer
 from modeling_gqa.training import distillation, publish
 from modeling_gqa.training.distillation import load_pair, share_parameters
-from modeling_gqa.training.uptrain_recipe import UptrainRecipe
-from modeling_gqa.training.uptraining import UptrainTrainer
+from modeling_gqa.training.uptraining import UptrainRecipe, UptrainTrainer
 from training.uptrain import uptrain
 
 # Sizes at which weights outweigh what a step computes.
