@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 
 from modeling_gqa.attention_latent import LatentAttention
 from modeling_gqa.common.console import user_errors
-from modeling_gqa.common.errors import UserError
 from modeling_gqa.layers import GQARMSNorm
+from modeling_gqa_cli.errors import UserError
 
 SCALED = "scaled"  # in the names of the models whose gains begin at sqrt(hidden / rank)
 LATENTS = {"quarter": 56, "eighth": 24}  # of the cache of tiny-mha, with rotary keys of 8

@@ -22,7 +22,7 @@ from modeling_gqa.training.recipe import as_arguments, load_recipe
 from modeling_gqa.training.results import RESULTS
 from modeling_gqa.training.run_setup import fingerprint
 from modeling_gqa.training.shared.runs import Runs
-from modeling_gqa.training.uptrain_recipe import UptrainRecipe
+from modeling_gqa.training.uptraining import UptrainRecipe
 from modeling_gqa_cli.errors import UserError
 
 from .recipe import SET_IN_RUNS, StudyRecipe

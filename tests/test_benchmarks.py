@@ -15,12 +15,12 @@ from benchmarks import (
     attention,
     conversion,
     decode,
-    healing,
     models,
     prefill,
     real_conversion,
     report,
     training,
+    uptraining,
 )
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.training import publish
@@ -44,7 +44,7 @@ MACHINE = {"read_gb_s": 10.0, "matmul_gflop_s": {"float32": 100.0, "bfloat16": 1
 def quick_machine(monkeypatch):
     """The machine's rates take seconds to measure."""
     described = MACHINE | {"machine": "any", "torch": torch.__version__, "load_before": 0.0}
-    for module in (attention, decode, healing, prefill, real_conversion, training):
+    for module in (attention, decode, uptraining, prefill, real_conversion, training):
         monkeypatch.setattr(module, "describe_machine", lambda device, dtypes: described)
 
 
@@ -123,7 +123,7 @@ def small_bench(folder: Path, **changes: Any) -> conversion.Bench:
 
 
 def test_conversion(tmp_path):
-    """Every target is measured; nothing is healed, which takes runs of the training script."""
+    """Every target is measured; nothing is uptrained, which takes runs of the training script."""
     bench = small_bench(tmp_path)
     converted = conversion.fewer_heads(bench) | conversion.to_mla(bench)
     conversion.under_budget(bench)
@@ -176,7 +176,7 @@ def test_real_conversion(small_llama, capsys):
 
 
 @pytest.fixture
-def heal(small_llama, monkeypatch):
+def uptrain(small_llama, monkeypatch):
     """Runs the benchmark on a small random model; the second and further arguments are more of the command line."""
     folder = small_llama / "Llama-3.2-1B"
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -184,50 +184,51 @@ def heal(small_llama, monkeypatch):
     tokenizer.eos_token = "100"  # which no text holds
     tokenizer.save_pretrained(folder)
     monkeypatch.setattr(publish, "load_in_clean_process", lambda folder, prompt: "a sample")
-    monkeypatch.setattr(healing, "ANSWER_TOKENS", 5)
+    monkeypatch.setattr(uptraining, "ANSWER_TOKENS", 5)
     sizes = {"calibration": 256, "evaluation": 128, "sweep": 128}
     command = [str(folder), f"--text={small_llama / 'text'}", f"--work={small_llama / 'work'}", "--targets", "mla-1/4"]
     command += [f"--{name}-tokens={number}" for name, number in sizes.items()] + ["--length=32", "--train-length=32"]
     command += ["--learning-rates", "1e-3", "1e-2", "--set", "use_cpu=true", "validation_fraction=0.1"]
 
     def run(name: str, *more: str) -> dict[str, list[dict]]:
-        return healing.main([*command, f"--json={small_llama / name}.json", *more])
+        return uptraining.main([*command, f"--json={small_llama / name}.json", *more])
 
     return run
 
 
-def test_healing(heal, small_llama, monkeypatch):
+def test_uptraining(uptrain, small_llama, monkeypatch):
     """Both parts: the sweep chooses on the tuning pages, and what is done is not done again."""
-    swept = heal("found", "--sweep")["sweep"]
+    swept = uptrain("found", "--sweep")["sweep"]
     tried = [tuple(row.get(name) for name in ("model", "learning_rate", "trainable")) for row in swept]
     attention, everything = (min(rows, key=lambda row: row["kl"]) for rows in (swept[:4], swept[4:6]))
-    best = everything if everything["kl"] <= healing.WORTH * attention["kl"] else attention
+    best = everything if everything["kl"] <= uptraining.WORTH * attention["kl"] else attention
     assert tried[:2] == [("mla-1/4", 1e-3, "attention"), ("mla-1/4", 1e-2, "attention")]
     assert [row["layerwise_fraction"] for row in swept[:4]] == [0.25, 0.25, 0.0, 0.5]
     assert tried[4:6] == [("mla-1/4", 1e-3, "all"), ("mla-1/4", 1e-2, "all")]
     assert tried[6:] == [("control", rate, best["trainable"]) for rate in (1e-3, 1e-2)]
     assert not list((small_llama / "work" / "runs").iterdir())
 
-    rows = heal("found", "--curve", "--tokens", "128")
+    rows = uptrain("found", "--curve", "--tokens", "128")
     assert rows == {name: read(small_llama / "found.json")[name] for name in ("sweep", "curve")}
     assert rows["sweep"] == swept
     points = {(row["model"], row["tokens"]): row for row in rows["curve"]}
     assert points.keys() == {(model, tokens) for model in ("control", "mla-1/4") for tokens in (0, 128)}
     assert points["control", 0]["kl"] == pytest.approx(0, abs=1e-6) and points["mla-1/4", 0]["kl"] > 0
-    healed = points["mla-1/4", 128]
-    assert all(healed[name] == best[name] for name in ("learning_rate", "layerwise_fraction", "trainable"))
-    assert healed["tokens_per_second"] > 0 and healed["kl_code"] > 0 and healed["perplexity"] != best["perplexity"]
-    assert all(len(row["answer"].split()) <= 5 for row in rows["curve"]) and healed["answer"]
+    uptrained = points["mla-1/4", 128]
+    assert all(uptrained[name] == best[name] for name in ("learning_rate", "layerwise_fraction", "trainable"))
+    assert uptrained["tokens_per_second"] > 0 and uptrained["kl_code"] > 0
+    assert uptrained["perplexity"] != best["perplexity"]
+    assert all(len(row["answer"].split()) <= 5 for row in rows["curve"]) and uptrained["answer"]
 
-    swept_table, curve_table, answers = report.healed_tables(rows)
+    swept_table, curve_table, answers = report.uptrained_tables(rows)
     assert len(swept_table.splitlines()) == 2 + len(swept) and f"{best['kl']:.3f}" in swept_table
-    assert f"{healed['perplexity']:.2f} ({healed['kl']:.3f}, " in curve_table and healed["answer"] in answers
+    assert f"{uptrained['perplexity']:.2f} ({uptrained['kl']:.3f}, " in curve_table and uptrained["answer"] in answers
 
-    monkeypatch.setattr(healing, "uptrain", None)
-    monkeypatch.setattr(healing, "ours", None)
-    assert heal("found", "--tokens", "128") == rows
+    monkeypatch.setattr(uptraining, "uptrain", None)
+    monkeypatch.setattr(uptraining, "ours", None)
+    assert uptrain("found", "--tokens", "128") == rows
     with pytest.raises(SystemExit, match="name another file"):
-        heal("found", "--train-batch", "3")
+        uptrain("found", "--train-batch", "3")
 
 
 def test_the_conversions_shown_keep_what_is_promised():
@@ -238,7 +239,7 @@ def test_the_conversions_shown_keep_what_is_promised():
     for target in ("mla-1/4", "mla-1/8"):
         assert kl[target, "auto"] <= kl[target, "mean_key (baseline)"] / 2
         assert kl[target, "auto"] < kl[target, "real_rotation (baseline)"]
-    closed = {(row["target"], row["alpha"]): row["closed"] for row in results["healing"]}
+    closed = {(row["target"], row["alpha"]): row["closed"] for row in results["uptraining"]}
     assert closed["gqa-2", 0.05] >= 0.8 and closed["gqa-2", 0.1] >= 0.9
     assert {("mqa", 0.05), ("mla-1/8", 0.05), ("control", 0.05)} <= closed.keys()
     assert results["minutes"] < 10

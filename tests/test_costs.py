@@ -298,7 +298,7 @@ def test_configurations_that_are_refused(tmp_path):
         '{"model_type": []}': "not supported",
         "{": "cannot be read",
         '{"model_type": "llama", "hidden_size": "wide"}': "not valid",
-        '{"model_type": "llama", "num_hidden_layers": 1000000000}': "at most",
+        '{"model_type": "llama", "num_hidden_layers": 1000000000}': "num_hidden_layers=1000000000",
     }.items():
         path = tmp_path / "config.json"
         path.write_text(content)

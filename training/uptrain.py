@@ -1,4 +1,4 @@
-"""Uptrain a converted model, which heals what the conversion broke.
+"""Uptrain a converted model: train back what the conversion lost.
 
     python -m training.uptrain uptrain-tiny --student runs/converted [--option value ...]
     modeling-gqa uptrain uptrain-1b --student runs/converted --teacher meta-llama/Llama-3.2-1B --data-files corpus/
@@ -40,8 +40,7 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
     from modeling_gqa.training.distillation import check_tokenizers, load_pair
     from modeling_gqa.training.recipe import check_length, check_training, load_recipe
     from modeling_gqa.training.run_setup import announce, open_run
-    from modeling_gqa.training.uptrain_recipe import UptrainRecipe
-    from modeling_gqa.training.uptraining import UptrainTrainer
+    from modeling_gqa.training.uptraining import UptrainRecipe, UptrainTrainer
 
     # Recipe and models, checked before anything is written
     recipe, values = load_recipe(argv, UptrainRecipe, prog)

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy
 import torch
@@ -48,15 +48,14 @@ LLAMA3_WORDS = "|".join(
 GPT2_STEP = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 BYTES_STEP = {**GPT2_STEP, "use_regex": False}
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
-# llama.cpp's names of pre-tokenizers, each with its steps in the tokenizers library. The pretraining script trains the
-# first. tests/llama_cpp compares the tokens of each.
-PRE_TOKENIZERS: dict[str, list[dict[str, Any]]] = {
-    "gpt-2": [GPT2_STEP],
-    "smollm": [{"type": "Digits", "individual_digits": True}, GPT2_STEP],
-    "llama-bpe": [{**SPLIT, "pattern": {"Regex": LLAMA3_WORDS}}, BYTES_STEP],
+# llama.cpp's names of pre-tokenizers, each with its steps in the tokenizers library, and whether a word that is a token
+# is taken whole, also where no merges lead to it. The pretraining script trains the first. tests/llama_cpp compares the
+# tokens of each.
+PRE_TOKENIZERS: dict[str, tuple[list[dict[str, Any]], bool]] = {
+    "gpt-2": ([GPT2_STEP], False),
+    "smollm": ([{"type": "Digits", "individual_digits": True}, GPT2_STEP], False),
+    "llama-bpe": ([{**SPLIT, "pattern": {"Regex": LLAMA3_WORDS}}, BYTES_STEP], True),
 }
-# Those with which llama.cpp takes a word that is a token whole, also where no merges lead to it.
-WHOLE_WORDS = ("llama-bpe",)
 # Kinds of tokens, by the numbers that GGUF gives them.
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
@@ -83,7 +82,7 @@ def write_gguf(
     path: Path,
     stock: PreTrainedConfig,
     tensors: Mapping[str, LazyTensor],
-    vocabulary: "Vocabulary",
+    vocabulary: dict[str, Any],
     progress: Progress,
 ) -> None:
     """Write a GGUF file; one tensor is in memory at a time.
@@ -92,7 +91,7 @@ def write_gguf(
         path: of the file.
         stock: configuration of transformers' own model.
         tensors: the weights by transformers' names.
-        vocabulary: the tokenizer.
+        vocabulary: what `read_vocabulary` returns.
         progress: wraps the iteration over the tensors' names.
 
     Raises:
@@ -113,7 +112,8 @@ def write_gguf(
     writer = GGUFWriter(path, architecture)
     try:
         _add_sizes(writer, stock)
-        _add_vocabulary(writer, vocabulary)
+        for entry, value in vocabulary.items():
+            getattr(writer, f"add_{entry}")(value)
         # Names, shapes and dtypes stand before the data.
         for name, tensor in tensors.items():
             dtype = _dtype(tensor.shape, tensor.dtype)
@@ -161,20 +161,6 @@ def _add_sizes(writer: Any, stock: PreTrainedConfig) -> None:
         writer.add_rope_scaling_factor(stock.rope_parameters["factor"])
 
 
-def _add_vocabulary(writer: Any, vocabulary: "Vocabulary") -> None:
-    writer.add_tokenizer_model("gpt2")  # which means byte-level BPE
-    writer.add_tokenizer_pre(vocabulary.pre_tokenizer)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.kinds)
-    writer.add_token_merges(vocabulary.merges)
-    for purpose, index in vocabulary.special.items():
-        getattr(writer, f"add_{purpose}_token_id")(index)
-    writer.add_add_bos_token(vocabulary.adds["bos"])
-    writer.add_add_eos_token(vocabulary.adds["eos"])
-    if vocabulary.chat_template:
-        writer.add_chat_template(vocabulary.chat_template)
-
-
 def _dtype(shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a tensor in the file: llama.cpp takes norms and biases in float32 alone."""
     return torch.float32 if len(shape) == 1 and dtype in DTYPES else dtype
@@ -203,32 +189,14 @@ def _frequency_factors(stock: PreTrainedConfig) -> LazyTensor:
 # -- The tokenizer
 
 
-class Vocabulary(NamedTuple):
-    """A tokenizer's entries of a GGUF file.
-
-    Args:
-        pre_tokenizer: llama.cpp's name of what cuts a text into words.
-        tokens: by their ids; ids without a token have a name that no text holds.
-        kinds: of the tokens.
-        merges: pairs of tokens, with a space between, first those that are merged first.
-        special: token ids by their purpose (bos, eos, pad, unk).
-        adds: whether a text gets a token of this purpose (bos, eos).
-        chat_template: in Jinja; `None` where there is none.
-    """
-
-    pre_tokenizer: str
-    tokens: list[str]
-    kinds: list[int]
-    merges: list[str]
-    special: dict[str, int]
-    adds: dict[str, bool]
-    chat_template: str | list[dict[str, str]] | None
-
-
-def read_vocabulary(folder: Path, size: int) -> Vocabulary:
-    """Return the tokenizer in the folder of a checkpoint whose model has `size` token ids.
+def read_vocabulary(folder: Path, size: int) -> dict[str, Any]:
+    """Return the tokenizer of a checkpoint's folder, as entries by the names of `GGUFWriter`'s methods without "add_".
 
     Raises `UserError` where there is no tokenizer, or llama.cpp would split texts into other tokens.
+
+    Args:
+        folder: of the checkpoint.
+        size: number of token ids that the model has; those without a token get a name that no text holds.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -256,14 +224,25 @@ def read_vocabulary(folder: Path, size: int) -> Vocabulary:
     for added in parts["added_tokens"]:
         kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in parts["model"]["merges"]]
-    special = {purpose: getattr(tokenizer, f"{purpose}_token_id") for purpose in ("bos", "eos", "pad", "unk")}
-    if special["bos"] is None:  # llama.cpp would take token 11 for it
-        special["bos"] = special["eos"]
-    special = {purpose: index for purpose, index in special.items() if index is not None}
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = [{"name": title, "template": text} for title, text in template.items()]
-    return Vocabulary(name, tokens, kinds, merges, special, adds, template)
+    bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    entries = {
+        "tokenizer_model": "gpt2",  # which means byte-level BPE
+        "tokenizer_pre": name,
+        "token_list": tokens,
+        "token_types": kinds,
+        "token_merges": merges,
+        "bos_token_id": bos,  # without one llama.cpp would take token 11 for it
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "unk_token_id": tokenizer.unk_token_id,
+        "add_bos_token": adds["bos"],
+        "add_eos_token": adds["eos"],
+        "chat_template": template or None,
+    }
+    return {entry: value for entry, value in entries.items() if value is not None}
 
 
 def _why_not_byte_level(parts: dict[str, Any]) -> str | None:
@@ -289,9 +268,8 @@ def _pre_tokenizer_name(parts: dict[str, Any]) -> str | None:
     steps = whole["pretokenizers"] if whole.get("type") == "Sequence" else [whole]
     # Offsets do not change the tokens.
     steps = [{field: value for field, value in step.items() if field != "trim_offsets"} for step in steps]
-    takes_whole = bool(parts["model"].get("ignore_merges"))
-    equal = (name for name, known in PRE_TOKENIZERS.items() if steps == known)
-    return next((name for name in equal if takes_whole == (name in WHOLE_WORDS)), None)
+    found = (steps, bool(parts["model"].get("ignore_merges")))
+    return next((name for name, known in PRE_TOKENIZERS.items() if found == known), None)
 
 
 def _additions(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool] | None:

@@ -17,11 +17,11 @@ from ..common.progress import ShowProgress, no_progress
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 from ..modeling_gqa import GQAForCausalLM
-from .calibration import require_one_device, scratch
 from .layer_store import Kept
 from .layers.latent import ALPHAS
-from .measuring import compare_predictions, predicted_states
+from .measuring import compare_predictions, predicted_states, require_one_device
 from .sequential import NewLayer, Setting, assemble, convert_layers
+from .streams import scratch
 from .targets import BOOKKEEPING_FIELDS, check_ours, configuration, describe, layer_frequencies, lossy_layers
 
 # "auto" compares settings on at most this number of tokens, on which two settings differ by more than two texts.

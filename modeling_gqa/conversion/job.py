@@ -30,13 +30,13 @@ from ..costs import CostedModel, cache_bytes_per_token, count_parameters
 from ..data.packing import read_batches
 from ..data.tokenizer import load_tokenizer
 from ..modeling_gqa import GQAForCausalLM
-from .calibration import IN_MEMORY
 from .convert import SELECTION_TOKENS, convert_model
 from .fitting import STEP_TOKENS
 from .layer_store import keep_target, kept_in, layers_folder
 from .measuring import TOKENS_AT_ONCE, compare_predictions, layer_errors
 from .options import Goal, Options, expected_target, find_goal, layers_after
 from .report import FORMAT_VERSION, Report, vllm_kernels, write_card, write_report
+from .streams import IN_MEMORY
 from .targets import changed_layers, describe
 
 GIB = 2**30
@@ -116,7 +116,13 @@ class Job(Options):
             report["serving"] = vllm_kernels(converted.config)
             if batches:
                 with self.timed("measuring"):
-                    self.measure(report, model, converted, batches, show_progress)
+                    text = batches["evaluation"]
+                    report |= compare_predictions(model, converted, text, show_progress("measuring"))
+                    errors = layer_errors(model, converted, text, show_progress("measuring layers"))
+                for row, error in zip(report["layers"], errors, strict=True):
+                    row["error"] = error
+                for name, part in batches.items():
+                    report["text"][f"{name}_tokens"] = sum(batch["input_ids"].numel() for batch in part)
             with self.timed("saving"):
                 write_model(aside, converted, checkpoint.folder, show_progress("saving"))
             report["seconds"] = self.seconds
@@ -234,22 +240,6 @@ class Job(Options):
             weights.hexdigest(),
             tokens.hexdigest(),
         ]
-
-    def measure(
-        self,
-        report: Report,
-        model: GQAForCausalLM,
-        converted: GQAForCausalLM,
-        batches: Batches,
-        show_progress: ShowProgress,
-    ) -> None:
-        """Enter into the report what is measured on the evaluation text."""
-        text = batches["evaluation"]
-        report.update(compare_predictions(model, converted, text, show_progress("measuring")))
-        errors = layer_errors(model, converted, text, show_progress("measuring layers"))
-        for name, part in batches.items():
-            report["text"][f"{name}_tokens"] = sum(batch["input_ids"].numel() for batch in part)
-        report["layers"] = [{**row, "error": error} for row, error in zip(report["layers"], errors, strict=True)]
 
     def begin_report(self, checkpoint: Checkpoint, target: GQAConfig) -> Report:
         """Return what the report says of source and target before anything is measured."""

@@ -15,11 +15,35 @@ from modeling_gqa_cli.errors import UserError
 from ..common.batches import MODEL_INPUTS, Batch, evaluating, hooks
 from ..common.progress import Progress
 from ..modeling_gqa import GQADecoderLayer, GQAForCausalLM, GQAModel
-from .calibration import not_finite, require_one_device
 
 # Logits are computed for this number of tokens at a time; more no longer fit into the processor's caches, and take
 # twice as long.
 TOKENS_AT_ONCE = 256
+
+
+def require_one_device(*models: torch.nn.Module) -> None:
+    """Raise `UserError` for a model that `device_map` or offloading has spread.
+
+    A conversion calls parts of layers by themselves, so the hooks that bring an offloaded weight do not run.
+    """
+    for model in models:
+        devices = sorted({str(parameter.device) for parameter in model.parameters()})
+        if "meta" in devices:
+            raise UserError(
+                "the model's weights are not in memory (offloaded, or on the meta device): load the whole model on "
+                "one device, without offloading; what does not fit a GPU fits the processor's memory, device='cpu'"
+            )
+        if len(devices) > 1:
+            raise UserError(
+                f"the model's weights are on several devices ({', '.join(devices)}), as device_map places them: load "
+                f"the whole model on one, such as {devices[-1]} or cpu"
+            )
+
+
+def not_finite(what: str, dtype: torch.dtype) -> UserError:
+    """Return the error for numbers that are nan or infinite; dtypes but float16 have the range of float32, or more."""
+    remedy = "choose --dtype float32 or bfloat16" if dtype == torch.float16 else "the weights are damaged"
+    return UserError(f"{what} are not finite in {str(dtype).removeprefix('torch.')}: {remedy}")
 
 
 @torch.no_grad()

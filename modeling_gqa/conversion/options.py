@@ -70,9 +70,6 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
         for name in ("refit", "refine"):
             if getattr(self, name) and not self.text:
                 raise UserError(f"{spelled(name)} needs --text: the layers are fitted on it")
-        for name in ("budget", "cache_bytes"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise UserError(f"{spelled(name)}={getattr(self, name)} must be positive")
         for name, least in LEAST.items():
             if getattr(self, name) is not None and not least <= getattr(self, name) <= 10**9:
                 raise UsageError(f"{spelled(name)}={getattr(self, name)} must be from {least} to 10^9")

@@ -260,15 +260,10 @@ def cached_numbers(layer: GQAConfig) -> int:
 
 
 def divided(total: int, layer: GQAConfig, factor: float = 1.0) -> tuple[int, int]:
-    """Return the sizes R and P, of sum `total`, with which `layer` as MLA was found to lose least.
+    """Return the sizes R and P, of sum `total`, with which the source's `layer` as MLA was found to lose least.
 
     P is a fifth of the total, and a twentieth more for each halving of the source's cache: a smaller cache takes more
-    from the latent than from the rotary key. The rule is from SmolLM2-135M.
-
-    Args:
-        total: R + P, numbers cached per token.
-        layer: the source's.
-        factor: of P.
+    from the latent than from the rotary key. The rule is from SmolLM2-135M. P is taken times `factor`.
     """
     key_heads = layer.num_key_value_heads
     share = factor * (0.2 + 0.05 * math.log2(max(2 * key_heads * layer_head_dim(layer) / total, 1)))
@@ -341,24 +336,20 @@ def is_exact(source: GQAConfig, target: GQAConfig, index: int) -> bool:
     It does with a multiple of its key/value heads, and as MLA that has room for all its keys and values.
     """
     before, after = source.per_layer_config[index], target.per_layer_config[index]
-    key_heads = before.num_key_value_heads
     if after.attention_kind != "mla":
-        return after.num_key_value_heads % key_heads == 0
-    planes, size = rotary_planes(before), layer_head_dim(before)
-    needed = 2 * (size - planes) * key_heads  # unrotated keys and values
-    if not before.qk_norm:  # behind norms they are no linear function of the layer's input
-        needed = min(needed, source.hidden_size)
-    return after.qk_rope_head_dim == 2 * planes * key_heads and after.kv_lora_rank >= needed
+        return after.num_key_value_heads % before.num_key_value_heads == 0
+    rank, rope = exact_latent_sizes(before)
+    return after.qk_rope_head_dim == rope and after.kv_lora_rank >= rank
 
 
 def exact_latent_sizes(layer: GQAConfig) -> tuple[int, int]:
-    """Return the least sizes R and P with which a layer without qk-norm is MLA of the same function.
+    """Return the least sizes R and P with which a layer is MLA of the same function.
 
     The rotary key holds the rotated dimensions of all G key/value heads, P = G D where whole heads are rotated; the
     latent holds their values and unrotated keys, R = G D there, or the layer's input where that is smaller.
     """
     planes, size, key_heads = rotary_planes(layer), layer_head_dim(layer), layer.num_key_value_heads
-    return min(2 * (size - planes) * key_heads, layer.hidden_size), 2 * planes * key_heads
+    return min(2 * (size - planes) * key_heads, latent_input(layer)), 2 * planes * key_heads
 
 
 def latent_input(layer: GQAConfig) -> int:

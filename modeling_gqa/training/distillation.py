@@ -7,7 +7,7 @@ outputs of every layer, stage 2 the predictions. Shapes: B batch, T tokens, E hi
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,9 @@ from modeling_gqa_cli.errors import UserError
 from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.files import local_folder
 from ..data.tokenizer import load_tokenizer
-from .uptrain_recipe import UptrainRecipe
+
+if TYPE_CHECKING:
+    from .uptraining import UptrainRecipe
 
 MUST_MATCH = ("hidden_size", "num_hidden_layers", "vocab_size", "layer_types", "sliding_window")
 # Number of the teacher's logits, and of float32 copies of the student's, that are in memory at a time.
@@ -41,7 +43,7 @@ def choose_parameters(model: PreTrainedModel, trainable: str) -> None:
 # -- Loading
 
 
-def load_pair(recipe: UptrainRecipe) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+def load_pair(recipe: "UptrainRecipe") -> tuple[PreTrainedModel, PreTrainedModel | None]:
     """Load student and teacher, which is `None` where the recipe names none; raises `UserError`."""
     if recipe.teacher is None:
         return load_model("student", recipe.student, recipe, recipe.trainable), None
@@ -57,7 +59,7 @@ def load_pair(recipe: UptrainRecipe) -> tuple[PreTrainedModel, PreTrainedModel |
     return student, teacher
 
 
-def load_model(role: str, name: str, recipe: UptrainRecipe, trainable: str | None = None) -> PreTrainedModel:
+def load_model(role: str, name: str, recipe: "UptrainRecipe", trainable: str | None = None) -> PreTrainedModel:
     """Load a model: parameters that are trained in float32, and the matrices that stay as they are in `frozen_dtype`.
 
     Raises `UserError` where it cannot be loaded. Without `trainable` (see `is_trained`) nothing of it is trained.
@@ -82,7 +84,7 @@ def load_model(role: str, name: str, recipe: UptrainRecipe, trainable: str | Non
     return model
 
 
-def frozen_dtype(recipe: UptrainRecipe, stored: torch.dtype) -> torch.dtype:
+def frozen_dtype(recipe: "UptrainRecipe", stored: torch.dtype) -> torch.dtype:
     """Return the dtype of weights that are not trained, of a checkpoint in the dtype `stored`.
 
     It is `stored` where autocast computes in it, which rounds no further, and float32 elsewhere.
@@ -117,7 +119,7 @@ def check_pair(student: PreTrainedConfig, teacher: PreTrainedConfig) -> None:
             raise UserError(f"the student's {name} is {ours} and the teacher's is {theirs}: not a conversion of it")
 
 
-def check_tokenizers(recipe: UptrainRecipe, config: PreTrainedConfig) -> None:
+def check_tokenizers(recipe: "UptrainRecipe", config: PreTrainedConfig) -> None:
     """Raise `UserError` unless the tokenizer is the one that student and teacher were trained with."""
     name = recipe.tokenizer or recipe.student
     tokenizer = load_tokenizer(name)
@@ -280,17 +282,17 @@ class PredictionSums(torch.autograd.Function):
         targets: torch.Tensor,
         head: nn.Module,
         temperature: float,
-        rows: int,
+        part: int,
     ) -> torch.Tensor:
-        """Return the sums of n tokens: logits (n, V), states (n, E) of the teacher, targets (n,), `rows` at a time."""
+        """Return the sums of n tokens: logits (n, V), states (n, E) of the teacher, targets (n,), `part` at a time."""
         ctx.save_for_backward(logits, states, targets)
         kind = logits.device.type
         autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind)}
         ctx.autocast = autocast | {"enabled": torch.is_autocast_enabled(kind)}
-        ctx.head, ctx.temperature, ctx.rows = head, temperature, rows
+        ctx.head, ctx.temperature, ctx.part = head, temperature, part
         ctx.normalizers = []
         total = torch.zeros(3, device=logits.device)
-        for student, teacher, target in parts((logits, states, targets), head, rows):
+        for student, teacher, target in parts((logits, states, targets), head, part):
             predicted = target >= 0
             chosen = target.clamp(min=0)[:, None]
             losses = [x.logsumexp(-1) - x.gather(1, chosen)[:, 0] for x in (student, teacher)]
@@ -313,8 +315,8 @@ class PredictionSums(torch.autograd.Function):
         of_kl *= ctx.temperature
         result = torch.empty_like(ctx.saved_tensors[0])
         with torch.autocast(**ctx.autocast), torch.no_grad():
-            read = parts(ctx.saved_tensors, ctx.head, ctx.rows)
-            found = zip(result.split(ctx.rows), read, ctx.normalizers, strict=True)
+            read = parts(ctx.saved_tensors, ctx.head, ctx.part)
+            found = zip(result.split(ctx.part), read, ctx.normalizers, strict=True)
             for place, (student, teacher, target), (ours, theirs) in found:
                 chosen = target.clamp(min=0)[:, None]
                 if ctx.temperature == 1:
@@ -329,12 +331,12 @@ class PredictionSums(torch.autograd.Function):
 
 
 def parts(
-    tensors: tuple[torch.Tensor, ...], head: nn.Module, rows: int
+    tensors: tuple[torch.Tensor, ...], head: nn.Module, part: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield both models' logits (n, V), in at least float32, and the targets (n,), of n = `rows` tokens at a time.
+    """Yield both models' logits (n, V), in at least float32, and the targets (n,), of n = `part` tokens at a time.
 
     `tensors` are the student's logits, the teacher's states, of which `head` makes its logits, and the targets.
     """
-    for logits, states, targets in zip(*(x.split(rows) for x in tensors), strict=True):
+    for logits, states, targets in zip(*(x.split(part) for x in tensors), strict=True):
         dtype = torch.promote_types(logits.dtype, torch.float32)
         yield logits.to(dtype), head(states).to(dtype), targets

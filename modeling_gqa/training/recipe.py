@@ -222,7 +222,7 @@ def recipe_class(script: str) -> type[Any]:
     """Return the dataclass of the options of `pretrain` or `uptrain`."""
     if script == "pretrain":
         return Recipe
-    from .uptrain_recipe import UptrainRecipe  # it loads what reads checkpoints
+    from .uptraining import UptrainRecipe  # it loads what reads checkpoints
 
     return UptrainRecipe
 
@@ -361,7 +361,7 @@ def warn_of_weights(recipe: Recipe) -> None:
 
 
 def check_length(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Raise `UserError` where a block has more tokens than the model has positions."""
+    """Raise `UserError` where a sequence has more tokens than the model has positions."""
     if recipe.sequence_length > config.max_position_embeddings:
         raise UserError(
             f"sequence_length is {recipe.sequence_length}, and the model's max_position_embeddings is "

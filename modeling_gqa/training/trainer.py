@@ -254,9 +254,7 @@ def peak_flops(device: str, dtype: torch.dtype) -> float:
     """Return the FLOP/s of the fastest matrix product on a device, at which the MFU is 1; it is measured once."""
     from ..costs.measuring import matmul_rate
 
-    devices = [device] if device.startswith("cuda") else []
-    with torch.random.fork_rng(devices=devices):  # training draws the same numbers as without the measurement
-        return matmul_rate(device, dtype)
+    return matmul_rate(device, dtype)
 
 
 class Throughput(TrainerCallback):

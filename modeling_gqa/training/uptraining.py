@@ -1,26 +1,158 @@
-"""The Trainer of uptraining: stage 1 layer by layer, stage 2 on predictions, and the measures before and after.
+"""Uptraining: its recipe, and its Trainer with stage 1 layer by layer, stage 2 on predictions.
 
 Shapes: B batch, T tokens, E hidden size, V vocabulary.
 """
 
 import math
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import EvalPrediction, TrainerCallback, TrainerControl, TrainerState
+from transformers import EvalPrediction, PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 
 from modeling_gqa_cli.errors import UserError
+from modeling_gqa_cli.recipes import UptrainOptions, public_name
 
-from ..checkpoints.checkpoint import load_source
+from ..checkpoints.checkpoint import load_source, open_checkpoint
+from ..checkpoints.files import LICENCES, copy_files, is_gguf, local_folder
+from ..common.cards import base_metadata, kept_metadata
 from ..common.console import warn
 from .distillation import choose_parameters, layerwise_loss, model_inputs, prediction_losses, run_teacher
 from .folder.checkpoint import is_whole
-from .results import Results
+from .folder.listing import read_object
+from .recipe import UNUSED, Recipe
+from .results import RESULTS, Results
 from .trainer import PretrainTrainer, perplexity
-from .uptrain_recipe import UptrainRecipe
+
+# Chosen with configuration/recipes/uptrain-tiny.yaml.
+LAYERWISE_FRACTION, KL_WEIGHT = 0.5, 0.9
+METHOD = """- Parameters trained: {0.trainable}. Stage 1, each layer's attention output for the teacher's input:
+  {0.layerwise_fraction:.0%} of the steps. Stage 2: {0.kl_weight:g} times the KL divergence from the teacher at
+  temperature {0.temperature:g}, {1:g} times the next-token loss.
+"""
+
+
+@dataclass
+class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
+    """Every option of an uptraining run: those of pretraining without the model's, then those of uptraining."""
+
+    script = "uptrain"
+    unused = UNUSED | dict.fromkeys(("preset", "model_overrides"), "the student is the model")
+    budgets = ("max_steps", "pretraining_fraction")
+
+    # Fields of pretraining with other defaults: the model is already trained.
+    learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of AdamW."})
+    weight_decay: float = field(default=0.0, metadata={"help": "Weight decay; not applied to norms and biases."})
+    bigram_baseline: bool = field(default=False, metadata={"help": "Report the loss of a bigram model as well."})
+
+    def __post_init__(self) -> None:
+        if not self.student:
+            raise ValueError("no student given: name the converted model, --student FOLDER or a Hub name")
+        if self.teacher in ("", "none"):
+            self.teacher = None
+        for role, name in self.models().items():
+            if is_gguf(name):
+                raise ValueError(
+                    f"the {role} {name} is a GGUF file: write it as a folder first, with modeling-gqa import"
+                )
+        if self.teacher is None:
+            for name in ("layerwise_fraction", "kl_weight"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} is {getattr(self, name)} and there is no teacher; give one, or {name} 0")
+        for name, default in (("layerwise_fraction", LAYERWISE_FRACTION), ("kl_weight", KL_WEIGHT)):
+            if getattr(self, name) is None:
+                setattr(self, name, default if self.teacher else 0.0)
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must lie between 0 and 1")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be positive")
+        if self.torch_compile and self.layerwise_fraction:
+            raise ValueError("torch_compile cannot follow stage 1; set layerwise_fraction 0, or leave it out")
+        budget = self.training_budget()
+        super().__post_init__()
+        if budget is not None:
+            tokens = self.train_batch_size * self.gradient_accumulation_steps * self.world_size * self.sequence_length
+            self.max_steps = round(budget / tokens)
+            if self.max_steps < 1:
+                self.check_models()
+                raise ValueError(
+                    f"pretraining_fraction leaves {budget:,.0f} tokens, and a step takes {tokens:,}: give a larger "
+                    "fraction, or --max-steps N --pretraining-fraction 0"
+                )
+
+    def inputs(self) -> list[tuple[str, str]]:
+        """Return student and teacher beside what pretraining reads."""
+        return [*self.models().items(), *super().inputs()]
+
+    def training_budget(self) -> float | None:
+        """Return the number of tokens to train on: pretraining_fraction times the teacher's (2305.13245, section 2.1).
+
+        Return `None` where max_steps sets the length of training.
+        """
+        if not self.pretraining_fraction:
+            return None
+        if not 0 < self.pretraining_fraction <= 1:
+            raise ValueError(f"pretraining_fraction is {self.pretraining_fraction}; it must lie in [0, 1]")
+        if self.max_steps > 0:
+            raise ValueError(
+                "max_steps and pretraining_fraction are both given, and a run has one budget: add "
+                "--pretraining-fraction 0 or --max-steps -1"
+            )
+        self.max_steps = 1  # until the batch size is known
+        return self.pretraining_fraction * (self.pretraining_tokens or self.tokens_of_teacher())
+
+    def tokens_of_teacher(self) -> int:
+        """Return the number of tokens that the teacher was pretrained on, from its results.json."""
+        missing = "pretraining_fraction needs pretraining_tokens: "
+        if self.teacher is None:
+            raise ValueError(f"{missing}there is no teacher whose results.json could tell")
+        self.check_models()
+        results = local_folder(self.teacher) / RESULTS
+        tokens = (read_object(results) or {}).get("tokens_seen")
+        if not isinstance(tokens, int) or tokens <= 0:
+            raise ValueError(f"{missing}no tokens_seen in {results}")
+        return tokens
+
+    def check_models(self) -> None:
+        """Raise `ValueError` where student or teacher cannot be opened: it comes before what is wrong with a budget."""
+        for role, name in self.models().items():
+            try:
+                open_checkpoint(name, companions=False)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"cannot load the {role} {name}: {error}") from error
+
+    # -- What depends on the kind of recipe.
+
+    @property
+    def model_name(self) -> str:
+        return public_name(self.student)
+
+    def models(self) -> dict[str, str]:
+        return {"student": self.student} | ({"teacher": self.teacher} if self.teacher else {})
+
+    def origin(self, results: Results) -> str:
+        source = f", a conversion of `{public_name(self.teacher)}`," if self.teacher else ""
+        if results.get("result_step") == 0:
+            return f"`{self.model_name}`{source} as it was, which uptraining with `modeling_gqa` did not improve"
+        return f"`{self.model_name}`{source} uptrained with `modeling_gqa` on {results['tokens_seen']:,} tokens"
+
+    def method(self) -> str:
+        return METHOD.format(self, 1 - self.kl_weight)
+
+    def card_metadata(self) -> dict[str, Any]:
+        card = local_folder(self.student) / "README.md"
+        on_hub = [name for name in self.models().values() if not Path(name).exists()]
+        base = on_hub[0] if on_hub else kept_metadata(card, ["base_model"]).get("base_model")
+        return kept_metadata(card) | base_metadata(base)
+
+    def saved_dtype(self, model: PreTrainedModel) -> torch.dtype:
+        return open_checkpoint(self.student, download=False).dtype
+
+    def copy_documents(self, folder: Path) -> None:
+        copy_files(local_folder(self.student), folder, (*LICENCES, "conversion.json"))
 
 
 class UptrainTrainer(PretrainTrainer):
@@ -78,11 +210,11 @@ class UptrainTrainer(PretrainTrainer):
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         if self.teacher is None:
             return loss, logits, labels
-        # A sum for each row: the Trainer drops the rows that only fill up the last batch.
-        rows = zip(
+        # A sum for each sequence: the Trainer drops those that only fill up the last batch.
+        sequences = zip(
             logits.split(1), self.teacher_states(self._prepare_inputs(inputs)).split(1), labels.split(1), strict=True
         )
-        sums = torch.stack([self.prediction_sums(*row, temperature=1.0) for row in rows])  # (B, 3)
+        sums = torch.stack([self.prediction_sums(*x, temperature=1.0) for x in sequences])  # (B, 3)
         return loss, torch.cat([labels[:, 1:].ne(-100).sum(-1, keepdim=True), sums], dim=-1), labels  # (B, 4)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

@@ -13,10 +13,10 @@ from attention_oracle import CALIBRATION, random_model
 from modeling_gqa.conversion import (
     UserError,
     allocate,
-    calibration,
     compare_predictions,
     convert_model,
     layer_errors,
+    streams,
     target_config,
 )
 
@@ -91,7 +91,7 @@ def context(device: str):
     class Kept(dict):
         """In place of `Scratch`, whose files cannot hold these tensors."""
 
-    vars(calibration)["Scratch"] = lambda folder, device: Kept()
+    vars(streams)["Scratch"] = lambda folder, device: Kept()
     return PretendedDevice()
 
 

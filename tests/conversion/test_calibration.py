@@ -8,9 +8,9 @@ from attention_oracle import CALIBRATION, collected, distance, grouped, layer_in
 from small_models import make_batch
 
 from benchmarks.layerwise import collect
-from modeling_gqa.conversion import UserError, calibration, convert_model, target_config
-from modeling_gqa.conversion.calibration import Scratch
+from modeling_gqa.conversion import UserError, convert_model, streams, target_config
 from modeling_gqa.conversion.layers.moments import mean_rotation, without_data
+from modeling_gqa.conversion.streams import Scratch
 
 
 def rows_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -64,7 +64,7 @@ def test_padding_is_not_counted(padding):
 
 def test_lags_of_rows_that_begin_with_much_padding(monkeypatch):
     """Attention by lag is taken from where the text begins."""
-    monkeypatch.setattr(calibration, "LAGS_SEEN", 8)
+    monkeypatch.setattr(streams, "LAGS_SEEN", 8)
     model = random_model("gqa")
     batch = {name: x[:1] for name, x in make_batch(1, 24).items() if name == "input_ids"}
     mask = (torch.arange(24) >= 14).long()[None]
@@ -130,7 +130,7 @@ def test_the_text_between_layers_has_no_name_on_disk(tmp_path, monkeypatch):
 @pytest.mark.parametrize("in_memory", [0, 3000])
 def test_scratch_is_a_mapping_that_uses_its_room_again(in_memory, tmp_path, monkeypatch):
     """`Scratch` is a mapping, and a value that fits overwrites its predecessor, in memory or in the file."""
-    monkeypatch.setattr(calibration, "IN_MEMORY", in_memory)
+    monkeypatch.setattr(streams, "IN_MEMORY", in_memory)
     with open(tmp_path / "file", "w+b") as file:
         files = Scratch(file, torch.device("cpu"))
         expected = {}
@@ -146,7 +146,7 @@ def test_scratch_is_a_mapping_that_uses_its_room_again(in_memory, tmp_path, monk
 
 def test_a_full_disk_is_said(monkeypatch):
     """A full temporary folder is named in one line."""
-    monkeypatch.setattr(calibration, "IN_MEMORY", 0)
+    monkeypatch.setattr(streams, "IN_MEMORY", 0)
     with open("/dev/full", "r+b", buffering=0) as full:
         files = Scratch(full, torch.device("cpu"))
         with pytest.raises(UserError, match=f"cannot be written to {gettempdir()} .No space.*: set TMPDIR"):

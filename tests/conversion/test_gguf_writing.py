@@ -296,11 +296,17 @@ def test_llama3s_pre_tokenizer_is_known_and_other_tokens_are_kept(tmp_path):
     )
     write_own(tmp_path / "ours", tokenizer)
     found = read_vocabulary(tmp_path / "ours", 307)
-    assert (found.pre_tokenizer, found.adds) == ("llama-bpe", {"bos": True, "eos": False})
-    assert (found.tokens[259], found.kinds[259]) == ("<tool>", 4) and found.special["bos"] == 1
-    assert found.chat_template == [{"name": "default", "template": "{{ 1 }}"}, {"name": "tools", "template": "{{ 2 }}"}]
+    assert (found["tokenizer_pre"], found["add_bos_token"], found["add_eos_token"]) == ("llama-bpe", True, False)
+    assert (found["token_list"][259], found["token_types"][259], found["bos_token_id"]) == ("<tool>", 4, 1)
+    templates = [{"name": "default", "template": "{{ 1 }}"}, {"name": "tools", "template": "{{ 2 }}"}]
+    assert found["chat_template"] == templates
     write_own(tmp_path / "plain", wrapped(byte_level(GPT2)))
-    assert read_vocabulary(tmp_path / "plain", 307).special == {"bos": 0, "eos": 0, "pad": 1}
+    plain = read_vocabulary(tmp_path / "plain", 307)
+    assert {entry: value for entry, value in plain.items() if entry.endswith("_id")} == {
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "pad_token_id": 1,
+    }
 
 
 TOKENIZERS = {

@@ -69,19 +69,6 @@ def test_logits_and_tokens_are_the_sources(name, saved, tmp_path):
     assert len(set(expected[:, -9:].flatten().tolist())) > 3  # not one token over and over
 
 
-@pytest.mark.parametrize("name", ["llama-mha-tied", "qwen3", "deepseek-v3-half-split"])
-def test_weights_are_the_sources_bit_by_bit(name, saved, tmp_path):
-    source = saved(name, dtype="bfloat16")
-    import_checkpoint(source, tmp_path / "target", max_shard_size=SHARD)
-    theirs, ours = open_tensors(source), open_tensors(tmp_path / "target")
-    assert theirs.keys() == ours.keys()
-    for tensor_name, tensor in theirs.items():
-        assert tensor.dtype == ours[tensor_name].dtype == torch.bfloat16
-        assert torch.equal(tensor.load(), ours[tensor_name].load())
-    assert len(list((tmp_path / "target").glob("*.safetensors"))) > 2
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "target").dtype == torch.bfloat16
-
-
 def test_repository_is_as_complete_as_a_saved_model(saved, tmp_path):
     source = saved()
     own_model(stock_model(stock_config("llama"))).save_pretrained(tmp_path / "expected")
@@ -117,7 +104,8 @@ def test_several_chat_templates_come_along(saved, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "target").chat_template == tokenizer.chat_template
 
 
-def test_smollm2s_own_fields_are_understood():
+def test_fields_of_smollm2_and_of_early_llamas_are_understood():
+    assert import_config(stock_config("llama", pad_token_id=-1)).pad_token_id is None
     stock = stock_config(
         "llama",
         is_llama_config=True,
@@ -253,10 +241,6 @@ BROKEN = {
         r"model_type=\['llama'\]",
     ),
     "nested": (lambda source: (source / "config.json").write_text('{"a":' * 100_000), "config.json cannot be read: "),
-    "digits": (
-        lambda source: (source / "config.json").write_text(f'{{"hidden_size": {"9" * 5000}}}'),
-        "config.json cannot be read: ",
-    ),
     "adapter": (
         lambda source: (source / "adapter_config.json").write_text('{"peft_type": "LORA"}'),
         "has an adapter .*: merge it",
@@ -406,18 +390,13 @@ def test_a_shard_at_a_time_is_in_memory(saved, tmp_path, monkeypatch):
         }
 
     monkeypatch.setattr(checkpoint, "open_tensors", counted)
-    import_checkpoint(source, tmp_path / "target", max_shard_size=SHARD)
+    seen: list[str] = []
+    progress = lambda names: (seen.append(name) or name for name in names)  # noqa: E731
+    import_checkpoint(source, tmp_path / "target", max_shard_size=SHARD, progress=progress)
+    assert sorted(seen) == sorted(open_tensors(tmp_path / "target"))
     total = sum(tensor.nbytes for tensor in open_tensors(source).values())
     assert 0 < most[0] <= 2 * SHARD < total / 3
     assert alive[0] == 0
-
-
-def test_progress_sees_every_tensor(saved, tmp_path):
-    seen = []
-    import_checkpoint(
-        saved(), tmp_path / "target", progress=lambda names: (seen.append(name) or name for name in names)
-    )
-    assert sorted(seen) == sorted(open_tensors(tmp_path / "target"))
 
 
 # -- in memory
@@ -445,7 +424,3 @@ def test_load_source_keeps_the_dtype_and_refuses_an_incomplete_model_of_ours(sav
     shutil.rmtree(source)
     with pytest.raises(UserError, match="does not exist"):
         load_source(source)
-
-
-def test_early_llamas_mark_of_no_padding_token():
-    assert import_config(stock_config("llama", pad_token_id=-1)).pad_token_id is None

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from benchmarks.layerwise import refit_outputs
 from modeling_gqa.conversion import (
     UserError,
-    calibration,
     compare_predictions,
     convert_model,
     sequential,
@@ -51,7 +50,7 @@ def held(model, target, batches, folder=None) -> list[int]:
 
 def test_memory_grows_by_the_new_layers_alone(tmp_path, monkeypatch, objects_set_aside):
     """Neither with the text nor with the layers once states go to a file; where there is a folder, layers are in it."""
-    monkeypatch.setattr(calibration, "IN_MEMORY", 0)
+    monkeypatch.setattr("modeling_gqa.conversion.streams.IN_MEMORY", 0)
     model = random_model("mha", num_hidden_layers=6)
     target = target_config(model.config, "gqa", num_key_value_heads=2)
     batches = [make_batch(6, 24, seed=seed) for seed in range(9)]

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from modeling_gqa.common.errors import UserError, install_extra
 from modeling_gqa.training.comparison.models import CompareRecipe
 from modeling_gqa.training.recipe import Recipe, load_config, load_recipe
 from modeling_gqa.training.results import FORMAT_VERSION, Results
-from modeling_gqa.training.uptrain_recipe import UptrainRecipe
+from modeling_gqa.training.uptraining import UptrainRecipe
+from modeling_gqa_cli.errors import UserError, install_extra
 from modeling_gqa_cli.main import run_script
 from modeling_gqa_cli.recipes import CONFIGURATION, preset_names, recipe_names
 from training.pretrain import pretrain

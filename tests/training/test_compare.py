@@ -20,9 +20,16 @@ from modeling_gqa.costs import cache_bytes_per_token, count_parameters, training
 from modeling_gqa.costs.speeds import Speed
 from modeling_gqa.training.comparison import report as reporting
 from modeling_gqa.training.comparison.models import CompareRecipe, candidates_of, usual_kinds
-from modeling_gqa.training.comparison.outcome import Entry, Outcome
 from modeling_gqa.training.comparison.plan import EXTENSIONS, Comparison, Trial, best_rate, further_rate, plan
-from modeling_gqa.training.comparison.report import plot_comparison, report, results_table, verdict, write_outcome
+from modeling_gqa.training.comparison.report import (
+    Entry,
+    Outcome,
+    plot_comparison,
+    report,
+    results_table,
+    verdict,
+    write_outcome,
+)
 from modeling_gqa.training.shared.folder import begin
 from modeling_gqa.training.shared.processes import gpu_of
 from modeling_gqa.training.shared.runs import Run, Runs

@@ -13,11 +13,11 @@ import yaml
 from safetensors.torch import load_file
 from training_texts import MODEL
 
-from modeling_gqa.common.errors import UserError
 from modeling_gqa.costs.measuring import machine_name
 from modeling_gqa.data.source import Split, open_source, split_source
 from modeling_gqa.training import publish
 from modeling_gqa.training.recipe import Recipe, load_config, warn_of_weights
+from modeling_gqa_cli.errors import UserError
 from training.pretrain import pretrain
 
 LAST = 24  # steps of the tiny recipe; it saves every 7

@@ -18,6 +18,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from training_texts import MODEL, make_texts
 from transformers import EvalPrediction, PreTrainedTokenizerFast
 
+from modeling_gqa.checkpoints.gguf_writing import LLAMA3_WORDS
 from modeling_gqa.common.errors import UserError
 from modeling_gqa.data import formats, packing
 from modeling_gqa.data.blocks import (
@@ -181,13 +182,9 @@ def test_tokens_of_pieces_are_those_of_the_whole(tokenizers, text, length, sizes
 @pytest.fixture(scope="module")
 def tokenizers(tokenizer):
     """Ours, and one that cuts words as Llama 3, Qwen and GPT-4 do."""
-    words = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
     other = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    other.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(words), "isolated"), byte_level])
+    other.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated"), byte_level])
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     many = ["\n\n  \n   a.\n\n.\n   .. 11 111 '\t\n  \r\n\r\n aé ab 漢漢 \u3000 " * 20]
     other.train_from_iterator(

@@ -8,10 +8,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from modeling_gqa.common.errors import UserError
 from modeling_gqa.training import recipe as recipes
 from modeling_gqa.training.recipe import load_config, load_recipe, trackers_in
 from modeling_gqa.training.run_setup import compare_recipes, save_recipe
+from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.recipes import CONFIGURATION, preset_names
 
 

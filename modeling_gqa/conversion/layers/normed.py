@@ -50,8 +50,8 @@ class NormedSums:
 
         `weight` is what all tokens count together.
         """
-        means = (total / weight for total in (self.second, self.total, self.queries))
-        return replace(of_input, **dict(zip(("second", "mean", "queries"), means, strict=True)))
+        second, mean, queries = (total / weight for total in (self.second, self.total, self.queries))
+        return replace(of_input, second=second, mean=mean, queries=queries)
 
 
 def latent_source(heads: Heads, statistics: Statistics, metric: str = "full") -> tuple[Heads, Moments]:

@@ -59,23 +59,24 @@ def plan(candidate: str, recipe: CompareRecipe, ended: Mapping[str, float]) -> P
         ended: validation loss by name of the run, of all that have ended; nan of those that failed, inf of those that
             diverged.
     """
-    rates: Sequence[float] = recipe.learning_rates
-    tried = list(rates)
+
+    def left(trials: list[Trial]) -> list[Trial]:
+        return [trial for trial in trials if trial.name not in ended]
+
+    trials = [Trial(candidate, rate, recipe.seed) for rate in recipe.learning_rates]
     while True:
-        trials = {rate: Trial(candidate, rate, recipe.seed) for rate in tried}
-        sweep = {rate: ended[trial.name] for rate, trial in trials.items() if trial.name in ended}
-        needed = [trial for trial in trials.values() if trial.name not in ended]
-        further = None if needed else further_rate(sweep, rates)
+        sweep = {trial.learning_rate: ended[trial.name] for trial in trials if trial.name in ended}
+        further = None if left(trials) else further_rate(sweep, recipe.learning_rates)
         if further is None:
             break
-        tried.append(further)
+        trials.append(Trial(candidate, further, recipe.seed))
     sweep = dict(sorted(sweep.items()))
-    best = None if needed else best_rate(sweep)
+    best = None if left(trials) else best_rate(sweep)
     if best is None:
-        return Plan(candidate, sweep, None, {}, needed)
+        return Plan(candidate, sweep, None, {}, left(trials))
     finals = [Trial(candidate, best, recipe.seed + number) for number in range(recipe.seeds)]
     seeds = {trial.seed: ended[trial.name] for trial in finals if trial.name in ended}
-    return Plan(candidate, sweep, best, seeds, [trial for trial in finals if trial.name not in ended])
+    return Plan(candidate, sweep, best, seeds, left(finals))
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,7 @@ class Comparison:
 
     def planned(self) -> str:
         """Return how many runs there are, and of how many tokens where the recipe says so."""
-        rates, seeds, models, runs = (
-            len(self.recipe.learning_rates),
-            self.recipe.seeds,
-            len(self.candidates),
-            self.pretraining,
-        )
+        rates, seeds, models = len(self.recipe.learning_rates), self.recipe.seeds, len(self.candidates)
         said = (
             f"{models * (rates + seeds)} runs: {models} models, each at {rates} learning rates and with {seeds} seeds "
             "at the best; more where the best is the first or the last."

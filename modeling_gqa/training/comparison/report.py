@@ -1,10 +1,13 @@
-"""The report of a comparison: a line of verdict, tables, pictures, JSON, and trackers."""
+"""What a comparison has found, and its report: a line of verdict, tables, pictures, JSON, and trackers."""
 
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from math import isfinite, isinf, isnan
+from dataclasses import asdict, dataclass, field
+from math import isfinite, isinf, isnan, log, nan, sqrt
 from pathlib import Path
 from typing import Any
+
+from transformers import AutoTokenizer
 
 from modeling_gqa_cli.errors import UserError
 
@@ -12,13 +15,16 @@ from ...common.console import say
 from ...common.pictures import COLORS, line_styles, name_lines, new_figure, save, tidy
 from ...common.results import write_json
 from ...common.tables import Table, with_prefix
-from ...costs.speeds import measure_speeds, where_measured
+from ...costs import CostedModel, cache_bytes_per_token, count_parameters, training_flops
+from ...costs.speeds import Speed, measure_speeds, where_measured
+from ...data.blocks import load_blocks
 from ..folder.listing import read_object, write_text
 from ..folder.manifest import checkpoints
 from ..recipe import trackers_in
+from ..results import RESULTS
 from ..shared.runs import Runs
+from ..shared.spread import Sample, Spread, pooled
 from .models import MATCHED, CompareRecipe
-from .outcome import Entry, Outcome, outcome_of
 from .plan import Comparison, Trial
 
 REPORT = "report.md"
@@ -55,6 +61,158 @@ SPEEDS = (
     "Speeds: {machine}, random weights, the models in turn; decoding of one sequence, a prompt of {prompt:,} tokens, "
     "training of {batch:,} sequences of {tokens:,} tokens without the optimizer."
 )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model of a comparison, and what was found of it.
+
+    Args:
+        name: of the model.
+        kind: "mha", "mqa", "gqa", "mla" or "mixed".
+        overrides: fields in which it differs from the preset.
+        parameters: of the model.
+        training_flops_per_token: forward and backward, at the length of a sequence.
+        cache_bytes_per_token: in bfloat16.
+        sweep: validation loss of the first seed, by learning rate; nan where the run failed, inf where it diverged.
+        rate: the best one; `None` where all runs failed.
+        losses: validation losses at the best rate, in nats per token, by seed; nan and inf as in `sweep`.
+        speed: on the machine of the report.
+    """
+
+    name: str
+    kind: str
+    overrides: dict[str, Any]
+    parameters: int
+    training_flops_per_token: float
+    cache_bytes_per_token: int
+    sweep: dict[float, float]
+    rate: float | None
+    losses: dict[int, float]
+    speed: Speed = field(default_factory=Speed)
+
+    @property
+    def sample(self) -> Sample:
+        """The losses of the runs that did not fail."""
+        return Sample(self.name, usable(self.losses))
+
+    @property
+    def loss(self) -> float:
+        """The mean over the seeds that did not fail; nan where there are none."""
+        return self.sample.mean if self.sample.values else nan
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation over seeds; nan below two seeds."""
+        return statistics.stdev(self.sample.values) if len(self.sample.values) > 1 else nan
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the best rate is the lowest or the highest that was tried: a better one may lie beyond."""
+        return self.rate is not None and self.rate in (min(self.sweep), max(self.sweep))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a comparison has found.
+
+    Args:
+        entries: the models, in the order of the recipe.
+        bytes_per_token: of the validation text; nan where it is not known.
+        tokens_seen: the numbers of tokens that runs were trained on, each once; more than one cannot be compared.
+    """
+
+    entries: Sequence[Entry]
+    bytes_per_token: float = nan
+    tokens_seen: Sequence[int] = ()
+
+    @property
+    def finished(self) -> list[Entry]:
+        """Models of which at least one run at the best rate has ended, lowest loss first."""
+        return sorted((entry for entry in self.entries if isfinite(entry.loss)), key=lambda entry: entry.loss)
+
+    @property
+    def spread(self) -> Spread:
+        """How far runs of different seeds part, pooled over the models."""
+        return pooled(usable(entry.losses) for entry in self.finished)
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Return a loss in bits per byte of the validation text."""
+        return loss / log(2) / self.bytes_per_token
+
+    def margin(self, one: Entry, other: Entry) -> float:
+        """Return half of the 95 % interval of the difference of two means; nan without a spread."""
+        return self.spread.margin(sqrt(sum(1 / len(entry.sample.values) for entry in (one, other))))
+
+    def differ(self, one: Entry, other: Entry) -> bool:
+        """Return whether two means are further apart than the margin of their difference."""
+        return abs(one.loss - other.loss) > self.margin(one, other)
+
+    @property
+    def front(self) -> list[Entry]:
+        """The pareto front, largest cache first: no other model has a lower mean loss with as small a cache."""
+        found: list[Entry] = []
+        for entry in sorted(self.finished, key=lambda entry: (entry.cache_bytes_per_token, entry.loss)):
+            if not found or entry.loss < found[-1].loss:
+                found.append(entry)
+        return found[::-1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it in types that JSON has."""
+        return {
+            "models": [
+                asdict(entry) | {"mean_loss": entry.loss, "loss_deviation": entry.deviation} for entry in self.entries
+            ],
+            "bytes_per_token": self.bytes_per_token,
+            "tokens_seen": list(self.tokens_seen),
+            "pooled_deviation": self.spread.deviation,
+            "degrees_of_freedom": self.spread.freedom,
+            "pareto_front": [entry.name for entry in self.front],
+        }
+
+
+def outcome_of(comparison: Comparison, ended: Mapping[str, float], speeds: Mapping[str, Speed]) -> Outcome:
+    """Return what the runs of a comparison have found.
+
+    Args:
+        ended: validation loss by name of the run, of all that have ended; nan for those that failed, inf for those
+            that diverged.
+        speeds: by name of the model, of those that were measured.
+    """
+    tokens = comparison.pretraining.sequence_length
+    entries = [
+        Entry(
+            name=candidate.name,
+            kind=CostedModel(candidate.config).kind,
+            overrides=candidate.overrides,
+            parameters=count_parameters(candidate.config),
+            training_flops_per_token=training_flops(candidate.config, 1, tokens) / tokens,
+            cache_bytes_per_token=cache_bytes_per_token(candidate.config),
+            sweep=found.sweep,
+            rate=found.rate,
+            losses=found.seeds,
+            speed=speeds.get(candidate.name, Speed()),
+        )
+        for candidate, found in zip(comparison.candidates, comparison.plans(ended), strict=True)
+    ]
+    runs = sorted(path.parent for path in comparison.folder.glob(f"runs/*/{RESULTS}"))
+    seen = {(read_object(run / RESULTS) or {}).get("tokens_seen", 0) for run in runs}
+    return Outcome(entries, bytes_per_token(runs[0]) if runs else nan, sorted(seen))
+
+
+def bytes_per_token(run: Path) -> float:
+    """Return how many bytes of text a token of a run's validation text stands for."""
+    ids = load_blocks(run / "data", "validation").blocks[:, 0]
+    texts = AutoTokenizer.from_pretrained(run / "tokenizer").batch_decode(ids, skip_special_tokens=True)
+    return sum(len(text.encode()) for text in texts) / ids.size
+
+
+def usable(losses: Mapping[int, float]) -> list[float]:
+    """Return the losses of runs that neither failed nor diverged."""
+    return [loss for loss in losses.values() if isfinite(loss)]
+
+
+# -- The report
 
 
 def write_outcome(comparison: Comparison, runs: Runs) -> None:
@@ -129,7 +287,7 @@ def results_table(outcome: Outcome, seeds: int) -> Table:
             f"{entry.cache_bytes_per_token:,}",
         ]
         speed = entry.speed
-        speeds = [number(speed.decode_milliseconds.get(x, float("nan")), ".2f") for x in contexts]
+        speeds = [number(speed.decode_milliseconds.get(x, nan), ".2f") for x in contexts]
         speeds += [number(x, ",.0f") for x in (speed.prompt_tokens_per_second, speed.training_tokens_per_second)]
         rows.append([entry.name, *losses, "yes" if entry in front else "", *sizes, *speeds])
     return Table(header, rows)
@@ -167,8 +325,8 @@ def curves(comparison: Comparison, outcome: Outcome) -> dict[str, Points]:
             trial = Trial(entry.name, entry.rate, min(entry.losses))
             last = checkpoints(comparison.folder / "runs" / trial.name)[-1:]
             state = read_object(last[0] / "trainer_state.json") if last else None
-            logs = [log for log in (state or {}).get("log_history", []) if {"loss", "tokens_seen"} <= log.keys()]
-            found[entry.name] = [(log["tokens_seen"], log["loss"]) for log in logs]
+            logs = [x for x in (state or {}).get("log_history", []) if {"loss", "tokens_seen"} <= x.keys()]
+            found[entry.name] = [(x["tokens_seen"], x["loss"]) for x in logs]
     return found
 
 
