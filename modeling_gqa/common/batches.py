@@ -1,10 +1,12 @@
-"""Batches of model inputs, and models that are run on them for a while."""
+"""Batches of model inputs, models that are run on them for a while, and the device that both are on."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from modeling_gqa_cli.errors import UserError, one_line
 
 # Model inputs by name; "input_ids" (B, T) is always there.
 Batch = dict[str, torch.Tensor]
@@ -43,3 +45,15 @@ def hooks(*handles: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def usable_device(device: str | None) -> str:
+    """Return the device that is named, or "cuda" where it is, else "cpu"; raises `UserError`."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError) as error:
+        raise UserError(
+            f"--device={device} cannot be used: give one device, such as cpu or cuda:1 ({one_line(error)})"
+        ) from error
+    return device

@@ -13,7 +13,7 @@ from modeling_gqa_cli.errors import UsageError, UserError
 from modeling_gqa_vllm.kernels import FAST_SIZES
 
 from ..checkpoints.overwriting import refuse_overlap
-from ..common.device import usable_device
+from ..common.batches import usable_device
 from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token
 from ..data.reading import find_files
