@@ -13,7 +13,7 @@ from small_models import make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from modeling_gqa.conversion import UserError, job, sequential
+from modeling_gqa.conversion import UserError, allocation, job, sequential
 from modeling_gqa.conversion.job import Job
 from modeling_gqa.conversion.layer_store import Kept, LayerFiles, kept_in
 from modeling_gqa.conversion.sequential import NewLayer, Setting
@@ -101,7 +101,7 @@ def test_an_interrupted_conversion_goes_on_to_the_same_bits(options, stop, left,
 @pytest.mark.parametrize("stop", [1, 2])
 def test_chosen_sizes_are_not_chosen_again(stop, source, tmp_path, monkeypatch):
     """An interruption while the first or the second layer is converted leaves the sizes that a budget chose."""
-    allocated, sizes = job.allocate, []
+    allocated, sizes = allocation.allocate, []
 
     def allocate(*arguments, **options):
         with monkeypatch.context() as patch:
@@ -110,7 +110,7 @@ def test_chosen_sizes_are_not_chosen_again(stop, source, tmp_path, monkeypatch):
         return sizes[-1]
 
     original = sequential.convert_layer
-    monkeypatch.setattr(job, "allocate", allocate)
+    monkeypatch.setattr(allocation, "allocate", allocate)
     left = interrupt(source, tmp_path / "one" / "out", monkeypatch, stop, **BUDGET)
     assert (left / "target.json").is_file() and len(sizes) == 1
     reached = counted(monkeypatch)
