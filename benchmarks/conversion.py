@@ -1,9 +1,9 @@
-"""What conversions lose and what healing brings back, on the model that the tiny-mha recipe pretrains.
+"""What conversions lose and what uptraining brings back, on the model that the tiny-mha recipe pretrains.
 
     python -m training.pretrain tiny --preset tiny-mha
     python -m benchmarks.conversion
 
-The twin whose queries and keys have a norm on each head is converted to MLA alone, and nothing is healed:
+The twin whose queries and keys have a norm on each head is converted to MLA alone, and nothing is uptrained:
 
     python -m training.pretrain tiny --preset tiny-mha --model_overrides '{"qk_norm": true}' \\
         --output_dir runs/tiny-mha-norms
@@ -33,7 +33,7 @@ from modeling_gqa.conversion.measuring import predicted_states
 from modeling_gqa.conversion.sequential import assemble
 from modeling_gqa.conversion.targets import configuration, layer_fields
 from modeling_gqa.costs import cache_bytes_per_token
-from training.uptrain import uptrain as healing
+from training.uptrain import uptrain as run_uptrain
 
 from .conversion_baselines import convert_baseline, mean_key, real_rotation
 from .layerwise import collect
@@ -41,13 +41,13 @@ from .measure import describe_machine
 from .report import kebab_shown, print_machine, print_table, save
 
 COLUMNS = {"target": "", "method": "", "bytes": "", "kl": ".3f", "perplexity": ".2f", "top1": ".3f", "seconds": ".0f"}
-HEALING = {
+UPTRAINING = {
     "target": "",
     "method": "",
     "bytes": "",
     "alpha": ".2f",
     "start": ".2f",
-    "healed": ".2f",
+    "uptrained": ".2f",
     "closed": ".1%",
     "kl": ".3f",
 }
@@ -120,7 +120,7 @@ class Bench:
 
 
 def fewer_heads(bench: Bench) -> dict[str, GQAForCausalLM]:
-    """Every method at every number of key/value heads; returns the models to heal."""
+    """Every method at every number of key/value heads; returns the models to uptrain."""
     heads, kept = bench.source.config.num_attention_heads, {}
     for number in (heads // 2, heads // 4, 1):
         target = f"gqa-{number}" if number > 1 else "mqa"
@@ -136,7 +136,7 @@ def fewer_heads(bench: Bench) -> dict[str, GQAForCausalLM]:
 
 
 def to_mla(bench: Bench) -> dict[str, GQAForCausalLM]:
-    """MLA at a quarter and an eighth of the cache, against both baselines; returns the models to heal."""
+    """MLA at a quarter and an eighth of the cache, against both baselines; returns the models to uptrain."""
     layer, kept = bench.source.config.per_layer_config[0], {}
     present = 2 * layer.num_key_value_heads * layer.head_dim
     calibration, _ = bench.text(0)
@@ -183,7 +183,7 @@ def under_budget(bench: Bench) -> None:
         bench.rows[-1]["method"] += ", sizes by layer"
 
 
-def heal(bench: Bench, models: dict[str, GQAForCausalLM], folder: Path) -> list[dict]:
+def uptrain_models(bench: Bench, models: dict[str, GQAForCausalLM], folder: Path) -> list[dict]:
     """Uptrain each model, and the source as the control, by the uptrain-tiny recipe."""
     rows, source = [], bench.perplexity
     tokenizer = AutoTokenizer.from_pretrained(bench.run / "final")
@@ -193,17 +193,18 @@ def heal(bench: Bench, models: dict[str, GQAForCausalLM], folder: Path) -> list[
         tokenizer.save_pretrained(student)
         start = bench.perplexity if model is bench.source else bench.measure(model)["perplexity_after"]
         for alpha in (0.05, 0.1) if target in ("control", "gqa-2") else (0.05,):
-            healed = GQAForCausalLM.from_pretrained(uptrain(bench, student, folder, alpha, target == "control")).eval()
-            after = bench.measure(healed)
+            saved = uptrain(bench, student, folder, alpha, target == "control")
+            uptrained = GQAForCausalLM.from_pretrained(saved).eval()
+            after = bench.measure(uptrained)
             gap = start - source
             rows.append(
                 {
                     "target": target,
-                    "method": "next-token loss alone" if target == "control" else "lowrank, healed",
+                    "method": "next-token loss alone" if target == "control" else "lowrank, uptrained",
                     "bytes": cache_bytes_per_token(model.config, torch.float32),
                     "alpha": alpha,
                     "start": start,
-                    "healed": after["perplexity_after"],
+                    "uptrained": after["perplexity_after"],
                     "closed": (start - after["perplexity_after"]) / gap if gap else None,
                     "kl": after["kl"],
                 }
@@ -213,16 +214,16 @@ def heal(bench: Bench, models: dict[str, GQAForCausalLM], folder: Path) -> list[
 
 
 def uptrain(bench: Bench, student: Path, folder: Path, alpha: float, alone: bool) -> Path:
-    """Run the script here on `alpha` of the source's pretraining tokens and return the healed model's folder."""
+    """Run the script here on `alpha` of the source's pretraining tokens and return the uptrained model's folder."""
     output = folder / f"{student.name}-{alpha}"
     options = {"student": student, "teacher": bench.run / "final", "output_dir": output, "pretraining_fraction": alpha}
     if alone:
         tokens = json.loads((bench.run / "final" / "results.json").read_text(encoding="utf-8"))["tokens_seen"]
         options |= {"teacher": "none", "pretraining_tokens": tokens, "trainable": "all", "learning_rate": 1e-3}
-    options |= {"max_eval_blocks": 1, "keep_best": False}  # what is healed is measured here
+    options |= {"max_eval_blocks": 1, "keep_best": False}  # what is uptrained is measured here
     arguments = [f"--{name}={value}" for name, value in options.items()]
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        healing(["configuration/recipes/uptrain-tiny.yaml", *arguments])
+        run_uptrain(["configuration/recipes/uptrain-tiny.yaml", *arguments])
     return output / "final"
 
 
@@ -241,7 +242,7 @@ def main() -> None:
     bench = Bench(arguments.run, arguments.calibration_blocks, arguments.seeds)
     source = bench.measure(bench.source)
     print(f"source: perplexity {source['perplexity_before']:.2f} on {source['tokens']:,} tokens")
-    healing: list[dict] = []
+    uptraining: list[dict] = []
     if bench.source.config.qk_norm:
         behind_norms(bench)
     else:
@@ -250,10 +251,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             names = ("gqa-2", "mqa", "mla-1/8")
             wanted: dict[str, GQAForCausalLM] = {name: models[name] for name in names if name in models}
-            healing = heal(bench, wanted, Path(folder))
+            uptraining = uptrain_models(bench, wanted, Path(folder))
     print_table("Conversions, before any training", bench.rows, COLUMNS)
-    if healing:
-        print_table("Healing", healing, HEALING)
+    if uptraining:
+        print_table("Uptraining", uptraining, UPTRAINING)
     minutes = (time.perf_counter() - begin) / 60
     print(f"{minutes:.1f} minutes")
     save(
@@ -263,7 +264,7 @@ def main() -> None:
         machine,
         source=source,
         conversions=bench.rows,
-        healing=healing,
+        uptraining=uptraining,
         minutes=minutes,
     )
 

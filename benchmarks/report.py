@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 from rich.console import Console
 from transformers import HfArgumentParser
 
+from modeling_gqa.common.atomic import write_json
 from modeling_gqa.common.pictures import COLORS, line_styles, name_lines, new_figure, tidy
 from modeling_gqa.common.pictures import save as save_picture
-from modeling_gqa.common.results import write_json
 from modeling_gqa.common.tables import Table
 
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 RESULTS = Path("benchmarks/results")
 PICTURE = Path("docs/assets/decode_mla.png")
-HEALED, HEALING_PICTURE = RESULTS / "healing.json", Path("docs/assets/healing.png")
+UPTRAINED, UPTRAINING_PICTURE = RESULTS / "uptraining.json", Path("docs/assets/uptraining.png")
 # The cells of the documentation's table of decoding: dtype, batch, length.
 DECODE_CELLS = [
     ("float32", 1, 128), ("float32", 1, 4096), ("float32", 8, 2048), ("float32", 8, 8192),
@@ -238,14 +238,14 @@ def kl_table(rows: list[dict], text: str = "") -> str:
     return markdown(["", *targets], lines)
 
 
-def healing_table(rows: list[dict]) -> str:
-    """What a share of the pretraining tokens heals."""
+def uptraining_table(rows: list[dict]) -> str:
+    """What a share of the pretraining tokens uptrains."""
     lines = [
         [
             f"{row['target']}, {row['method']}",
             f"{row['alpha']:.0%}",
             f"{row['start']:.2f}",
-            f"{row['healed']:.2f}",
+            f"{row['uptrained']:.2f}",
             "" if row["closed"] is None else f"{row['closed']:.1%}",
             f"{row['kl']:.3f}",
         ]
@@ -254,8 +254,8 @@ def healing_table(rows: list[dict]) -> str:
     return markdown(["", "pretraining tokens", "perplexity before", "after", "gap closed", "KL after"], lines)
 
 
-def healed_tables(stored: dict) -> list[str]:
-    """The sweep, the curve and the answers of `benchmarks.healing`, as far as there are rows."""
+def uptrained_tables(stored: dict) -> list[str]:
+    """The sweep, the curve and the answers of `benchmarks.uptraining`, as far as there are rows."""
     found = []
     if swept := [row for row in stored["sweep"] if row["kl"] is not None]:
         header = ["", "learning rate", "stage 1", "trained", "KL", "perplexity"]
@@ -302,7 +302,7 @@ def quoted(row: dict) -> str:
     return f"{title}\n\n~~~text\n{row.get('answer', '')}\n~~~"
 
 
-def plot_healing(rows: list[dict], path: Path) -> None:
+def plot_uptraining(rows: list[dict], path: Path) -> None:
     """Perplexity and KL on held-out pages against the tokens that a model is trained on."""
     figure = new_figure(figsize=(8.8, 3.2))
     curve = by_model([row for row in rows if row["kl"] is not None])
@@ -331,13 +331,13 @@ def tables() -> list[str]:
         json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         for name in ("decode", "real_conversion", "conversion")
     )
-    conversions, healing = conversion["conversions"], conversion["healing"]
+    conversions, uptraining = conversion["conversions"], conversion["uptraining"]
     found = [
         decode_table(decode["rows"]),
         *(kl_table(real["rows"], text) for text in ("", "_other", "_code")),
         conversion_table(conversions),
-        healing_table(healing),
-        *(healed_tables(json.loads(HEALED.read_text(encoding="utf-8"))) if HEALED.is_file() else []),
+        uptraining_table(uptraining),
+        *(uptrained_tables(json.loads(UPTRAINED.read_text(encoding="utf-8"))) if UPTRAINED.is_file() else []),
     ]
     if (norms := RESULTS / "decode_norms.json").is_file():
         rows = json.loads(norms.read_text(encoding="utf-8"))["rows"]
@@ -349,6 +349,6 @@ def tables() -> list[str]:
 
 if __name__ == "__main__":
     plot_mla(json.loads((RESULTS / "decode.json").read_text(encoding="utf-8"))["rows"], PICTURE)
-    if HEALED.is_file():
-        plot_healing(json.loads(HEALED.read_text(encoding="utf-8"))["curve"], HEALING_PICTURE)
+    if UPTRAINED.is_file():
+        plot_uptraining(json.loads(UPTRAINED.read_text(encoding="utf-8"))["curve"], UPTRAINING_PICTURE)
     print("\n\n".join(tables()))

@@ -65,7 +65,7 @@ COMMANDS = {
         {"dry-run": "Show what would be done, and write nothing.", "force": FORCE},
         ("NewAttention", "HowToConvert", "Text", "Running"),
         "Exact: to a multiple of the key/value heads, to MLA that caches as much, from MLA without a latent norm to "
-        "MHA. All else is lossy; heal it with modeling-gqa uptrain. Example: modeling-gqa convert llama/ out/ "
+        "MHA. All else is lossy: uptrain it. Example: modeling-gqa convert llama/ out/ "
         "--attention-kind mla --cache-size 128 --text corpus/",
     ),
     "import": Command(
@@ -98,7 +98,7 @@ COMMANDS = {
         "Example: modeling-gqa report llama-3-8b --attention-kind mla --memory 80 --bandwidth 3350 --rate 989",
     ),
     "pretrain": Command("Train a new model from a RECIPE.", SCRIPTS + "pretrain", more=WRITES),
-    "uptrain": Command("Heal a converted model from a RECIPE.", SCRIPTS + "uptrain", more=WRITES),
+    "uptrain": Command("Train back what a conversion lost, from a RECIPE.", SCRIPTS + "uptrain", more=WRITES),
     "compare": Command(
         "Train models that differ in their attention alone, and compare them, from a RECIPE.",
         SCRIPTS + "compare",

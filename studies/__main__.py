@@ -20,9 +20,8 @@ from .recipe import STUDIES, StudyRecipe
 
 def study(name: str, argv: list[str], prog: str | None = None) -> None:
     """Run a study by a recipe's path, or its name in this folder, and options; raises `UserError`."""
+    from modeling_gqa.training.comparison.runs import Runs
     from modeling_gqa.training.recipe import load_recipe
-    from modeling_gqa.training.shared.folder import begin, finish, with_runs
-    from modeling_gqa.training.shared.runs import Runs
 
     from .report import FREE, write_report
     from .students import convert_students, open_study, values_of_runs
@@ -31,11 +30,11 @@ def study(name: str, argv: list[str], prog: str | None = None) -> None:
     asked, source, tokenizer = open_study(name, recipe)
     runs = Runs(asked.folder, asked.needed, recipe.jobs, recipe.launcher)
     with runs.writing():
-        begin(runs, "study", with_runs(values, values_of_runs(recipe)), FREE, lambda: None)
+        runs.begin("study", values, values_of_runs(recipe), FREE)
         convert_students(asked, runs, source, tokenizer)
         del source
         runs.run_all()
-        finish(runs, asked.folder / f"{name}.md", lambda: write_report(asked, runs))
+        runs.finish(asked.folder / f"{name}.md", lambda: write_report(asked, runs))
 
 
 def with_path(argv: list[str]) -> list[str]:

@@ -4,15 +4,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from modeling_gqa.common.atomic import write_json, write_text
 from modeling_gqa.common.console import say
 from modeling_gqa.common.pictures import COLORS, name_lines, new_figure, save, tidy
-from modeling_gqa.common.results import write_json
 from modeling_gqa.common.tables import Table
 from modeling_gqa.costs import cache_bytes_per_token
 from modeling_gqa.costs.speeds import measure_speeds, where_measured
-from modeling_gqa.training.folder.listing import write_text
-from modeling_gqa.training.shared.runs import Runs
-from modeling_gqa.training.shared.spread import Sample, Spread
+from modeling_gqa.training.comparison.runs import Runs
+from modeling_gqa.training.comparison.spread import Sample, Spread
 from modeling_gqa_cli.errors import UserError
 
 from .study import Point, Student, Study, spread_of

@@ -11,17 +11,17 @@ from transformers.utils import logging
 
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.checkpoints.files import local_folder
+from modeling_gqa.common.atomic import read_object
 from modeling_gqa.common.console import say
 from modeling_gqa.conversion import convert_model, load_source
 from modeling_gqa.data.blocks import tokenize
 from modeling_gqa.data.packing import pack
 from modeling_gqa.data.source import open_source, split_source
 from modeling_gqa.data.tokenizer import load_tokenizer
-from modeling_gqa.training.folder.listing import read_object
+from modeling_gqa.training.comparison.runs import Runs
 from modeling_gqa.training.recipe import as_arguments, load_recipe
 from modeling_gqa.training.results import RESULTS
 from modeling_gqa.training.run_setup import fingerprint
-from modeling_gqa.training.shared.runs import Runs
 from modeling_gqa.training.uptraining import UptrainRecipe
 from modeling_gqa_cli.errors import UserError
 

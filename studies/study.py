@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modeling_gqa import GQAConfig
+from modeling_gqa.common.atomic import read_object
 from modeling_gqa.conversion import target_config
-from modeling_gqa.training.folder.listing import read_object
+from modeling_gqa.training.comparison.runs import Run, is_finite
+from modeling_gqa.training.comparison.spread import Sample, Spread, pooled
 from modeling_gqa.training.results import RESULTS
-from modeling_gqa.training.shared.runs import Run, is_finite
-from modeling_gqa.training.shared.spread import Sample, Spread, pooled
 from modeling_gqa_cli.errors import UserError
 
 from .recipe import StudyRecipe

@@ -1,4 +1,4 @@
-"""Uptrain a converted model, which heals what the conversion broke.
+"""Uptrain a converted model: train back what the conversion lost.
 
     python -m training.uptrain uptrain-tiny --student runs/converted [--option value ...]
     modeling-gqa uptrain uptrain-1b --student runs/converted --teacher meta-llama/Llama-3.2-1B --data-files corpus/

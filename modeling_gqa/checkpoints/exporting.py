@@ -20,11 +20,11 @@ from ..attention_latent import LATENT_NORM_EPS, LatentAttention
 from ..common import cards
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
-from .aside import file_written_aside, refuse_overlap, written_aside
 from .checkpoint import meta_model, open_checkpoint, own_tensors
 from .export_blockers import EXPORT_FAMILIES, FOR_TRANSFORMERS, export_blockers, misreadings, scale_ratio
 from .families import SHARED
 from .files import is_gguf
+from .overwriting import new_checkpoint, new_gguf, refuse_overlap
 from .stock_tensors import stock_tensors
 from .writing import MAX_SHARD_SIZE, write_checkpoint
 
@@ -168,10 +168,10 @@ def export_checkpoint(
 
         refuse_for_llama_cpp(config, stock)
         vocabulary = read_vocabulary(checkpoint.folder, stock.vocab_size)
-        with file_written_aside(target, force) as path:
+        with new_gguf(target, force) as path:
             write_gguf(path, stock, tensors, vocabulary, progress)
         return stock
-    with written_aside(target, force) as aside:
+    with new_checkpoint(target, force) as aside:
         write_checkpoint(aside, model, tensors, checkpoint.folder, progress, max_shard_size)
         _write_card(aside, Path(target).resolve().name, config, stock, checkpoint.folder)
     return stock

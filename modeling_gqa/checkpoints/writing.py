@@ -18,9 +18,9 @@ from modeling_gqa_cli.errors import UserError
 from ..common.progress import BySize, Progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
-from .aside import refuse_overlap, written_aside
 from .checkpoint import meta_model, open_checkpoint
 from .files import COMPANIONS, INDEX, WEIGHTS, LazyTensor, check_finite, copy_files, is_gguf
+from .overwriting import new_checkpoint, refuse_overlap
 
 MAX_SHARD_SIZE = 4 * 2**30  # bytes of a file; those of a model on another device are in memory while it is written
 
@@ -148,6 +148,6 @@ def import_checkpoint(
     checkpoint = open_checkpoint(source, foreign=True, ignore_fields=ignore_fields, dtype=dtype)
     refuse_overlap(Path(source) if checkpoint.gguf else checkpoint.folder, target)
     model = meta_model(GQAForCausalLM, checkpoint.config)
-    with written_aside(target, force) as aside:
+    with new_checkpoint(target, force) as aside:
         write_checkpoint(aside, model, checkpoint.tensors, checkpoint.folder, progress, max_shard_size)
     return checkpoint.config

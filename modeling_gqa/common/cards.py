@@ -8,9 +8,11 @@ from huggingface_hub import metadata_load
 from huggingface_hub.utils import yaml_dump
 from yaml import YAMLError
 
+from modeling_gqa_cli.errors import INSTALL
+
 from ..configuration_gqa import GQAConfig
-from .errors import INSTALL
-from .files import within, write_text
+from .atomic import write_text
+from .files import within
 
 # Entries of a source's card that hold for the weights made from it, too.
 KEPT_METADATA = ("license", "license_name", "license_link", "language", "datasets")

@@ -1,4 +1,4 @@
-"""Files: whether one lies in another, writing text, and forcing writes to the disk."""
+"""Paths: whether one lies in another."""
 
 import os
 from pathlib import Path
@@ -30,25 +30,3 @@ def is_in(path: Path, folder: Path) -> bool:
         above == folder or (os.path.exists(above) and os.path.exists(folder) and above.samefile(folder))
         for above in (path, *path.parents)
     )
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text; characters that UTF-8 cannot hold, as names of files may have them, are written as escapes."""
-    path.write_text(text, encoding="utf-8", errors="backslashreplace")
-
-
-def sync(folder: Path) -> None:
-    """Make the system write a folder's files, and their names, to the disk."""
-    for path in (folder, *folder.rglob("*")):
-        sync_path(path)
-
-
-def sync_path(path: Path) -> None:
-    """Make the system write a file, or the names in a folder, to the disk."""
-    if path.is_dir() and os.name != "posix":  # where folders cannot be opened
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

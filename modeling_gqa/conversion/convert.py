@@ -17,7 +17,7 @@ from ..common.progress import ShowProgress, no_progress
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 from ..modeling_gqa import GQAForCausalLM
-from .layer_store import Kept
+from .layer_store import LayerStore
 from .layers.latent import ALPHAS
 from .measuring import compare_predictions, predicted_states, require_one_device
 from .sequential import NewLayer, Setting, assemble, convert_layers
@@ -135,7 +135,7 @@ def convert_model(
         seed=seed,
     )
     with scratch(model.device) as source_states:
-        search = Search(model, target_config, calibration, selection, source_states, Kept(folder), show_progress)
+        search = Search(model, target_config, calibration, selection, source_states, LayerStore(folder), show_progress)
         if method == "auto" and lossy and selection:
             setting = search.run(setting, to_mla, regroup)
         converted, layers = search.converted(setting, share=share_weights)
@@ -223,7 +223,7 @@ class Search:
     calibration: Sequence[Batch] | None
     selection: Sequence[Batch] | None
     source_states: MutableMapping[int, torch.Tensor]
-    layers: Kept
+    layers: LayerStore
     show_progress: ShowProgress = no_progress
     tried: list[tuple[float, Setting]] = field(default_factory=list)
 

@@ -20,8 +20,8 @@ from modeling_gqa_cli.errors import UserError
 from modeling_gqa_vllm.kernels import FAST_SIZES
 
 from .. import __version__
-from ..checkpoints.aside import check_target, refuse_overlap, written_aside
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoints.overwriting import check_target, new_checkpoint, refuse_overlap
 from ..checkpoints.writing import write_model
 from ..common.batches import Batch
 from ..common.progress import ShowProgress
@@ -32,7 +32,7 @@ from ..data.tokenizer import load_tokenizer
 from ..modeling_gqa import GQAForCausalLM
 from .convert import SELECTION_TOKENS, convert_model
 from .fitting import STEP_TOKENS
-from .layer_store import keep_target, kept_in, layers_folder
+from .layer_store import choose_target, layers_folder, resumable_folder
 from .measuring import TOKENS_AT_ONCE, compare_predictions, layer_errors
 from .options import Goal, Options, expected_target, find_goal, layers_after
 from .report import FORMAT_VERSION, Report, vllm_kernels, write_card, write_report
@@ -98,7 +98,7 @@ class Job(Options):
         checkpoint = self.open(download=False)  # what can be refused early is
         goal = find_goal(self, checkpoint.config, checkpoint.dtype)
         held = ExitStack()
-        with written_aside(self.target, force, held) as aside:
+        with new_checkpoint(self.target, force, held) as aside:
             if not checkpoint.tensors:
                 assumed, checkpoint = checkpoint.dtype, self.open()
                 refuse_overlap(checkpoint.folder, self.target)
@@ -198,7 +198,7 @@ class Job(Options):
         """
         calibration = batches.get("calibration")
         plan = self.identity(model, goal.target, batches)
-        folder = held.enter_context(kept_in(layers_folder(self.target), plan))
+        folder = held.enter_context(resumable_folder(layers_folder(self.target), plan))
 
         def choose() -> GQAConfig:
             from .allocation import allocate
@@ -209,7 +209,7 @@ class Job(Options):
 
         return convert_model(
             model,
-            goal.target or keep_target(folder, choose),
+            goal.target or choose_target(folder, choose),
             calibration,
             selection=batches.get("selection"),
             method=self.method,

@@ -2,25 +2,25 @@
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
+from modeling_gqa_cli.errors import UserError
+
 from ..checkpoints.writing import disk_errors
-from ..common.errors import UserError
-from ..common.results import write_json
+from ..common.atomic import read_object, replacing, write_json
 from ..configuration_gqa import GQAConfig
 from .sequential import NewLayer, Setting
 
 PLAN, TARGET, MEASURED = "plan.json", "target.json", "measured.json"
 # Names of the files in a folder of layers, finished or not.
-OURS = re.compile(r"(plan|target|measured)\.json(\.part)?|[0-9a-f]{16}-[0-9]+\.(safetensors|part)")
+OURS = re.compile(r"\.?((plan|target|measured)\.json|[0-9a-f]{16}-[0-9]+\.safetensors)(\.part)?")
 
 
 class LayerFiles(MutableMapping[int, NewLayer]):
@@ -47,13 +47,9 @@ class LayerFiles(MutableMapping[int, NewLayer]):
         return NewLayer(state, **about)
 
     def __setitem__(self, index: int, layer: NewLayer) -> None:
-        if index in self:
-            return
         about = json.dumps({name: value for name, value in layer._asdict().items() if name != "state"})
-        unfinished = self.path(index).with_suffix(".part")
-        with disk_errors(self.folder):
-            save_file(layer.state, unfinished, metadata={"layer": about})
-        unfinished.replace(self.path(index))
+        with replacing(self.path(index)) as part, disk_errors(self.folder):
+            save_file(layer.state, part, metadata={"layer": about})
 
     def __delitem__(self, index: int) -> None:
         self.path(index).unlink()
@@ -66,7 +62,7 @@ class LayerFiles(MutableMapping[int, NewLayer]):
         return sum(1 for _ in self)
 
 
-class Kept:
+class LayerStore:
     """The layers of each setting that was tried, of which those of the best and of the last one stay.
 
     Args:
@@ -76,9 +72,7 @@ class Kept:
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self.layers: dict[Setting, MutableMapping[int, NewLayer]] = {}
-        self.kl: dict[str, float] = {}
-        if folder is not None:
-            self.kl = read_json(folder / MEASURED) or {}
+        self.kl: dict[str, float] = (folder and read_object(folder / MEASURED)) or {}
 
     def of(self, setting: Setting) -> MutableMapping[int, NewLayer]:
         """Return where the new layers of a setting are kept."""
@@ -98,7 +92,9 @@ class Kept:
             write_json(self.folder / MEASURED, self.kl)
         best = min(self.kl, key=lambda name: self.kl[name])
         for other in [other for other in self.layers if str(other) != best]:
-            self.layers.pop(other).clear()
+            layers = self.layers.pop(other)
+            for index in list(layers):  # `clear` would read them
+                del layers[index]
 
 
 def layers_folder(target: Path) -> Path:
@@ -108,12 +104,11 @@ def layers_folder(target: Path) -> Path:
 
 
 @contextmanager
-def kept_in(folder: Path, plan: Any) -> Iterator[Path]:
+def resumable_folder(folder: Path, plan: Any) -> Iterator[Path]:
     """Make and yield `folder` for a conversion that is described by `plan`, in types that JSON has.
 
-    A folder that an interrupted conversion of the same plan has left is taken up again, one of another plan is emptied.
-    It is deleted when the result stands or was refused, and when the conversion ends before sizes were chosen for a
-    budget or a layer is finished.
+    What an interrupted conversion of the same plan has left there stays, that of another plan is deleted. The folder is
+    deleted when the result stands or was refused, and when no layer is finished and no sizes were chosen for a budget.
 
     Raises:
         UserError: the folder holds other files than a conversion leaves.
@@ -124,10 +119,10 @@ def kept_in(folder: Path, plan: Any) -> Iterator[Path]:
         strange = [path.name for path in found if not OURS.fullmatch(path.name)]
         if strange:
             raise UserError(f"{folder} holds other things than converted layers ({strange[0]}): move it")
-        if read_json(folder / PLAN) != digest:
+        if read_object(folder / PLAN) != {"sha256": digest}:
             delete(folder)
     folder.mkdir(exist_ok=True)
-    write_json(folder / PLAN, digest)
+    write_json(folder / PLAN, {"sha256": digest})
     try:
         yield folder
     except BaseException as error:
@@ -138,23 +133,16 @@ def kept_in(folder: Path, plan: Any) -> Iterator[Path]:
     delete(folder)
 
 
-def keep_target(folder: Path, choose: Callable[[], GQAConfig]) -> GQAConfig:
+def choose_target(folder: Path, choose: Callable[[], GQAConfig]) -> GQAConfig:
     """Return the target that was chosen before the conversion was interrupted; where there is none, `choose` it."""
-    if (known := read_json(folder / TARGET)) is None:
+    if (known := read_object(folder / TARGET)) is None:
         known = json.loads(choose().to_json_string(use_diff=False))
         write_json(folder / TARGET, known)
     return GQAConfig.from_dict(known)
-
-
-def read_json(path: Path) -> Any:
-    """Return what a file of JSON holds; `None` where it is not there, or damaged."""
-    with suppress(OSError, ValueError):
-        return json.loads(path.read_text())
-    return None
 
 
 def delete(folder: Path) -> None:
     """Delete a folder and the files in it, which are all ours."""
     for path in folder.iterdir():
         path.unlink()
-    os.rmdir(folder)
+    folder.rmdir()

@@ -10,7 +10,7 @@ import torch
 from modeling_gqa_vllm.kernels import CPU_HEADS, FAST_SUMS, grouped_kernel, is_mistaken, latent_kernels
 
 from ..common import cards
-from ..common.results import write_json
+from ..common.atomic import write_json
 from ..common.tables import Table, cached, runs, share
 from ..configuration_gqa import GQAConfig
 from ..costs import CostedModel

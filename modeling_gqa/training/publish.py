@@ -20,13 +20,13 @@ from modeling_gqa_cli.recipes import public_name
 from .. import GQAConfig
 from ..checkpoints.files import COMPANIONS, copy_files
 from ..common import cards
+from ..common.atomic import write_json
 from ..common.console import say
-from ..common.results import write_json
 from ..costs.measuring import machine_name
 from ..data.source import Source, Split, load_split
-from .folder.manifest import SAVED_RECIPE
 from .recipe import Recipe
 from .results import RESULTS, Results, printed_lines, results_table
+from .run_folder import SAVED_RECIPE
 from .run_setup import OpenRun, describe_attention
 from .trainer import PretrainTrainer
 

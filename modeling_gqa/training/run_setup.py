@@ -25,11 +25,8 @@ from ..common.files import is_in
 from ..data.blocks import CheckedStream, PackedBlocks, load_blocks, read_blocks, write_blocks
 from ..data.source import Source, load_split, open_source, split_source
 from ..data.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
-from .folder.checkpoint import find_resumable, what_is_kept
-from .folder.listing import describe
-from .folder.manifest import SAVED_MODEL, SAVED_RECIPE, checkpoints
-from .folder.run_folder import RunFolder
 from .recipe import FREE_ON_RESUME, Recipe, trackers_in
+from .run_folder import SAVED_MODEL, SAVED_RECIPE, RunFolder, checkpoints, find_resumable, sha256_of, what_is_kept
 
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
 
@@ -193,7 +190,7 @@ class RunSetup:
         with folder.staging() as staged:
             self.write_tokens(staged)
             save_recipe(staged, self.values, self.config)
-            folder.manifest.notes = {"models": self.fingerprints, "versions": VERSIONS}
+            folder.notes = {"models": self.fingerprints, "versions": VERSIONS}
             folder.remove_run()
             folder.place("data", "tokenizer", SAVED_MODEL, SAVED_RECIPE)
 
@@ -223,12 +220,12 @@ class RunSetup:
         """
         folder = self.folder
         compare_recipes(self.values, self.config)
-        for role, then in folder.manifest.notes.get("models", {}).items():
+        for role, then in folder.notes.get("models", {}).items():
             if self.fingerprints.get(role) != then:
                 raise UserError(
                     f"the {role} has other weights than when the run in {folder.path} began: bring them back"
                 )
-        checkpoint, mark, damaged = find_resumable(folder.path, self.recipe.world_size, folder.manifest.files)
+        checkpoint, mark, damaged = find_resumable(folder.path, self.recipe.world_size, folder.files)
         for problem in damaged:
             say(f"Passed over: {problem}")
         if checkpoint is None and (folder.path / "final").exists():
@@ -241,7 +238,7 @@ class RunSetup:
             )
         newer = [path.name for path in checkpoints(folder.path)]
         folder.refuse_foreign(newer[newer.index(checkpoint.name) + 1 :] if checkpoint else newer)
-        versions = folder.manifest.notes.get("versions", VERSIONS)
+        versions = folder.notes.get("versions", VERSIONS)
         if changed := [f"{name} {versions.get(name)}" for name in VERSIONS if versions.get(name) != VERSIONS[name]]:
             say(f"The run began with {', '.join(changed)}: with other versions its numbers can differ in the last bits")
         self.restore_tokens()
@@ -249,7 +246,7 @@ class RunSetup:
 
     def restore_tokens(self) -> None:
         """Check the run's tokens and tokenizer, and make missing or damaged ones again: they must come out the same."""
-        folder, files = self.folder, self.folder.manifest.files
+        folder, files = self.folder, self.folder.files
         tokens = ["data/validation.npy", *(() if self.recipe.streaming else ("data/train.npy",))]
         needed = [folder.path / name for name in (*tokens, "tokenizer/tokenizer_config.json")]
         missing = next((f"{path} is missing" for path in needed if not path.is_file()), None)
@@ -262,7 +259,7 @@ class RunSetup:
                 self.write_tokens(staged)
             except UserError as error:
                 raise UserError(f"{problem}, and the tokens cannot be made again: {error}") from error
-            if any(describe(staged / name) != files.get(name) for name in tokens):
+            if any(sha256_of(staged / name) != files.get(name) for name in tokens):
                 raise UserError(
                     f"{problem}, and {self.source.name} does not give the tokens that the run was trained on: bring "
                     "back the file, or the text as it was"
@@ -294,7 +291,7 @@ def fingerprint(model: str) -> str:
 
     folder = local_folder(model)
     files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
-    return "-".join(describe(path)["sha256"][:16] for path in files)
+    return "-".join(sha256_of(path)[:16] for path in files)
 
 
 # -- The recipe that a folder keeps

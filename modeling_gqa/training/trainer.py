@@ -27,14 +27,13 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from modeling_gqa_cli.errors import UserError
 
+from ..common.atomic import read_object
 from ..common.console import is_main, say
 from ..costs import cache_bytes_per_token, training_flops
 from ..data.blocks import CheckedStream, PackedBlocks
-from .folder.checkpoint import what_is_kept
-from .folder.listing import read_object
-from .folder.run_folder import RunFolder
 from .recipe import Recipe, shorten_warmup
 from .results import FORMAT_VERSION, NON_FINITE, RESULTS, TIMING, Results, bigram_loss
+from .run_folder import RunFolder, what_is_kept
 
 
 class NonFiniteLoss(UserError):

@@ -18,13 +18,13 @@ from modeling_gqa_cli.recipes import UptrainOptions, public_name
 
 from ..checkpoints.checkpoint import load_source, open_checkpoint
 from ..checkpoints.files import LICENCES, copy_files, is_gguf, local_folder
+from ..common.atomic import read_object
 from ..common.cards import base_metadata, kept_metadata
 from ..common.console import warn
 from .distillation import choose_parameters, layerwise_loss, model_inputs, prediction_losses, run_teacher
-from .folder.checkpoint import is_whole
-from .folder.listing import read_object
 from .recipe import UNUSED, Recipe
 from .results import RESULTS, Results
+from .run_folder import is_whole
 from .trainer import PretrainTrainer, perplexity
 
 # Chosen with configuration/recipes/uptrain-tiny.yaml.

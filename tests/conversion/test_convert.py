@@ -23,7 +23,7 @@ from small_models import make_batch, make_config, make_model
 from benchmarks.layerwise import collect
 from modeling_gqa.conversion import METHODS, UserError, allocate, compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.convert import Search
-from modeling_gqa.conversion.layer_store import Kept
+from modeling_gqa.conversion.layer_store import LayerStore
 from modeling_gqa.conversion.sequential import Setting, convert_layer
 from modeling_gqa.conversion.streams import FIRST_SHARE
 from modeling_gqa.conversion.targets import layer_fields
@@ -63,7 +63,7 @@ def test_candidates_do_not_write_to_the_source(monkeypatch):
     """A candidate shares the source's other tensors, does not change them, and equals the final conversion."""
     model = random_model("gqa", output_bias=True).double()
     before = state_copy(model)
-    search = Search(model, target(model, "mqa"), CALIBRATION, CALIBRATION, {}, Kept())
+    search = Search(model, target(model, "mqa"), CALIBRATION, CALIBRATION, {}, LayerStore())
     shared, _ = search.converted(Setting(refit=True), share=True)
     assert same_state(before, model.state_dict())
     assert shared.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()

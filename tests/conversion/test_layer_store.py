@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from modeling_gqa.conversion import UserError, allocation, job, sequential
 from modeling_gqa.conversion.job import Job
-from modeling_gqa.conversion.layer_store import Kept, LayerFiles, kept_in
+from modeling_gqa.conversion.layer_store import LayerFiles, LayerStore, resumable_folder
 from modeling_gqa.conversion.sequential import NewLayer, Setting
 
 GQA: dict[str, Any] = {"attention_kind": "gqa", "num_key_value_heads": 3}
@@ -196,7 +196,7 @@ def test_what_was_damaged_is_converted_again(source, tmp_path, monkeypatch):
         folder = interrupt(source, tmp_path / name[:4] / "out", monkeypatch, 3, **GQA)
         (path,) = folder.glob(name)
         path.write_bytes(path.read_bytes()[:9])
-        (folder / "0123456789abcdef-7.part").write_bytes(b"half")
+        (folder / ".0123456789abcdef-7.safetensors.part").write_bytes(b"half")
         with monkeypatch.context() as patch:
             reached = counted(patch)
             convert(source, tmp_path / name[:4] / "out", **GQA)
@@ -236,13 +236,12 @@ def test_a_refused_conversion_leaves_nothing(source, tmp_path, monkeypatch):
 
 
 def test_layers_in_files_are_a_mapping(tmp_path):
-    """Layers come back bit for bit with their fields and losses, and one that is there is not written again."""
-    with kept_in(tmp_path / "kept", {"plan": 1}) as folder:
+    """Layers come back bit for bit with their fields and losses."""
+    with resumable_folder(tmp_path / "kept", {"plan": 1}) as folder:
         files, expected = LayerFiles(folder, "0123456789abcdef"), {}
         for index, dtype in ((10, torch.float32), (2, torch.bfloat16)):
             state = {"k_proj.weight": torch.rand(3, 4).to(dtype)}
             files[index] = expected[index] = NewLayer(state, {"attention_kind": "gqa", "output_bias": None}, None)
-        files[2] = NewLayer({}, {}, 1.0)
         assert list(files) == [2, 10] and len(files) == 2 and 3 not in files
         for index, layer in files.items():
             assert layer[1:] == expected[index][1:]
@@ -255,7 +254,7 @@ def test_layers_in_files_are_a_mapping(tmp_path):
 @pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
 def test_the_layers_of_the_best_setting_stay(on_disk, tmp_path):
     """Those of a worse one are forgotten once both are measured, and measurements are read again."""
-    kept = Kept(tmp_path if on_disk else None)
+    kept = LayerStore(tmp_path if on_disk else None)
     settings = [Setting(alpha=alpha) for alpha in (1.0, 2.0, 3.0)]
     for setting, kl in zip(settings, (0.3, 0.2, 0.4), strict=True):
         kept.of(setting)[0] = NewLayer({"weight": torch.full((2,), kl)}, {}, kl)
@@ -264,4 +263,4 @@ def test_the_layers_of_the_best_setting_stay(on_disk, tmp_path):
     assert kept.of(settings[1])[0].loss == 0.2
     if on_disk:
         assert len(list(tmp_path.glob("*.safetensors"))) == 1
-        assert [Kept(tmp_path).measured(setting) for setting in settings] == [0.3, 0.2, 0.4]
+        assert [LayerStore(tmp_path).measured(setting) for setting in settings] == [0.3, 0.2, 0.4]

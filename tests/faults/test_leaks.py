@@ -87,5 +87,5 @@ def test_nothing_leaks(start, tmp_path, monkeypatch, whole):
         f"student: {home}/converted\nteacher: {run}/final\ndata_files: [{text}]\nmax_steps: {LAST}\n"
         "sequence_length: 32\nper_device_train_batch_size: 2\nmax_eval_blocks: 2\nvalidation_fraction: 0.2\n"
     )
-    uptrain([str(recipe), "--output_dir", str(home / "healed")])
-    assert leaks(home / "healed" / "final", TELL_TALE, TOKEN) == []
+    uptrain([str(recipe), "--output_dir", str(home / "uptrained")])
+    assert leaks(home / "uptrained" / "final", TELL_TALE, TOKEN) == []

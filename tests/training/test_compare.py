@@ -30,9 +30,7 @@ from modeling_gqa.training.comparison.report import (
     verdict,
     write_outcome,
 )
-from modeling_gqa.training.shared.folder import begin
-from modeling_gqa.training.shared.processes import gpu_of
-from modeling_gqa.training.shared.runs import Run, Runs
+from modeling_gqa.training.comparison.runs import Run, Runs, gpu_of
 from modeling_gqa_cli.errors import UserError
 from training.compare import compare
 
@@ -361,7 +359,7 @@ def test_folders_of_others(tmp_path):
         folder.mkdir()
         (folder / name).mkdir() if content is None else (folder / name).write_text(content)
         with pytest.raises(UserError, match="choose another --output-dir"):
-            begin(Runs(folder, lambda _: [], 1, ""), "comparison", {}, set(), pytest.fail)
+            Runs(folder, lambda _: [], 1, "").begin("comparison", {}, {}, set(), pytest.fail)
     assert (tmp_path / "recipe" / "recipe.json").read_text() == "[]"
 
 

@@ -309,7 +309,7 @@ def test_results(here, pair, tmp_path):
 
 
 def test_a_student_with_norms_on_each_head(here, pair, packed, tmp_path):
-    """A conversion of Qwen3's attention to MLA is healed as any: both losses, every parameter of the attention."""
+    """A conversion of Qwen3's attention to MLA is uptrained as any: both losses, every parameter of the attention."""
     teacher = build(["mha", "mha"], 0, qk_norm=True).eval()
     target = target_config(teacher.config, "mla", cache_size=20)
     student, _ = convert_model(teacher, target, [{"input_ids": packed["input_ids"]}], method="lowrank")
@@ -455,7 +455,7 @@ def test_without_a_teacher(here, pair, tmp_path):
     assert first == pytest.approx(results["initial_validation_loss"], rel=0.05) and "stage" not in log[0]
 
 
-@pytest.mark.parametrize("rate", [1e-3, RUINOUS], ids=["heals", "ruins"])
+@pytest.mark.parametrize("rate", [1e-3, RUINOUS], ids=["uptrains", "ruins"])
 def test_two_processes_equal_one_and_a_stranger_loads_the_result(rate, write, here, tmp_path):
     """Stage 1 uses some of the parameters that stage 2 trains; DDP must not wait for the others."""
     options = {"trainable": "all", "max_steps": 4, "per_device_train_batch_size": 2, "sample_prompt": "the "}
@@ -488,28 +488,20 @@ REFUSALS = [
     ({"student": "/nowhere/model"}, "cannot load the student /nowhere/model"),
     ({"teacher": "/nowhere/model"}, "cannot load the teacher /nowhere/model"),
     ({"student": "a/model.gguf"}, "the student a/model.gguf is a GGUF file: write it as a folder first"),
-    ({"teacher": None}, "layerwise_fraction is 0.5 and there is no teacher"),
     ({"teacher": "none", "layerwise_fraction": 0, "kl_weight": 0.5}, "kl_weight is 0.5 and there is no teacher"),
-    ({"layerwise_fraction": 1.5}, "layerwise_fraction is 1.5; it must lie between 0 and 1"),
     ({"kl_weight": -1}, "kl_weight is -1.0; it must lie between 0 and 1"),
     ({"temperature": 0}, "temperature is 0.0; it must be positive"),
     ({"trainable": "mlp"}, "trainable"),
     ({"preset": "tiny-mha"}, "preset has no effect here: the student is the model"),
     ({"model_overrides": {"hidden_size": 3}}, "model_overrides has no effect here: the student is the model"),
     ({"pretraining_fraction": 0.1}, "max_steps and pretraining_fraction are both given"),
-    ({"pretraining_fraction": -0.1, "max_steps": None}, "pretraining_fraction is -0.1; it must lie in [0, 1]"),
     ({"pretraining_fraction": 1.1, "max_steps": None}, "pretraining_fraction is 1.1; it must lie in [0, 1]"),
     (
         {"pretraining_fraction": 1e-3, "max_steps": None},
         "leaves 20 tokens, and a step takes 256: give a larger fraction, or --max-steps N --pretraining-fraction 0",
     ),
     # Models come before budgets.
-    ({"pretraining_fraction": 1e-3, "max_steps": None, "student": "/nowhere/s"}, "cannot load the student /nowhere/s"),
     ({"pretraining_fraction": 1e-3, "max_steps": None, "teacher": "/nowhere/t"}, "cannot load the teacher /nowhere/t"),
-    (
-        {"pretraining_fraction": 1e-3, "max_steps": None, "pretraining_tokens": 500, "student": "/nowhere/s"},
-        "cannot load the student /nowhere/s",
-    ),
     (
         {"pretraining_fraction": 0.1, "max_steps": None, "teacher": None, "layerwise_fraction": 0},
         "pretraining_fraction needs pretraining_tokens: there is no teacher",

@@ -99,7 +99,7 @@ def test_only_equal_parameters_are_shared(folders, tmp_path):
 
 
 @pytest.fixture
-def heal(folders, corpus, tmp_path, monkeypatch):
+def uptrained(folders, corpus, tmp_path, monkeypatch):
     """Runs the script; returns the losses that were logged and the folder of the run."""
     monkeypatch.setattr(publish, "load_in_clean_process", lambda folder, prompt: "a sample")
     path = tmp_path / "uptrain.yaml"
@@ -119,33 +119,32 @@ def heal(folders, corpus, tmp_path, monkeypatch):
     return run
 
 
-def test_losses_and_gradients_are_those_of_float32_weights(heal, monkeypatch):
-    """Under autocast a frozen matrix is rounded to the dtype that it is stored in, whichever it is held in."""
-    found, run = heal("ours")
-    monkeypatch.setattr(distillation, "frozen_dtype", lambda *_: torch.float32)
-    monkeypatch.setattr(distillation, "share_parameters", lambda *_: None)
-    expected, other = heal("float32")
-    assert found == expected and len(found) == 5
-    final, then = (AutoModelForCausalLM.from_pretrained(folder / "final").state_dict() for folder in (run, other))
-    assert all(torch.equal(x, then[name]) and x.dtype == torch.bfloat16 for name, x in final.items())
+def test_a_resumed_run_and_one_of_float32_weights_are_the_same(uptrained, monkeypatch):
+    """Losses, gradients and weights: autocast rounds a frozen matrix to the dtype that it is stored in, however held.
 
+    A resumption counts the seconds before, and warns of no missing keys.
+    """
 
-def test_a_resumed_run_is_the_whole_one_says_no_missing_keys_and_counts_all_seconds(heal, monkeypatch):
-    expected, whole = heal("whole")
-    _, run = heal("stopped")
+    def weights(folder: Path) -> dict[str, torch.Tensor]:
+        return AutoModelForCausalLM.from_pretrained(folder / "final").state_dict()
+
+    expected, run = uptrained("ours")
+    final = weights(run)
     shutil.rmtree(run / "checkpoint-4")
     path = run / "checkpoint-2" / "complete.json"
     mark = json.loads(path.read_text())
-    seconds = mark["training_seconds"]
-    path.write_text(json.dumps(mark | {"training_seconds": seconds + 1000}))
+    path.write_text(json.dumps(mark | {"training_seconds": mark["training_seconds"] + 1000}))
     warned: list[str] = []
     monkeypatch.setattr(trainer_logger, "warning", lambda message, *_, **__: warned.append(message))
-    found, _ = heal("stopped", "--resume")
-    assert warned == [] and found == expected
-    results = json.loads((run / "results.json").read_text())
-    assert 1000 + seconds < results["training_seconds"] < 1100 + seconds
-    finals = [AutoModelForCausalLM.from_pretrained(folder / "final").state_dict() for folder in (whole, run)]
-    assert all(torch.equal(x, finals[1][name]) for name, x in finals[0].items())
+    assert uptrained("ours", "--resume")[0] == expected and len(expected) == 5 and warned == []
+    seconds = json.loads((run / "results.json").read_text())["training_seconds"] - mark["training_seconds"]
+    assert 1000 < seconds < 1100
+    monkeypatch.setattr(distillation, "frozen_dtype", lambda *_: torch.float32)
+    monkeypatch.setattr(distillation, "share_parameters", lambda *_: None)
+    found, other = uptrained("float32")
+    assert found == expected
+    for folder in (run, other):
+        assert all(torch.equal(x, final[name]) and x.dtype == torch.bfloat16 for name, x in weights(folder).items())
 
 
 def live_bytes() -> int:
@@ -161,7 +160,7 @@ def live_bytes() -> int:
 
 
 def predicted_bytes(student: GQAConfig, teacher: GQAConfig) -> int:
-    """The arithmetic of docs/healing.md without autocast's copies, which live during a step only."""
+    """The arithmetic of docs/uptraining.md without autocast's copies, which live during a step only."""
     trained = costs.count_attention_parameters(student)
     frozen = costs.count_parameters(student) - trained
     return 2 * (frozen + costs.count_attention_parameters(teacher)) + 16 * trained

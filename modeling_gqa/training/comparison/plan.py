@@ -12,8 +12,8 @@ from ...common.console import say
 from ...data.source import open_source, split_source
 from ...data.tokenizer import train_tokenizer
 from ..recipe import Recipe
-from ..shared.runs import Run
 from .models import Candidate, CompareRecipe
+from .runs import Run
 
 # What may differ when a comparison goes on: none of it changes what a finished run has found.
 FREE = {"learning_rates", "seeds", "jobs", "launcher", "contexts", "report_to", "output_dir"}

@@ -11,21 +11,20 @@ from transformers import AutoTokenizer
 
 from modeling_gqa_cli.errors import UserError
 
+from ...common.atomic import read_object, write_json, write_text
 from ...common.console import say
 from ...common.pictures import COLORS, line_styles, name_lines, new_figure, save, tidy
-from ...common.results import write_json
 from ...common.tables import Table, with_prefix
 from ...costs import CostedModel, cache_bytes_per_token, count_parameters, training_flops
 from ...costs.speeds import Speed, measure_speeds, where_measured
 from ...data.blocks import load_blocks
-from ..folder.listing import read_object, write_text
-from ..folder.manifest import checkpoints
 from ..recipe import trackers_in
 from ..results import RESULTS
-from ..shared.runs import Runs
-from ..shared.spread import Sample, Spread, pooled
+from ..run_folder import checkpoints
 from .models import MATCHED, CompareRecipe
 from .plan import Comparison, Trial
+from .runs import Runs
+from .spread import Sample, Spread, pooled
 
 REPORT = "report.md"
 LOSS = "validation loss (nats per token)"

@@ -1,12 +1,13 @@
-"""What healing brings back of a real model: a sweep of settings, and a curve of quality against tokens.
+"""What uptraining brings back of a real model: a sweep of settings, and a curve of quality against tokens.
 
-    python -m benchmarks.healing                 # both parts
-    python -m benchmarks.healing --sweep
-    python -m benchmarks.healing --curve --targets mla-1/4 --tokens 40960 204800
-    python -m benchmarks.healing meta-llama/Llama-3.2-1B --name healing-1b --recipe uptrain-1b --targets mla-512+64
+    python -m benchmarks.uptraining                 # both parts
+    python -m benchmarks.uptraining --sweep
+    python -m benchmarks.uptraining --curve --targets mla-1/4 --tokens 40960 204800
+    python -m benchmarks.uptraining meta-llama/Llama-3.2-1B --name uptraining-1b --recipe uptrain-1b \
+        --targets mla-512+64
 
 Without a model it is SmolLM2-135M-Instruct, and the text is that of `benchmarks.real`. Each target of `--targets` is
-converted as `benchmarks.real_conversion` does by default, and healed by `training.uptrain` with `--recipe` on
+converted as `benchmarks.real_conversion` does by default, and uptrained by `training.uptrain` with `--recipe` on
 `calibration.jsonl`. Every number of tokens is a run of its own, with a learning rate schedule of its own. Students
 learn from the source's predictions (KL divergence) and the next token; the control is the source itself, trained on as
 many tokens of the same text with the next-token loss.
@@ -56,7 +57,7 @@ CURVE = {"model": "", "tokens": ",", "perplexity": ".2f", "kl": ".3f", "top1": "
          "kl_other": ".3f", "perplexity_code": ".2f", "kl_code": ".3f", "tokens_per_second": ".0f"}  # fmt: skip
 
 
-class Healing:
+class Uptraining:
     """Models, runs and the rows of the results file, for a command line."""
 
     def __init__(self, options: argparse.Namespace, command: str) -> None:
@@ -98,7 +99,7 @@ class Healing:
             partial.rename(folder)
         return folder
 
-    def heal(self, student: Path, tokens: int, setting: dict[str, Any]) -> tuple[Path, dict]:
+    def uptrain(self, student: Path, tokens: int, setting: dict[str, Any]) -> tuple[Path, dict]:
         """Train by the script, or go on with a run that was stopped; return the model's folder and its results."""
         options, alone = self.options, student == self.source
         values = setting | {
@@ -108,7 +109,7 @@ class Healing:
             "max_steps": max(1, round(tokens / (options.train_length * options.train_batch))),
             "sequence_length": options.train_length,
             "per_device_train_batch_size": options.train_batch,
-            "max_eval_blocks": 1,  # what is healed is measured here
+            "max_eval_blocks": 1,  # what is uptrained is measured here
             "keep_best": False,
         }
         if alone:
@@ -144,15 +145,15 @@ class Healing:
 
         def measure() -> dict:
             try:
-                folder, results = self.heal(student, tokens, setting)
+                folder, results = self.uptrain(student, tokens, setting)
             except NonFiniteLoss:
                 return {"kl": None, "perplexity": None, "failed": "the loss is not finite"}
             row = {"seconds": results["training_seconds"]}
             row["tokens_per_second"] = results["tokens_seen"] / row["seconds"]
-            healed = load_source(folder).eval()
+            uptrained = load_source(folder).eval()
             if part == "curve":
-                return row | self.test.measure(healed) | {"answer": self.answer(healed)}
-            row |= self.tuning.measure(healed)
+                return row | self.test.measure(uptrained) | {"answer": self.answer(uptrained)}
+            row |= self.tuning.measure(uptrained)
             shutil.rmtree(folder.parent)
             return row
 
@@ -212,10 +213,10 @@ class Healing:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a folder, or a name on the Hub; SmolLM2-135M-Instruct by default")
-    parser.add_argument("--name", default="healing", help="of the file of results in benchmarks/results")
+    parser.add_argument("--name", default="uptraining", help="of the file of results in benchmarks/results")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the file of results, in place of --name")
     parser.add_argument("--text", type=Path, help="folder of the text; that of `make real` by default")
-    parser.add_argument("--work", type=Path, default=cache_folder() / "healing", help="folder of conversions and runs")
+    parser.add_argument("--work", type=Path, default=cache_folder() / "uptraining", help="folder of the runs")
     parser.add_argument("--sweep", action="store_true", help="this part")
     parser.add_argument("--curve", action="store_true", help="this part, with the sweep's best settings")
     parser.add_argument("--recipe", default="uptrain-smollm2", help="of training.uptrain")
@@ -235,18 +236,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> dict[str, list[dict]]:
     """Do, print and write what the command line asks for; returns all rows of the file."""
     both = not (options := parse(arguments)).sweep and not options.curve
-    command = " ".join(["python -m benchmarks.healing", *(sys.argv[1:] if arguments is None else arguments)])
-    healing = Healing(options, command)
+    command = " ".join(["python -m benchmarks.uptraining", *(sys.argv[1:] if arguments is None else arguments)])
+    uptraining = Uptraining(options, command)
     # Without a sweep the recipe's own settings are used.
-    swept = options.sweep or both or healing.rows["sweep"]
-    settings: dict[str, dict[str, Any]] = healing.sweep() if swept else {}
+    swept = options.sweep or both or uptraining.rows["sweep"]
+    settings: dict[str, dict[str, Any]] = uptraining.sweep() if swept else {}
     if options.curve or both:
-        healing.curve(settings)
+        uptraining.curve(settings)
     for part, columns in (("sweep", SWEEP), ("curve", CURVE)):
-        if healing.rows[part]:
-            print_table(f"{part} of {healing.source.name}", healing.rows[part], columns)
-    print(f"best: {settings}\nrows are in {healing.path}")
-    return healing.rows
+        if uptraining.rows[part]:
+            print_table(f"{part} of {uptraining.source.name}", uptraining.rows[part], columns)
+    print(f"best: {settings}\nrows are in {uptraining.path}")
+    return uptraining.rows
 
 
 if __name__ == "__main__":

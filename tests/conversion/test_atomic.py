@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from modeling_gqa.checkpoints.aside import check_target, file_written_aside, refuse_overlap, why_kept, written_aside
-from modeling_gqa.common.errors import UserError
+from modeling_gqa.checkpoints.overwriting import check_target, new_checkpoint, new_gguf, refuse_overlap, why_kept
+from modeling_gqa.common.atomic import read_object, replacing, write_text
+from modeling_gqa_cli.errors import UserError
 
 
 def checkpoint(folder, content="old"):
@@ -25,12 +26,17 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
+def refused(match, target, force=False):
+    with pytest.raises(UserError, match=match), new_checkpoint(target, force):
+        pytest.fail("entered")
+
+
 OLD = ["config.json", "model.safetensors"]
 
 
 def test_a_target_appears_when_it_is_complete(tmp_path):
     target = tmp_path / "made" / "on" / "the" / "way"
-    with written_aside(target, force=False) as aside:
+    with new_checkpoint(target, force=False) as aside:
         assert aside.parent == target.parent
         (aside / "new").touch()
         assert not target.exists()
@@ -40,12 +46,8 @@ def test_a_target_appears_when_it_is_complete(tmp_path):
 
 def test_an_existing_target_needs_force_and_is_replaced_at_the_end(tmp_path):
     target = checkpoint(tmp_path / "target")
-    with (
-        pytest.raises(UserError, match=r"target exists already: .*\(--force\)"),
-        written_aside(target, force=False),
-    ):
-        pytest.fail("entered")
-    with written_aside(target, force=True) as aside:
+    refused(r"target exists already: .*\(--force\)", target, force=False)
+    with new_checkpoint(target, force=True) as aside:
         (aside / "new").touch()
         assert names(target) == OLD
     assert names(target) == ["new"]
@@ -60,7 +62,7 @@ def test_a_failure_leaves_nothing_behind(existing, error, tmp_path):
         checkpoint(target)
 
     def fail():
-        with written_aside(target, force=True) as aside:
+        with new_checkpoint(target, force=True) as aside:
             (aside / "half").touch()
             raise error
 
@@ -73,14 +75,6 @@ def test_a_failure_leaves_nothing_behind(existing, error, tmp_path):
         assert names(tmp_path) == []
 
 
-def test_a_failing_rename_puts_the_old_target_back(tmp_path):
-    target = checkpoint(tmp_path / "target")
-    with pytest.raises(FileNotFoundError), written_aside(target, force=True) as aside:
-        aside.rename(tmp_path / "elsewhere")  # so that it cannot take the target's place
-    assert names(target) == OLD
-    assert names(tmp_path) == ["elsewhere", "target"]
-
-
 @pytest.mark.parametrize(("kind", "force"), [("folder", False), ("file", True)])
 def test_a_target_that_appears_meanwhile_is_kept(kind, force, tmp_path):
     """The target is checked again at the end: what someone else wrote there meanwhile is not replaced."""
@@ -88,7 +82,7 @@ def test_a_target_that_appears_meanwhile_is_kept(kind, force, tmp_path):
     kept = target / "precious" if kind == "folder" else target
 
     def write():
-        with written_aside(target, force) as aside:
+        with new_checkpoint(target, force) as aside:
             (aside / "new").touch()
             kept.parent.mkdir(exist_ok=True)
             kept.write_text("kept")
@@ -97,13 +91,6 @@ def test_a_target_that_appears_meanwhile_is_kept(kind, force, tmp_path):
         write()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [kept]
     assert names(tmp_path) == ["target"]
-
-
-def test_a_file_is_no_target(tmp_path):
-    (tmp_path / "target").write_text("kept")
-    with pytest.raises(UserError, match="target is a file"), written_aside(tmp_path / "target", force=True):
-        pytest.fail("entered")
-    assert (tmp_path / "target").read_text() == "kept"
 
 
 @pytest.mark.parametrize("target", ["a/b", "a", "a/b/../b", "link"])
@@ -158,11 +145,7 @@ def test_what_is_no_part_of_a_checkpoint_is_kept(name, tmp_path):
     (target / name).write_text("mine")
     first = name if name.startswith("additional") else name.split("/")[0]
     first = "additional_chat_templates/deep" if "deep" in name else first
-    with (
-        pytest.raises(UserError, match=rf"holds other things than a checkpoint \({first}\)"),
-        written_aside(target, True),
-    ):
-        pytest.fail("entered")
+    refused(rf"holds other things than a checkpoint \({first}\)", target, True)
     assert (target / name).read_text() == "mine"
     assert names(tmp_path) == ["target"]
 
@@ -191,31 +174,27 @@ def test_a_folder_with_a_config_is_no_checkpoint_yet(config, tmp_path):
     assert why_kept(folder).startswith("is no checkpoint")
 
 
-def test_weights_make_a_checkpoint(tmp_path):
-    """Without weights, `--force` deletes nothing."""
-    folder = checkpoint(tmp_path / "target")
-    (folder / "model.safetensors").unlink()
-    assert why_kept(folder).startswith("is no checkpoint")
-
-
-@pytest.mark.parametrize("inner", ["", "inner"])
-def test_the_folder_one_is_in_is_kept(inner, tmp_path, monkeypatch):
+def test_what_cannot_be_replaced_is_kept(tmp_path, monkeypatch):
+    """A checkpoint without weights, a file, the folder one is in, one that holds it, and a mount point."""
     target = checkpoint(tmp_path / "target")
-    (target / inner).mkdir(exist_ok=True)
-    monkeypatch.chdir(target / inner)
-    with pytest.raises(UserError, match="is the folder you are in, or holds it"):
-        check_target(target, force=True)
-
-
-def test_a_mount_point_is_kept():
+    (target / "inner").mkdir()
+    for folder in (target, target / "inner"):
+        monkeypatch.chdir(folder)
+        refused("is the folder you are in, or holds it", target, True)
+    monkeypatch.chdir(tmp_path)
+    (target / "inner").rmdir()
+    refused("target/model.safetensors is a file", target / "model.safetensors", True)
+    (target / "model.safetensors").unlink()
+    assert why_kept(target).startswith("is no checkpoint")
+    mount = next(path for path in map(Path, ("/proc", "/dev")) if os.path.ismount(path))
     with pytest.raises(UserError, match=r"^/(dev|proc) is a mount point"):
-        check_target(next(path for path in map(Path, ("/proc", "/dev")) if os.path.ismount(path)), True)
+        check_target(mount, True)
 
 
 def test_a_link_to_a_checkpoint_stays_and_the_checkpoint_is_replaced(tmp_path):
     target = checkpoint(tmp_path / "disk" / "target")
     (tmp_path / "link").symlink_to("disk/target")
-    with written_aside(tmp_path / "link", force=True) as aside:
+    with new_checkpoint(tmp_path / "link", force=True) as aside:
         assert aside.parent == target.parent
         (aside / "new").touch()
     assert (tmp_path / "link").is_symlink() and names(target) == ["new"] and names(target.parent) == ["target"]
@@ -227,7 +206,7 @@ FORK = multiprocessing.get_context("fork")  # what is imported here is imported 
 
 
 def write_and_wait(target, pipe):
-    with written_aside(target, force=True) as folder:
+    with new_checkpoint(target, force=True) as folder:
         (folder / "half").touch()
         pipe.send(folder)
         time.sleep(600)
@@ -249,16 +228,12 @@ def test_one_process_at_a_time_and_what_a_dead_one_leaves_is_swept(writer, tmp_p
     process, folder = writer
     target = checkpoint(tmp_path / "target")
     before = names(tmp_path)
-    with (
-        pytest.raises(UserError, match=f"process {process.pid} is writing {target} now"),
-        written_aside(target, force=True),
-    ):
-        pytest.fail("entered")
+    refused(f"process {process.pid} is writing {target} now", target, force=True)
     assert names(tmp_path) == before and (folder / "half").exists()  # the other's are left alone
     process.kill()
     process.join()
     assert names(tmp_path) == before
-    with written_aside(target, force=True) as aside:
+    with new_checkpoint(target, force=True) as aside:
         assert not (folder / "half").exists()
         (aside / "new").touch()
     assert names(tmp_path) == ["target"] and names(target) == ["new"]
@@ -266,13 +241,9 @@ def test_one_process_at_a_time_and_what_a_dead_one_leaves_is_swept(writer, tmp_p
 
 def test_two_writers_in_one_process(tmp_path):
     """The lock also holds within a process, for one target, and not for another."""
-    with written_aside(tmp_path / "target"):
-        with (
-            pytest.raises(UserError, match=f"process {os.getpid()} is writing"),
-            written_aside(tmp_path / "target"),
-        ):
-            pytest.fail("entered")
-        with written_aside(tmp_path / "other"):
+    with new_checkpoint(tmp_path / "target"):
+        refused(f"process {os.getpid()} is writing", tmp_path / "target")
+        with new_checkpoint(tmp_path / "other"):
             pass
     assert names(tmp_path) == ["other", "target"]
 
@@ -287,20 +258,14 @@ def weights(tmp_path):
     return (tmp_path / "target" / "model.safetensors").read_text()
 
 
-def test_what_was_moved_away_when_the_kill_came_is_put_back(tmp_path):
-    left_by_kill(tmp_path, "old", "new")
-    with pytest.raises(UserError, match="target exists already"), written_aside(tmp_path / "target"):
-        pytest.fail("entered")
-    assert names(tmp_path) == ["target"] and weights(tmp_path) == "old"
-
-
-def test_what_was_replaced_when_the_kill_came_is_swept(tmp_path):
-    """Killed after the new checkpoint took its place: the next writer removes the old one and keeps the new."""
-    left_by_kill(tmp_path, "old")
-    checkpoint(tmp_path / "target", content="new")
-    with pytest.raises(UserError, match="target exists already"), written_aside(tmp_path / "target"):
-        pytest.fail("entered")
-    assert names(tmp_path) == ["target"] and weights(tmp_path) == "new"
+@pytest.mark.parametrize("found", ["old", "new"])
+def test_what_a_kill_left_is_put_back_or_swept(found, tmp_path):
+    """Killed between the two renames the old checkpoint comes back; killed after them it is deleted."""
+    left_by_kill(tmp_path, "old", *(["new"] if found == "old" else []))
+    if found == "new":
+        checkpoint(tmp_path / "target", content="new")
+    refused("target exists already", tmp_path / "target")
+    assert names(tmp_path) == ["target"] and weights(tmp_path) == found
 
 
 def test_what_was_moved_away_is_kept_where_something_else_took_its_place(tmp_path):
@@ -308,11 +273,7 @@ def test_what_was_moved_away_is_kept_where_something_else_took_its_place(tmp_pat
     left_by_kill(tmp_path, "old", "new")
     checkpoint(tmp_path / "target", content="someone's")
     before = names(tmp_path)
-    with (
-        pytest.raises(UserError, match=r"\.target\.old-12ab is what a killed command had moved"),
-        written_aside(tmp_path / "target", force=True),
-    ):
-        pytest.fail("entered")
+    refused(r"\.target\.old-12ab is what a killed command had moved", tmp_path / "target", force=True)
     assert names(tmp_path) == before and weights(tmp_path) == "someone's"
 
 
@@ -321,7 +282,7 @@ def test_only_names_of_ours_are_swept(name, tmp_path):
     """Files, and folders whose names only resemble those of a writer, are not removed."""
     (tmp_path / name).mkdir()
     (tmp_path / ".target.new-12").write_text("a file is none of ours")
-    with written_aside(tmp_path / "target"):
+    with new_checkpoint(tmp_path / "target"):
         pass
     assert names(tmp_path) == sorted([name, ".target.new-12", "target"])
 
@@ -331,12 +292,11 @@ def test_the_users_folders_and_locks_are_kept_whatever_their_names(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.txt").touch()
     before = names(tmp_path)
-    with written_aside(tmp_path / "target"):
+    with new_checkpoint(tmp_path / "target"):
         pass
     assert names(tmp_path) == sorted([*before, "target"])
     (tmp_path / ".other.lock").write_text("mine")
-    with pytest.raises(UserError, match=r"\.other\.lock is no lock of ours"), written_aside(tmp_path / "other"):
-        pytest.fail("entered")
+    refused(r"\.other\.lock is no lock of ours", tmp_path / "other")
     assert (tmp_path / ".other.lock").read_text() == "mine"
 
 
@@ -344,7 +304,7 @@ def test_the_users_folders_and_locks_are_kept_whatever_their_names(tmp_path):
 def test_stopped_between_any_two_renames(step, tmp_path, monkeypatch):
     """Each rename is interrupted before it is done, and after: the target is old or new, and nothing else is left."""
     target = checkpoint(tmp_path / "target")
-    rename, count = Path.rename, [0]
+    rename, count = Path.replace, [0]
 
     def interrupted(path, to):
         number, after = divmod(step, 2)
@@ -355,8 +315,8 @@ def test_stopped_between_any_two_renames(step, tmp_path, monkeypatch):
             rename(path, to)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt), written_aside(target, force=True) as aside:
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt), new_checkpoint(target, force=True) as aside:
         (aside / "new").touch()
     assert names(tmp_path) == ["target"] and names(target) == (["new"] if step == 3 else OLD)
 
@@ -375,7 +335,7 @@ def test_stopped_while_cleaning_up(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(owner, function, interrupted)
     checkpoint(tmp_path / "target")
-    with pytest.raises(KeyboardInterrupt), written_aside(tmp_path / "target", force=True) as aside:
+    with pytest.raises(KeyboardInterrupt), new_checkpoint(tmp_path / "target", force=True) as aside:
         (aside / "new").touch()
     assert names(tmp_path) == ["target"] and names(tmp_path / "target") == ["new"]
 
@@ -385,8 +345,7 @@ def test_stopped_while_cleaning_up(name, tmp_path, monkeypatch):
 )
 def test_what_cannot_be_written_is_said(target, message, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=f"cannot be written: .*{message}"), written_aside(tmp_path / target):
-        pytest.fail("entered")
+    refused(f"cannot be written: .*{message}", tmp_path / target)
     assert names(tmp_path) == ["file"]
 
 
@@ -412,7 +371,7 @@ def as_another_user(function, *arguments):
 
 
 def write(target):
-    with written_aside(target, force=True):
+    with new_checkpoint(target, force=True):
         pytest.fail("entered")
 
 
@@ -430,77 +389,56 @@ def test_a_folder_that_cannot_be_written_to_is_said():
 # -- a file
 
 
-def test_a_file_appears_when_it_is_complete(tmp_path):
-    target = tmp_path / "made" / "model.gguf"
-    with file_written_aside(target) as path:
-        path.write_bytes(b"GGUF new")
-        assert not target.exists()
-    assert target.read_bytes() == b"GGUF new" and names(target.parent) == ["model.gguf"]
-
-
 def test_an_existing_file_needs_force_and_to_be_of_its_kind(tmp_path):
-    target = tmp_path / "model.gguf"
-    target.write_bytes(b"GGUF old")
-    with pytest.raises(UserError, match=r"exists already: .*\(--force\)"), file_written_aside(target):
+    target = tmp_path / "made" / "model.gguf"
+    with new_gguf(target) as path:
+        path.write_bytes(b"GGUF old")
+        assert not target.exists()
+    with pytest.raises(UserError, match=r"exists already: .*\(--force\)"), new_gguf(target):
         pytest.fail("entered")
-    with file_written_aside(target, force=True) as path:
+    with new_gguf(target, force=True) as path:
         path.write_bytes(b"GGUF new")
         assert target.read_bytes() == b"GGUF old"
     assert target.read_bytes() == b"GGUF new"
     target.write_bytes(b"mine")
-    with pytest.raises(UserError, match="is no GGUF file"), file_written_aside(target, force=True):
+    with pytest.raises(UserError, match="is no GGUF file"), new_gguf(target, force=True):
         pytest.fail("entered")
     target.unlink()
     target.mkdir()
-    with pytest.raises(UserError, match="is a folder"), file_written_aside(target, force=True):
+    with pytest.raises(UserError, match="is a folder"), new_gguf(target, force=True):
         pytest.fail("entered")
-    assert names(tmp_path) == ["model.gguf"]
+    assert names(target.parent) == ["model.gguf"]
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("step", ["writing", "before", "after"])
-def test_a_failure_leaves_the_file_old_or_new(step, error, tmp_path, monkeypatch):
+def test_a_failure_leaves_the_file_old_or_new(step, tmp_path, monkeypatch):
     target, replace = tmp_path / "model.gguf", Path.replace
     target.write_bytes(b"GGUF old")
 
     def failing(path, to):
         if step == "after":
             replace(path, to)
-        raise error
+        raise KeyboardInterrupt
 
     def write():
-        with file_written_aside(target, force=True) as path:
+        with new_gguf(target, force=True) as path:
             path.write_bytes(b"GGUF new")
             if step == "writing":
-                raise error
+                raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "replace", failing)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         write()
     assert target.read_bytes() == (b"GGUF new" if step == "after" else b"GGUF old")
     assert names(tmp_path) == ["model.gguf"]
 
 
-def test_a_file_that_appears_meanwhile_is_kept(tmp_path):
-    target = tmp_path / "made" / "model.gguf"
-
-    def write():
-        with file_written_aside(target) as path:
-            path.write_bytes(b"GGUF new")
-            target.write_bytes(b"GGUF theirs")
-
-    with pytest.raises(UserError, match="exists already"):
-        write()
-    assert target.read_bytes() == b"GGUF theirs" and names(target.parent) == ["model.gguf"]
-    with pytest.raises(KeyboardInterrupt), file_written_aside(tmp_path / "way" / "model.gguf"):
-        raise KeyboardInterrupt
-    assert names(tmp_path) == ["made"]
-
-
-def test_what_a_killed_process_left_of_a_file_is_swept(tmp_path):
-    (tmp_path / ".model.gguf.lock").touch()
-    (tmp_path / ".model.gguf.new-12").mkdir()
-    (tmp_path / ".model.gguf.new-12" / "model.gguf").write_bytes(b"GGUF half")
-    with file_written_aside(tmp_path / "model.gguf") as path:
-        path.write_bytes(b"GGUF new")
-    assert names(tmp_path) == ["model.gguf"]
+def test_one_file_is_old_or_new(tmp_path):
+    path = tmp_path / "a.json"
+    write_text(path, '{"name": "\udcff"}')
+    assert read_object(path) == {"name": "\udcff"}
+    with pytest.raises(FileNotFoundError), replacing(path) as part:
+        part.with_name("c.json").rename(part)
+    write_text(tmp_path / "b.json", "{}")
+    assert names(tmp_path) == ["a.json", "b.json"] and path.read_text().startswith("{")
+    assert read_object(tmp_path / "b.json") == {} and read_object(tmp_path / "c.json") is None

@@ -1,1 +1,0 @@
-"""The folder of a run: who may write there, which files are the run's, and which checkpoint is whole."""

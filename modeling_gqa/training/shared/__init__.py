@@ -1,1 +1,0 @@
-"""Runs that the launches of one command share through a folder."""
