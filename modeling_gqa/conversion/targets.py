@@ -23,6 +23,11 @@ from ..modeling_gqa import ATTENTION_CLASSES
 Fields = dict[str, Any]
 # The kinds that conversions read and write; a layer of any other kind is refused.
 KNOWN_KINDS = (*GroupedAttention.kinds, *LatentAttention.kinds)
+# Fields that give a layer's weights their shapes; those of other kinds are None.
+SHAPE_FIELDS = (
+    *("num_key_value_heads", "head_dim", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    *NORMED_FIELDS,
+)
 # Fields in which two configurations may differ and describe the same function.
 BOOKKEEPING_FIELDS = {
     "per_layer_config", "transformers_version", "_name_or_path", "architectures", "auto_map",
@@ -283,10 +288,7 @@ def layer_frequencies(layer: GQAConfig) -> tuple[tuple[int, ...], int]:
     """Return the indices of the frequencies of a head's rotary planes, and the size of the head that they count in."""
     if layer.rope_frequency_indices is not None:
         return tuple(layer.rope_frequency_indices), layer.rope_frequency_dim
-    if layer.attention_kind == "mla":
-        size = layer.qk_rope_head_dim
-    else:
-        size = int(layer.head_dim * layer.rope_parameters.get("partial_rotary_factor", 1.0))
+    size = int(layer.head_dim * layer.rope_parameters.get("partial_rotary_factor", 1.0))  # MLA's head_dim is P
     return tuple(range(size // 2)), size
 
 
@@ -295,17 +297,13 @@ def rotary_planes(layer: GQAConfig) -> int:
     return len(layer_frequencies(layer)[0])
 
 
-def shape(layer: Fields) -> tuple[Any, ...]:
-    """Return what two attention layers have in common whose weights have the same shapes."""
-    names: tuple[str, ...] = ("num_key_value_heads", "head_dim")
-    if layer["attention_kind"] == "mla":
-        names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", *NORMED_FIELDS)
-    return (ATTENTION_CLASSES[layer["attention_kind"]], *(layer[name] for name in names))
-
-
 def changed_layers(source: GQAConfig, target: GQAConfig) -> list[int]:
-    """Return the indices of the layers that a conversion changes."""
-    pairs = zip(layer_fields(source), layer_fields(target), strict=True)
+    """Return the indices of the layers that a conversion changes: those whose weights get other shapes."""
+
+    def shape(layer: GQAConfig) -> tuple[Any, ...]:
+        return ATTENTION_CLASSES[layer.attention_kind], *(getattr(layer, name) for name in SHAPE_FIELDS)
+
+    pairs = zip(source.per_layer_config, target.per_layer_config, strict=True)
     return [index for index, (before, after) in enumerate(pairs) if shape(before) != shape(after)]
 
 
