@@ -8,9 +8,10 @@ from huggingface_hub import metadata_load
 from huggingface_hub.utils import yaml_dump
 from yaml import YAMLError
 
+from modeling_gqa_cli.errors import INSTALL
+
 from ..configuration_gqa import GQAConfig
 from .atomic import write_text
-from .errors import INSTALL
 from .files import within
 
 # Entries of a source's card that hold for the weights made from it, too.

@@ -149,7 +149,9 @@ def describe_cost(report: Report) -> str:
         return "; ".join([*parts, "no text, so nothing was measured"])
     if "calibration_tokens" in text:
         parts.append(f"calibrated on {text['calibration_tokens']:,} tokens")
-    return "; ".join([*parts, f"measured on {report['tokens']:,} others, in blocks of {text['sequence_length']:,}"])
+    return "; ".join(
+        [*parts, f"measured on {report['tokens']:,} others, in sequences of {text['sequence_length']:,} tokens"]
+    )
 
 
 def warning(report: Report) -> str | None:
