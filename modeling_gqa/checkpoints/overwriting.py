@@ -75,7 +75,11 @@ def check_file(target: Path, force: bool) -> None:
         raise UserError(f"{target} is a folder: give a file to write to")
     if not force:
         raise UserError(f"{target} exists already: choose another target, or overwrite it with force (--force)")
-    if not target.is_file() or target.open("rb").read(len(GGUF_MAGIC)) != GGUF_MAGIC:
+    begins = b""
+    if target.is_file():
+        with target.open("rb") as file:
+            begins = file.read(len(GGUF_MAGIC))
+    if begins != GGUF_MAGIC:
         raise UserError(f"{target} is no GGUF file, which force (--force) does not replace: choose another target")
 
 

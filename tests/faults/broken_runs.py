@@ -55,10 +55,12 @@ def weights(run: Path) -> str:
     return snapshot(run)["final/model.safetensors"]
 
 
-def refused(action: Callable[[], Any], match: str) -> str:
-    """The one line in which `action` is refused."""
+def refused(action: Callable[[], Any], match: str, kept: Path | None = None) -> str:
+    """The one line in which `action` is refused, with the folder `kept` left as it was."""
+    before = kept and snapshot(kept)
     with pytest.raises(UserError, match=match) as error:
         action()
+    assert (kept and snapshot(kept)) == before
     assert "\n" not in str(error.value)
     return str(error.value)
 

@@ -33,10 +33,12 @@ def damage(path: Path, how: str, draw: random.Random) -> None:
 
 
 def test_a_run_killed_at_any_moment_goes_on_to_the_same_weights(whole, tmp_path, draw):
-    run, kills = tmp_path / "run", 0
+    begin = time.monotonic()
+    assert Child(tmp_path / "timed", whole[0]).wait() == 0
+    seconds, run, kills = time.monotonic() - begin, tmp_path / "run", 0
     for _ in range(4):
         child = Child(run, whole[0], *(["--resume"] if (run / "recipe.yaml").exists() else []))
-        time.sleep(draw.uniform(0.05, 1.5))
+        time.sleep(draw.uniform(0, 0.9 * seconds))
         child.kill(signal.SIGKILL)
         kills += child.wait() == -signal.SIGKILL
     child = Child(run, whole[0], *(["--resume"] if (run / "recipe.yaml").exists() else []))

@@ -23,9 +23,7 @@ def test_the_users_files_under_our_names_are_refused(start, tmp_path, name, over
     path = tmp_path / "run" / name
     path.parent.mkdir(parents=True)
     path.write_text("years of work")
-    before = snapshot(tmp_path / "run")
-    refused(lambda: start("run", *overwrite), str(path))
-    assert snapshot(tmp_path / "run") == before
+    refused(lambda: start("run", *overwrite), str(path), kept=tmp_path / "run")
     assert {item.name for item in (tmp_path / "run").iterdir()} == {name.split("/")[0]}
 
 
@@ -67,9 +65,7 @@ def test_other_files_stay_beside_a_run(start, tmp_path):
 def test_overwrite_keeps_what_was_added_to_a_run(start, run, name):
     (run / name).parent.mkdir(exist_ok=True)
     (run / name).write_text("years of work")
-    before = snapshot(run)
-    refused(lambda: start("run", "--overwrite"), name.split("/")[-1])
-    assert snapshot(run) == before
+    refused(lambda: start("run", "--overwrite"), name.split("/")[-1], kept=run)
 
 
 def test_a_link_in_the_place_of_a_folder_is_not_followed(start, run, tmp_path):
@@ -146,9 +142,7 @@ def test_what_fails_deletes_nothing(start, run, tmp_path):
 def test_what_is_left_of_a_run_is_a_run(start, run, gone):
     for name in gone:
         shutil.rmtree(run / name) if (run / name).is_dir() else (run / name).unlink()
-    before = snapshot(run)
-    refused(lambda: start("run"), "already holds a run")
-    assert snapshot(run) == before
+    refused(lambda: start("run"), "already holds a run", kept=run)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +153,7 @@ def test_what_is_left_of_a_run_is_a_run(start, run, gone):
 def test_a_damaged_manifest_is_one_line(start, run, whole, change):
     manifest = json.loads((run / "manifest.json").read_text())
     (run / "manifest.json").write_text(json.dumps(manifest | {"writer": "me"} | change))
-    before = snapshot(run)
-    refused(lambda: start("run", "--resume", text=whole[0]), "manifest.json is not the list")
-    assert snapshot(run) == before
+    refused(lambda: start("run", "--resume", text=whole[0]), "manifest.json is not the list", kept=run)
 
 
 def test_only_folders_that_are_written_file_by_file_are_swept(run):
@@ -265,9 +257,7 @@ def test_lost_tokens_of_a_changed_text_are_refused(start, tmp_path):
 def test_resume_without_a_checkpoint_keeps_the_finished_model(start, run, whole):
     for path in run.glob("checkpoint-*"):
         shutil.rmtree(path)
-    before = snapshot(run)
-    refused(lambda: start("run", "--resume", text=whole[0]), "finished model and no checkpoint")
-    assert snapshot(run) == before
+    refused(lambda: start("run", "--resume", text=whole[0]), "finished model and no checkpoint", kept=run)
 
 
 def test_resume_of_a_finished_run_keeps_what_was_added(start, run, whole):
@@ -279,9 +269,7 @@ def test_resume_of_a_finished_run_keeps_what_was_added(start, run, whole):
 @pytest.mark.parametrize("name", ["README.md", "model.safetensors"])
 def test_resume_keeps_what_was_edited_in_a_finished_model(start, run, whole, name):
     (run / "final" / name).write_text("years of work")
-    before = snapshot(run)
-    refused(lambda: start("run", "--resume", text=whole[0]), f"final/{name} has changed since it was written")
-    assert snapshot(run) == before
+    refused(lambda: start("run", "--resume", text=whole[0]), f"final/{name} has changed since it was written", kept=run)
 
 
 def test_a_final_model_that_was_being_replaced_is_not_edited(run, monkeypatch):
@@ -332,6 +320,4 @@ def test_a_changed_stream_is_refused(start, tmp_path):
     shutil.rmtree(run / "checkpoint-6")
     rows = (tmp_path / "text" / "rows.jsonl").read_text()
     (tmp_path / "text" / "rows.jsonl").write_text(rows.replace("word", "verb"))
-    before = snapshot(run)
-    refused(lambda: start("run", "--resume", **streaming), "the stream has changed")
-    assert snapshot(run) == before
+    refused(lambda: start("run", "--resume", **streaming), "the stream has changed", kept=run)

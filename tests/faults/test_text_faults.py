@@ -16,11 +16,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # training/ is run from a checkout, not installed
 
-from modeling_gqa.common.errors import UserError  # noqa: E402
 from modeling_gqa.data.packing import read_sections  # noqa: E402
 from modeling_gqa.data.reading import find_files  # noqa: E402
 from modeling_gqa.data.source import open_source, split_source  # noqa: E402
 from modeling_gqa.training.recipe import Recipe  # noqa: E402
+from modeling_gqa_cli.errors import UserError  # noqa: E402
 
 FAULTS = 12  # of each file in a round
 TEXTS = [f"document {number}: “naïve” 漢字 🙂\n" * (1 + number % 3) for number in range(40)]
