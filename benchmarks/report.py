@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from rich.console import Console
 from transformers import HfArgumentParser
 
+from modeling_gqa.common.atomic import write_json
 from modeling_gqa.common.pictures import COLORS, line_styles, name_lines, new_figure, tidy
 from modeling_gqa.common.pictures import save as save_picture
-from modeling_gqa.common.results import write_json
 from modeling_gqa.common.tables import Table
 
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)

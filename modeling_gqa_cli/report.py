@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from modeling_gqa.common.atomic import to_json
 from modeling_gqa.common.console import out, printable, progress_bars, user_errors
 from modeling_gqa.common.device import usable_device
 from modeling_gqa.common.pictures import check_picture, save
-from modeling_gqa.common.results import to_json
 from modeling_gqa.common.tables import Table
 from modeling_gqa.costs import CostedModel, Machine
 from modeling_gqa.costs import report as cost_report

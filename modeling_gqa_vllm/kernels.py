@@ -38,8 +38,6 @@ FAST_SIZES = sorted({size for kernel in LATENT_KERNELS for size in kernel.sizes}
 FAST_SUMS = (320, 512, 576)
 # N, P and V with which vLLM by itself reads prompts on NVIDIA GPUs, where keys and values are rebuilt from the latent.
 PROMPT_SIZES = ((128, 64, 128), (64, 64, 128), (192, 64, 256))
-# R + P that vLLM's own attention over the latent takes on a CPU; the plugin's takes all.
-STOCK_CPU_SUM = 576
 # D of grouped attention on a CPU.
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 # D of grouped attention on a GPU: FlashAttention takes multiples of this up to that, Triton all from a size on.

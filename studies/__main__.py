@@ -20,7 +20,7 @@ from .recipe import STUDIES, StudyRecipe
 
 def study(name: str, argv: list[str], prog: str | None = None) -> None:
     """Run a study by a recipe's path, or its name in this folder, and options; raises `UserError`."""
-    from modeling_gqa.training.comparison.runs import Runs, with_runs
+    from modeling_gqa.training.comparison.runs import Runs
     from modeling_gqa.training.recipe import load_recipe
 
     from .report import FREE, write_report
@@ -30,7 +30,7 @@ def study(name: str, argv: list[str], prog: str | None = None) -> None:
     asked, source, tokenizer = open_study(name, recipe)
     runs = Runs(asked.folder, asked.needed, recipe.jobs, recipe.launcher)
     with runs.writing():
-        runs.begin("study", with_runs(values, values_of_runs(recipe)), FREE, lambda: None)
+        runs.begin("study", values, values_of_runs(recipe), FREE)
         convert_students(asked, runs, source, tokenizer)
         del source
         runs.run_all()

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from modeling_gqa.common.atomic import write_text
+from modeling_gqa.common.atomic import write_json, write_text
 from modeling_gqa.common.console import say
 from modeling_gqa.common.pictures import COLORS, name_lines, new_figure, save, tidy
-from modeling_gqa.common.results import write_json
 from modeling_gqa.common.tables import Table
 from modeling_gqa.costs import cache_bytes_per_token
 from modeling_gqa.costs.speeds import measure_speeds, where_measured

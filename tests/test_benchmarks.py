@@ -9,13 +9,12 @@ import pytest
 import tokenizers
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks import (
     attention,
     conversion,
     decode,
-    initialisation,
     models,
     prefill,
     real_conversion,
@@ -60,17 +59,6 @@ def assert_times(rows: list[dict], prefix: str = "") -> None:
         assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
 
 
-@pytest.mark.parametrize("option", ["--batch-sizes", "--batch_sizes"])
-def test_options_are_shown_with_hyphens_and_accepted_with_underscores(option, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["decode", option, "1", "2"])
-    assert report.parse_arguments(decode.DecodeArguments, models.Sizes)[0].batch_sizes == [1, 2]
-    monkeypatch.setattr("sys.argv", ["decode", "--help"])
-    with pytest.raises(SystemExit):
-        report.parse_arguments(decode.DecodeArguments, models.Sizes)
-    shown = capsys.readouterr().out
-    assert "--batch-sizes" in shown and "--batch_sizes" not in shown
-
-
 def test_decode(tmp_path):
     arguments = decode.DecodeArguments(
         lengths=[5, 9], batch_sizes=[1, 2], key_value_heads=[1, 4], budget=0.01, device="cpu", output=str(tmp_path)
@@ -82,33 +70,6 @@ def test_decode(tmp_path):
     assert {row["kind"] for row in results["memory"]} == {"mha", "gqa", "mqa", "mla"}
     assert all(1 <= row["over_theoretical"] <= 1.3 for row in results["memory"])
     assert (tmp_path / "decode.png").stat().st_size > 1000
-
-
-def test_decode_with_norms(tmp_path):
-    """Rows for GQA with norms, its MLA and MLA without norms, which cache a quarter, in layers of Qwen3's shape."""
-    arguments = decode.DecodeArguments(
-        lengths=[5, 9], batch_sizes=[1, 2], budget=0.01, device="cpu", output=str(tmp_path), norms=True
-    )
-    decode.main(arguments, models.Sizes(**SMALL | {"head_dim": 8}))
-    assert [path.name for path in tmp_path.iterdir()] == ["decode_norms.json"]
-    results = read(tmp_path / "decode_norms.json")
-    rows, names = results["rows"], ["GQA with norms", "MLA with norms", "MLA without norms"]
-    assert [row["model"] for row in rows] == names * 8 and {row["batch"] for row in rows} == {1, 2}
-    assert results["sizes"]["kv_lora_rank"] + results["sizes"]["qk_rope_head_dim"] == 2 * 2 * 8 // 4
-    hidden, heads, size, layers = 24, 4, 8, 2
-    query = size + results["sizes"]["qk_rope_head_dim"]
-    for row in rows:
-        grouped = row["model"].startswith("GQA")
-        assert row["milliseconds"] > 0 and row["floor_ms"] > 0
-        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"] and (not grouped or row["ratio"] == 1)
-        width = torch.finfo(getattr(torch, row["dtype"])).bits // 8
-        assert row["cached_bytes_per_token"] == layers * (32 if grouped else 8) * width
-    first = {row["model"]: row for row in rows[:3]}
-    # k_proj and v_proj stay before the smaller maps of the latent, and each query head has a map behind its norm.
-    more = hidden * 32 + 8 * 32 - hidden * 8 + hidden * heads * (size - query) + heads * size * query + 2 * size
-    norms, plain = first["MLA with norms"], first["MLA without norms"]
-    assert norms["weights_read"] - plain["weights_read"] == layers * more
-    assert norms["gflop"] - plain["gflop"] == pytest.approx(2e-9 * layers * (more - 2 * size))
 
 
 def test_attention(tmp_path):
@@ -147,17 +108,6 @@ def test_both_sides_are_the_same_model(kind):
     torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("padding", [False, True])
-@pytest.mark.parametrize("kind", models.BASELINES)
-@torch.no_grad()
-def test_both_sides_compute_the_same_prefill(kind, padding):
-    ours, _ = models.make_pair(kind, models.Sizes(**SMALL), torch.float32, "cpu")
-    module = ours.model.layers[0].self_attn
-    functions = prefill.attention_functions(module, 2, 16, padding, torch.float32, "cpu")
-    theirs = functions["theirs"]()[0]
-    torch.testing.assert_close(functions["ours"]()[0][..., : theirs.shape[-1]], theirs, rtol=1e-5, atol=1e-5)
-
-
 def small_bench(folder: Path, **changes: Any) -> conversion.Bench:
     """A benchmark of conversions on what a pretraining run of a small model would leave in `folder`."""
     sizes = {k: v for k, v in SMALL.items() if k not in ("kv_lora_rank", "qk_rope_head_dim")}
@@ -180,18 +130,6 @@ def test_conversion(tmp_path):
     assert converted.keys() == {"gqa-4", "gqa-2", "mqa", "mla-1/4", "mla-1/8"}
     assert len(bench.rows) == 3 * 7 + 2 * 5 + 4
     assert all(row["kl"] >= 0 and row["perplexity"] > 1 and row["bytes"] > 0 for row in bench.rows)
-
-
-def test_conversion_behind_norms(tmp_path):
-    bench = small_bench(tmp_path, qk_norm=True, initializer_range=0.3)
-    conversion.behind_norms(bench)
-    shares = {row["target"]: 2 * 8 * 6 // int(row["target"][-1]) for row in bench.rows}
-    assert shares.keys() == {"mla-1/2", "mla-1/4", "mla-1/8"}
-    names = ["lowrank (closed form)", "lowrank"]
-    assert [(row["target"], row["method"]) for row in bench.rows] == [(t, name) for t in shares for name in names]
-    for row in bench.rows:
-        assert row["bytes"] == 2 * shares[row["target"]] * 4 and 0 < row["kl"] < 20
-        assert row["setting"]["refit"] == bool(row["setting"]["refine"]) == (row["method"] == "lowrank")
 
 
 @pytest.fixture
@@ -305,28 +243,3 @@ def test_the_conversions_shown_keep_what_is_promised():
     assert closed["gqa-2", 0.05] >= 0.8 and closed["gqa-2", 0.1] >= 0.9
     assert {("mqa", 0.05), ("mla-1/8", 0.05), ("control", 0.05)} <= closed.keys()
     assert results["minutes"] < 10
-
-
-def test_scaled_latents_are_as_large_as_what_is_projected():
-    """Values and queries behind a latent then begin with the size that a projection of the residual stream gives."""
-    sizes = {"kv_lora_rank": 8, "q_lora_rank": 16, "qk_rope_head_dim": 8, "num_attention_heads": 16}
-    config = GQAConfig(attention_kind="mla", hidden_size=96, num_hidden_layers=1, vocab_size=11, **sizes)
-    layer = initialisation.scale_latents(GQAForCausalLM(config)).model.layers[0].self_attn
-    x = torch.randn(2, 300, 96)
-    expected = config.initializer_range * 96**0.5
-    assert layer.project_query(x)[0].std().item() == pytest.approx(expected, rel=0.1)
-    assert layer.kv_b_proj(layer.project_latent(x)[0]).std().item() == pytest.approx(expected, rel=0.1)
-
-
-@pytest.mark.parametrize(("name", "gain"), [("mla-quarter-rate1", 1.0), ("mla-quarter-scaled-rate1", 12**0.5)])
-def test_runs_begin_with_the_gains_that_their_names_say(name, gain, monkeypatch):
-    built = []
-    config = GQAConfig(attention_kind="mla", hidden_size=96, num_hidden_layers=1, vocab_size=11, kv_lora_rank=8)
-    monkeypatch.setattr(
-        initialisation.runpy, "run_module", lambda *_, **__: built.append(AutoModelForCausalLM.from_config(config))
-    )
-    monkeypatch.setattr(initialisation.sys, "argv", [])
-    threads = torch.get_num_threads()
-    initialisation.run("training.pretrain", "tiny", f"--output_dir=runs/{name}")
-    torch.set_num_threads(threads)
-    assert built[0].model.layers[0].self_attn.kv_a_layernorm.weight[0].item() == pytest.approx(gain)

@@ -150,29 +150,6 @@ def test_cache_is_made_unless_refused(model_name):
     assert model(ids).past_key_values is None
 
 
-BATCH_OPERATIONS = {
-    "reorder": (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
-    "select": (lambda cache: cache.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
-    "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
-}
-
-
-@compat
-@pytest.mark.parametrize(
-    ("cache_name", "operation"), [*(("dynamic", name) for name in BATCH_OPERATIONS), ("static", "reorder")]
-)
-def test_batch_operations(model_name, cache_name, operation):
-    """After rows of a cache are repeated, chosen or reordered, decoding goes on as a full forward over those rows."""
-    model, batch = make_exact_model(model_name), make_batch(padding="left")
-    operate, rows = BATCH_OPERATIONS[operation]
-    cache = CACHES[cache_name](model)
-    decode(model, batch, cache, [6, 1])
-    operate(cache)
-    batch = {name: tensor[rows] for name, tensor in batch.items()}
-    cached = decode(model, batch, cache, [1, 2, 1], start=7)
-    assert_equal_logits(cached, model(**batch, use_cache=False).logits[:, 7:], batch["attention_mask"][:, 7:])
-
-
 @compat
 @pytest.mark.parametrize("cache_name", CACHES)
 @pytest.mark.parametrize("padding", ["none", "left"])

@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import warnings
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -33,136 +34,108 @@ ROPE["longrope"] = LONGROPE
 NO_ROPE_VALUES: tuple[Any, ...] = (NAN, INF, -INF, None, "4", True, 0, -1.0, 1e39, [], {})
 ROPE_KEYS = [("linear", "rope_theta"), ("linear", "factor"), ("dynamic", "factor"), ("llama3", "high_freq_factor")]
 ROPE_KEYS += [("yarn", key) for key in ROPE["yarn"] if key not in ("rope_type", "rope_theta")]
-# what is wrong -> the model, its fields, the message
-WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "heads and hidden size": ("gqa", {"head_dim": None, "num_attention_heads": 4},
-                              r"hidden_size=66 is not divisible by num_attention_heads=4: set head_dim"),
-    "heads and hidden size, mla": ("mla", {"num_attention_heads": 4, "kv_lora_rank": None, "head_dim": None},
-                                   r"hidden_size=66 is not divisible by num_attention_heads=4: set head_dim"),
-    "heads and groups": ("gqa", {"num_key_value_heads": 4},
-                         r"num_attention_heads=6 is not divisible by num_key_value_heads=4: choose one of 1, 2, 3, 6"),
-    "no groups": ("gqa", {"num_key_value_heads": None}, r"num_key_value_heads must be given: num_attention_heads=6"),
-    "mha and groups": ("mha", {"num_key_value_heads": 2},
-                       r"num_key_value_heads=2 contradicts attention_kind='mha', which has 6: leave it out"),
-    "mqa and groups": ("mqa", {"num_key_value_heads": 6},
-                       r"num_key_value_heads=6 contradicts attention_kind='mqa', which has 1: leave it out"),
-    "mla and groups": ("mla", {"num_key_value_heads": 2},
-                       r"num_key_value_heads=2 contradicts attention_kind='mla', which .* \(6\) .*: leave it out"),
-    "odd head": ("gqa", {"head_dim": 13}, r"head_dim=13 .* must be even"),
-    "odd rotary part": ("gqa", {"partial_rotary_factor": 0.4}, r"head_dim=14 with partial_rotary_factor=0.4 .* even"),
-    "too much rotary": ("gqa", {"partial_rotary_factor": 2.0}, r"rotary_factor'\]=2.0 must lie between 0 and 1"),
-    "odd rotary key": ("mla", {"qk_rope_head_dim": 5}, r"qk_rope_head_dim=5 must be even"),
-    "part of a rotary key": ("mla", {"partial_rotary_factor": 0.5},
-                             r"partial_rotary_factor=0.5 .* attention_kind='mla': qk_rope_head_dim"),
-    "qk_head_dim": ("mla", {"qk_head_dim": 5}, r"qk_head_dim=5 must be .* = 16: leave it out"),
-    "qk_norm and mla": ("mla", {"qk_norm": True}, r"qk_norm=True .* attention_kind='mla': use latent_norm"),
-    "qk_norm without heads": ("mla-qk-norm", {"qk_norm_key_value_heads": None},
-                              r"qk_norm=True without qk_norm_key_value_heads .*: use latent_norm, or give qk_norm_h"),
-    "heads without qk_norm": ("mla", {"qk_norm_head_dim": 4}, r"qk_norm_head_dim=4 belongs to qk_norm=True, and"),
-    "heads outside mla": ("gqa", {"qk_norm": True, "qk_norm_head_dim": 4}, r"qk_norm_head_dim=4 belongs to .*='mla'"),
-    "qk_norm and latent_norm": ("mla-qk-norm", {"latent_norm": True}, r"latent_norm=True does not go with qk_norm=Tr"),
-    "qk_norm and q_lora_rank": ("mla-qk-norm", {"q_lora_rank": 5}, r"q_lora_rank=5 does not go with qk_norm=True"),
-    "size of qk_norm": ("mla-qk-norm", {"qk_norm_head_dim": 0}, r"qk_norm_head_dim=0 must be positive|must lie"),
-    "wide heads of qk_norm": ("mla-qk-norm", {"qk_norm_key_value_heads": 60000, "qk_norm_head_dim": 200},
-                              r"qk_norm_key_value_heads=60000 heads of qk_norm_head_dim=200 make .* 24000000 numbers"),
-    "unknown kind": ("gqa", {"attention_kind": "GQA"}, r"attention_kind='GQA' is unknown: choose 'mha', 'mqa', 'gqa'"),
-    "type": ("gqa", {"hidden_size": "66"}, r"'hidden_size' expected int, got str \(value: '66'\)"),
-    "dropout": ("gqa", {"attention_dropout": 1.5}, r"attention_dropout=1.5 must lie between 0 and 1"),
-    "activation": ("gqa", {"hidden_act": "swoosh"}, r"hidden_act='swoosh' is unknown: choose one of .*silu"),
-    "initializer": ("gqa", {"initializer_range": -0.1}, r"initializer_range=-0.1 must lie between 0 and 10"),
-    "negative part of a key": ("mla", {"qk_nope_head_dim": -2}, r"qk_nope_head_dim=-2 must lie between 0 and 16777216"),
-    "layer type": ("gqa", {"layer_types": ["chunked_attention"] * 3}, r"layer_types has \['chunked_attention'\]: use"),
-    "number of layer types": ("gqa", {"layer_types": ["full_attention"]}, r"num_hidden_layers.*3.*layer_types.*1"),
-    "no window": ("gqa", {"layer_types": ["sliding_attention"] * 3}, r"sliding_window is None: set it in tokens"),
-    "window of one": ("gqa", {"sliding_window": 1}, r"sliding_window=1 .*: set 2 or more"),
-    "rope type": ("gqa", {"rope_parameters": {"rope_type": "spiral"}},
-                  r"rope_parameters\['rope_type'\]='spiral' is unknown: choose one of default, dynamic, .*yarn"),
-    "rope by layer type": ("gqa", {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-                           r"rope_parameters by layer type is not supported: give one set"),
-    "rope keys": ("gqa", {"rope_parameters": {"rope_type": "yarn"}}, r"lacks 'factor', which rope_type='yarn' needs"),
-    "mixed longrope, one head size": ("gqa", {"rope_parameters": LONGROPE,
-                                              "per_layer_config": {0: {"attention_kind": "mqa"}}},
-                                      r"rope_type'\]='longrope' .*mixed model \(per_layer_config\): use 'yarn'"),
-    "mixed longrope, two head sizes": ("mixed", {"rope_parameters": LONGROPE},
-                                       r"rope_type'\]='longrope' .*mixed model \(per_layer_config\): use 'yarn'"),
-    "format": ("gqa", {"format_version": 4}, r"format_version=4 is newer than this code reads \(3\): update"),
-    "misspelled": ("gqa", {"num_key_value_head": 2},
-                   r"no field 'num_key_value_head', did you mean 'num_key_value_heads'"),
-    "misspelled in a layer": ("gqa", {"per_layer_config": {1: {"attention_knd": "mla"}}},
-                              r"per_layer_config\[1\] sets 'attention_knd'.* did you mean 'attention_kind'"),
-    "global in a layer": ("gqa", {"per_layer_config": {1: {"hidden_size": 60}}},
-                          r"per_layer_config\[1\] sets 'hidden_size', which cannot differ by layer.*: attention_kind,"),
-    "layer index": ("gqa", {"per_layer_config": {3: {"attention_kind": "mla"}}},
-                    r"per_layer_config has the key 3: .* below num_hidden_layers=3"),
-    "negative layer index": ("gqa", {"per_layer_config": {-1: {"attention_kind": "mla"}}},
-                             r"per_layer_config has the key -1: keys are layer indices, counted from 0"),
-    "layer name": ("gqa", {"per_layer_config": {"first": {}}}, r"per_layer_config has the key 'first'"),
-    "layer's groups": ("mha", {"per_layer_config": {1: {"attention_kind": "gqa", "num_key_value_heads": 5}}},
-                       r"layer 1: num_attention_heads=6 is not divisible by num_key_value_heads=5: choose one of"),
-    "layer's kind": ("mha", {"per_layer_config": {2: {"attention_kind": "mlp"}}}, r"layer 2: attention_kind='mlp' is"),
-    "layer's latent": ("mha", {"per_layer_config": {0: {"kv_lora_rank": 5}}}, r"layer 0: kv_lora_rank=5 belongs to"),
-    "layer's rank": ("mla", {"per_layer_config": {0: {"kv_lora_rank": 0}}}, r"layer 0: kv_lora_rank=0 must be"),
-    "layer's type": ("mha", {"per_layer_config": {0: {"head_dim": "x"}}}, r"'head_dim'.*'x'"),
-    **{f"{name} {value}": ("gqa", {name: value}, f"{name}={value} must lie between") for value in (NAN, INF, -INF, 1e9)
-       for name in ("initializer_range", "rms_norm_eps", "softmax_scale", "attention_dropout")
-       if not value < 0},
-    **{f"rope {key} {value}": ("gqa", {"rope_parameters": {**ROPE[kind], key: value}}, rf"rope_parameters\['{key}'\]=")
-       for kind, key in ROPE_KEYS for value in NO_ROPE_VALUES
-       if not (value is None and key in ("beta_fast", "mscale", "attention_factor"))
-       if not (value == 0 and key == "mscale")},
-    **{f"rope {kind} without {key}": ("gqa", {"rope_parameters": {k: v for k, v in ROPE[kind].items() if k != key}},
-                                      rf"lacks '{key}', which rope_type='{kind}' needs: add it")
-       for kind, keys in ROPE_NEEDS.items() for key in keys if key != "original_max_position_embeddings"},
-    **{f"{key} {value}": ("gqa", {"rope_parameters": {**LONGROPE, key: value}}, rf"rope_parameters\['{key}'\]{said}")
-       for key in ("short_factor", "long_factor")
-       for value, said in (([1.0] * 6, r" has 6 entries, .* head_dim=14 has 7 rotary planes: give a factor for each"),
-                           ([1.0] * 6 + [NAN], r"\[6\]=nan must"), ([1.0] * 6 + ["1"], r"\[6\]='1' must be a number"),
-                           ("1", "='1' must be a list of numbers, one per rotary plane"))},
-    "llama3 factors": ("gqa", {"rope_parameters": {**ROPE["llama3"], "low_freq_factor": 2.0}},
-                       r"high_freq_factor'\]=2.0 must be larger than rope_parameters\['low_freq_factor'\]=2.0"),
-    "dynamic and two dimensions": ("gqa", {"head_dim": 2, "rope_parameters": ROPE["dynamic"]},
-                                   r"'dynamic' needs more than 2 rotary dimensions, .* head_dim=2 rotates 2: choose a"),
-    "dynamic and two dimensions, mla": ("mla", {"qk_rope_head_dim": 2, "rope_parameters": ROPE["dynamic"]},
-                                        r"head_dim=2 rotates 2: choose a larger head"),
-    **{f"scaling {value}": ("gqa", {"rope_scaling": value}, rf"rope_scaling={value} must be a dict, such as")
-       for value in (0, 3)},
-    "older name of dtype": ("gqa", {"torch_dtype": "float33"}, r"torch_dtype='float33' is no dtype of weights"),
-    "rope key of another type": ("gqa", {"rope_parameters": {5: 6}}, r"has the key 5: keys must be text, as in \{"),
-    "label of another type": ("gqa", {"label2id": {5: 0, "b": 1}}, r"label2id.*\{5: 0, 'b': 1\} (must|doesn't)"),
-    "misspelled rope": ("gqa", {"rope_parameters": {"rope_typ": "yarn"}}, r"no key 'rope_typ', did you mean 'rope_typ"),
-    **{f"{name} {value}": ("gqa", {name: value}, rf"{name}={value} is not in the vocabulary: choose from 0 to 100 \(vo")
-       for name in ("pad_token_id", "bos_token_id", "eos_token_id") for value in (101, -1)},
-    "no end": ("gqa", {"eos_token_id": []}, r"eos_token_id=\[\] names no token: give at least one id, or None"),
-    "an end": ("gqa", {"eos_token_id": [2, 500]}, r"eos_token_id=\[2, 500\] is not in the vocabulary"),
-    **{f"dtype {dtype}": ("gqa", {"dtype": dtype}, rf"dtype={dtype!r} is no dtype of weights: choose one of torch.floa")
-       for dtype in ("float33", "nn", "int8", "auto", torch.int8, torch.float8_e4m3fn)},
-    "numbers in a layer": ("gqa", {"per_layer_config": {0: {5: 6}}}, r"per_layer_config\[0\] sets 5, which cannot dif"),
-    "no layers": ("gqa", {"per_layer_config": {0: 5}}, r"per_layer_config=\{0: 5\} must be \{layer index: \{field: va"),
-    "a layer twice": ("gqa", {"per_layer_config": {0: {}, "00": {}}}, r"per_layer_config names layer 0 twice"),
-    "a layer's bias": ("gqa", {"per_layer_config": {1: {"query_bias": 3}}}, r"layer 1: Field 'query_bias' with value"),
-    "a layer's dropout": ("gqa", {"per_layer_config": {1: {"attention_dropout": NAN}}}, r"layer 1: attention_dropout"),
-    "heads": ("gqa", {"num_attention_heads": 10**12}, r"num_attention_heads=1000000000000 must lie between 1 and 6553"),
-    "layers": ("gqa", {"num_hidden_layers": 10**9}, r"num_hidden_layers=1000000000 must lie between 1 and 65536"),
-    "layers, mixed": ("mixed", {"num_hidden_layers": 10**9}, r"num_hidden_layers=1000000000 must lie between"),
-    "half a label": ("gqa", {"num_labels": 1.5}, r"num_labels=1.5 must be of type int"),
-    "labels": ("gqa", {"num_labels": 10**9}, r"num_labels=1000000000 must lie between 1 and 65536"),
-    "rows": ("mha", {"num_attention_heads": 2**16, "head_dim": 2**16}, r"num_attention_heads=65536 heads of 65536 dim"),
-    "encoder": ("gqa", {"is_encoder_decoder": True}, r"is_encoder_decoder=True does not go with a decoder: leave it o"),
-    "a switch": ("gqa", {"output_hidden_states": "4"}, r"output_hidden_states.*'4'"),
-    **{f"no {name}": ("gqa", {name: 0}, f"{name}=0 must be positive") for name in (
+LAYER = "per_layer_config"
+# Model and fields; the error names one of the fields and its value.
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    ("gqa", {"head_dim": None, "num_attention_heads": 4}),
+    ("mla", {"num_attention_heads": 4, "kv_lora_rank": None, "head_dim": None}),
+    ("gqa", {"num_key_value_heads": 4}),
+    ("mha", {"num_key_value_heads": 2}),
+    ("mqa", {"num_key_value_heads": 6}),
+    ("mla", {"num_key_value_heads": 2}),
+    ("gqa", {"head_dim": 13}),
+    *(("gqa", {"partial_rotary_factor": factor}) for factor in (0.4, 2.0)),
+    ("mla", {"partial_rotary_factor": 0.5}),
+    ("mla", {"qk_rope_head_dim": 5}),
+    ("mla", {"qk_head_dim": 5}),
+    ("mla", {"qk_nope_head_dim": -2}),
+    ("mla", {"qk_norm": True}),
+    ("mla", {"qk_norm_head_dim": 4}),
+    ("gqa", {"qk_norm": True, "qk_norm_head_dim": 4}),
+    *(("mla-qk-norm", fields) for fields in ({"latent_norm": True}, {"q_lora_rank": 5}, {"qk_norm_head_dim": 0})),
+    ("mla-qk-norm", {"qk_norm_key_value_heads": 60000, "qk_norm_head_dim": 200}),
+    *(("gqa", {name: wrong}) for name, values in {
+        "attention_kind": ["GQA"], "hidden_size": ["66"], "hidden_act": ["swoosh"], "sliding_window": [1],
+        "attention_dropout": [1.5, NAN, INF, 1e9], "initializer_range": [-0.1, NAN, INF, 1e9],
+        "rms_norm_eps": [NAN, INF, 1e9], "softmax_scale": [NAN, INF, 1e9], "format_version": [4],
+        "rope_scaling": [0, 3], "torch_dtype": ["float33"], "num_labels": [1.5, 10**9], "label2id": [{5: 0, "b": 1}],
+        "dtype": ["float33", "nn", "int8", "auto", torch.int8, torch.float8_e4m3fn], "eos_token_id": [[], [2, 500]],
+        "num_attention_heads": [10**12], "num_hidden_layers": [10**9], "is_encoder_decoder": [True],
+        "output_hidden_states": ["4"],
+    }.items() for wrong in values),
+    *(("gqa", {name: wrong}) for name in ("pad_token_id", "bos_token_id", "eos_token_id") for wrong in (101, -1)),
+    *(("gqa", {name: 0}) for name in (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")},
-    **{f"negative {name}": ("mla", {name: -3}, f"{name}=-3 must be positive") for name in (
-        "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")},
-}  # fmt: skip
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")),
+    *(("mla", {name: -3}) for name in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")),
+    ("mixed", {"num_hidden_layers": 10**9}),
+    ("mha", {"num_attention_heads": 2**16, "head_dim": 2**16}),
+    ("gqa", {"rope_parameters": {"rope_type": "spiral"}}),
+    ("gqa", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
+    *(("gqa", {"rope_parameters": {**ROPE[kind], key: value}}) for kind, key in ROPE_KEYS for value in NO_ROPE_VALUES
+      if not (value is None and key in ("beta_fast", "mscale", "attention_factor"))
+      if not (value == 0 and key == "mscale")),
+    ("gqa", {"rope_parameters": {**ROPE["llama3"], "low_freq_factor": 2.0}}),
+    ("gqa", {"head_dim": 2, "rope_parameters": ROPE["dynamic"]}),
+    ("mla", {"qk_rope_head_dim": 2, "rope_parameters": ROPE["dynamic"]}),
+    ("gqa", {"rope_parameters": LONGROPE, LAYER: {0: {"attention_kind": "mqa"}}}),
+    ("mixed", {"rope_parameters": LONGROPE}),
+    ("mha", {LAYER: {1: {"attention_kind": "gqa", "num_key_value_heads": 5}}}),
+    ("mha", {LAYER: {2: {"attention_kind": "mlp"}}}),
+    *(("mha", {LAYER: {0: {name: value}}}) for name, value in (("kv_lora_rank", 5), ("head_dim", "x"))),
+    ("mla", {LAYER: {0: {"kv_lora_rank": 0}}}),
+    ("gqa", {LAYER: {1: {"query_bias": 3}}}),
+    ("gqa", {LAYER: {1: {"attention_dropout": NAN}}}),
+    ("gqa", {LAYER: {0: 5}}),
+]  # fmt: skip
+# Of what is missing, misspelled or in the wrong place the error names that.
+NAMED: list[tuple[str, dict[str, Any], str]] = [
+    ("gqa", {"num_key_value_heads": None}, "num_key_value_heads must be given"),
+    ("mla-qk-norm", {"qk_norm_key_value_heads": None}, "qk_norm=True without qk_norm_key_value_heads"),
+    ("gqa", {"layer_types": ["chunked_attention"] * 3}, r"layer_types has \['chunked_attention'\]"),
+    ("gqa", {"layer_types": ["full_attention"]}, r"num_hidden_layers.*3.*layer_types.*1"),
+    ("gqa", {"layer_types": ["sliding_attention"] * 3}, "sliding_window is None"),
+    ("gqa", {"num_key_value_head": 2}, "'num_key_value_head', did you mean 'num_key_value_heads'"),
+    ("gqa", {LAYER: {1: {"attention_knd": "mla"}}}, r"\[1\] sets 'attention_knd'.* did you mean 'attention_kind'"),
+    ("gqa", {"rope_parameters": {"rope_typ": "yarn"}}, "no key 'rope_typ', did you mean 'rope_type'"),
+    ("gqa", {"rope_parameters": {5: 6}}, "has the key 5"),
+    *(("gqa", {LAYER: {key: {}}}, f"the key {key!r}: keys are layer indices") for key in (3, -1, "first")),
+    ("gqa", {LAYER: {1: {"hidden_size": 60}}}, r"\[1\] sets 'hidden_size', which cannot differ by layer"),
+    ("gqa", {LAYER: {0: {5: 6}}}, r"\[0\] sets 5, which cannot differ by layer"),
+    ("gqa", {LAYER: {0: {}, "00": {}}}, "names layer 0 twice"),
+    *(("gqa", {"rope_parameters": {k: v for k, v in ROPE[kind].items() if k != key}}, f"lacks '{key}'.*'{kind}' needs")
+      for kind, keys in ROPE_NEEDS.items() for key in keys if key != "original_max_position_embeddings"),
+    *(("gqa", {"rope_parameters": {**LONGROPE, key: value}}, rf"\['{key}'\]{said}")
+      for key in ("short_factor", "long_factor")
+      for value, said in (([1.0] * 6, " has 6 entries.* 7 rotary planes"), ([1.0] * 6 + [NAN], r"\[6\]=nan"),
+                          ([1.0] * 6 + ["1"], r"\[6\]='1'"), ("1", "='1'"))),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_configuration_is_refused(name):
-    model, wrong, message = WRONG[name]
-    with pytest.raises((ValueError, StrictDataclassError), match=f"(?s){message}") as error:
-        make_config(model, **wrong)
+def leaves(fields: dict) -> Iterator[tuple[str, str]]:
+    """Names and values of fields, also of those within a dictionary."""
+    for name, value in fields.items():
+        yield str(name), str(value)
+        if isinstance(value, dict):
+            yield from leaves(value)
+
+
+def refusal(model: str, fields: dict[str, Any]) -> str:
+    with pytest.raises((ValueError, StrictDataclassError)) as error:
+        make_config(model, **fields)
     assert "\n" not in str(error.value.__cause__ or error.value)  # huggingface_hub's headline may precede ours
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("model", "fields"), WRONG, ids=str)
+def test_an_error_names_field_and_value(model, fields):
+    said = refusal(model, fields)
+    assert any(name in said and value in said for name, value in leaves(fields)), said
+
+
+@pytest.mark.parametrize(("model", "fields", "named"), NAMED, ids=str)
+def test_an_error_names_what_is_missing_or_misplaced(model, fields, named):
+    assert re.search(named, refusal(model, fields), flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ATTENTION_CLASSES if kind != "mla"])

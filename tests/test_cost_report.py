@@ -11,8 +11,8 @@ from small_models import MODELS, make_config
 
 from modeling_gqa import GQAConfig, costs
 from modeling_gqa.common import console
+from modeling_gqa.common.atomic import write_json
 from modeling_gqa.common.pictures import COLORS
-from modeling_gqa.common.results import write_json
 from modeling_gqa.common.tables import Table, in_bytes, with_prefix
 from modeling_gqa.costs import CostedModel, Machine, measuring
 from modeling_gqa.costs.comparison import plot_costs

@@ -156,14 +156,13 @@ def test_windows_of_qwen3_moe(tmp_path):
         ("mixtral", {"num_local_experts": 0}),
         ("mixtral", {"num_experts_per_tok": 9}),
         ("mixtral", {"num_experts_per_tok": -2}),
-        ("mixtral", {"num_local_experts": 10**400}),
         ("qwen3_moe", {"moe_intermediate_size": 0}),
         ("deepseek_v3", {"n_shared_experts": -5}),
     ],
 )
 def test_experts_that_cannot_be(model_type, fields, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS[model_type] | SMALL | {"model_type": model_type} | fields))
-    with pytest.raises(UserError, match=r"experts of width .* cannot be"):
+    with pytest.raises(UserError, match="experts cannot be"):
         find_model(str(tmp_path))
 
 
@@ -299,7 +298,7 @@ def test_configurations_that_are_refused(tmp_path):
         '{"model_type": []}': "not supported",
         "{": "cannot be read",
         '{"model_type": "llama", "hidden_size": "wide"}': "not valid",
-        '{"model_type": "llama", "num_hidden_layers": 1000000000}': "at most",
+        '{"model_type": "llama", "num_hidden_layers": 1000000000}': "num_hidden_layers=1000000000",
     }.items():
         path = tmp_path / "config.json"
         path.write_text(content)

@@ -100,31 +100,6 @@ def test_left_padded_rows_equal_each_row_alone(model_name, cache):
 
 
 @compat
-def test_rows_stop_at_their_own_end_token(model_name):
-    model, batch = make_endless_model(model_name), make_batch()
-    endless = generate(model, batch)
-    end = endless[1, 2].item()
-    for arguments in CACHE_ARGUMENTS.values():
-        stopped = generate(model, batch, eos_token_id=end, **arguments)
-        for row, expected in zip(stopped.tolist(), endless.tolist(), strict=True):
-            length = expected.index(end) + 1 if end in expected else NEW_TOKENS
-            assert row[:length] == expected[:length]
-            assert set(row[length:]) <= {SIZES["pad_token_id"]}
-        assert stopped[1, 3:].tolist() == [SIZES["pad_token_id"]] * (stopped.shape[1] - 3)
-
-
-@compat
-def test_prompt_lookup_equals_greedy(model_name):
-    model, batch = make_endless_model(model_name), make_batch(batch=1)
-    # A repeated prompt, so that there is something to look up.
-    batch = {"input_ids": batch["input_ids"].repeat(1, 2), "attention_mask": batch["attention_mask"].repeat(1, 2)}
-    calls = count_forwards(model)
-    tokens = generate(model, batch, prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
-    assert calls[0] > batch["input_ids"].shape[1], "no candidates were proposed with the prompt"
-    assert tokens.tolist() == greedy_tokens(model, batch).tolist()
-
-
-@compat
 @pytest.mark.parametrize("assistant", ["gqa", "mla", "mixed"])
 def test_assisted_equals_greedy(model_name, assistant):
     model, batch = make_endless_model(model_name), make_batch(batch=1)

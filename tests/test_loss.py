@@ -7,7 +7,6 @@ import pytest
 import torch
 from small_models import make_batch, make_model
 from torch import nn
-from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from modeling_gqa.layers import chunked_causal_lm_loss
@@ -195,27 +194,6 @@ def test_frozen_weights(frozen):
     assert_same_step(chunked, step(model, None, **inputs))
 
 
-@compat
-@pytest.mark.parametrize("at_once", [AT_ONCE, None], ids=str)
-def test_accumulated_micro_batches_equal_one_batch(at_once):
-    """Micro-batches that share `num_items_in_batch` add up to the loss and gradients of one batch."""
-    model, inputs = make_training_model(), make_inputs(batch=5)
-    items = (inputs["labels"][:, 1:] != -100).sum()
-    loss, expected = step(model, at_once, **inputs, num_items_in_batch=items)
-    model.logits_at_once = AT_ONCE
-    model.zero_grad()
-    losses = []
-    for rows in (slice(0, 2), slice(2, 5)):
-        outputs = model(**{name: tensor[rows] for name, tensor in inputs.items()}, num_items_in_batch=items)
-        assert "logits" not in outputs
-        outputs.loss.backward()
-        losses.append(outputs.loss.detach())
-    accumulated = {name: weight.grad for name, weight in model.named_parameters()}
-    assert_same_step((sum(losses), accumulated), (loss, expected))
-    plain_mean = model(**inputs).loss
-    torch.testing.assert_close(plain_mean, loss, rtol=1e-6, atol=0)
-
-
 # What is changed of the model, and of its arguments.
 FULL: dict[str, tuple[Callable, dict]] = {
     "evaluation": (lambda model: model.eval(), {}),
@@ -286,52 +264,3 @@ def test_a_custom_loss_function_is_called_with_logits(chunk_sizes):
     outputs = model(**inputs, num_items_in_batch=17)
     assert calls == [((3, 11, 101), (3, 11), 101, 17)] and not chunk_sizes
     assert torch.equal(outputs.loss, outputs.logits.pow(2).mean())
-
-
-def train(path, at_once: int | None):
-    """Weights after two steps, and the shapes of the predictions that the metrics are computed from."""
-    model, shapes = make_training_model(tie_word_embeddings=False), []
-    model.logits_at_once = at_once
-    inputs = make_inputs(batch=13)
-    examples = [{name: tensor[row] for name, tensor in inputs.items()} for row in range(13)]
-
-    def compute_metrics(prediction):
-        shapes.append(prediction.predictions.shape)
-        return {"logits": float(prediction.predictions.mean())}
-
-    arguments = TrainingArguments(
-        output_dir=str(path),
-        max_steps=2,
-        per_device_train_batch_size=3,
-        per_device_eval_batch_size=3,
-        gradient_accumulation_steps=2,
-        learning_rate=0.1,
-        optim="sgd",
-        use_cpu=True,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    trainer = Trainer(
-        model, arguments, train_dataset=examples, eval_dataset=examples[:5], compute_metrics=compute_metrics
-    )
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    loss = trainer.train().training_loss
-    metrics = trainer.evaluate()
-    moved = {name: weight.detach() - before[name] for name, weight in model.named_parameters()}
-    return moved, loss, metrics, shapes
-
-
-@compat
-def test_trainer_trains_in_chunks_and_evaluates_with_logits(tmp_path, chunk_sizes):
-    """A Trainer's steps, losses and metrics are those of full logits, and evaluation has logits."""
-    moved, loss, metrics, shapes = train(tmp_path / "chunked", AT_ONCE)
-    assert chunk_sizes == [ROWS] * 4 and shapes == [(5, 11, 101)]
-    expected, expected_loss, expected_metrics, _ = train(tmp_path / "full", None)
-    assert len(chunk_sizes) == 4
-    assert loss == pytest.approx(expected_loss, rel=1e-5)
-    for name in ("eval_loss", "eval_logits"):
-        assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4)
-    for name, change in expected.items():
-        assert change.norm() > 0, name
-        assert (moved[name] - change).norm() <= 1e-3 * change.norm(), name

@@ -36,7 +36,7 @@ def compare(argv: list[str], prog: str | None = None) -> None:
     from modeling_gqa.training.comparison.models import MATCHED, CompareRecipe, candidates_of, sizes_table
     from modeling_gqa.training.comparison.plan import FREE, Comparison
     from modeling_gqa.training.comparison.report import REPORT, write_outcome
-    from modeling_gqa.training.comparison.runs import Runs, with_runs
+    from modeling_gqa.training.comparison.runs import Runs
     from modeling_gqa.training.recipe import load_recipe
 
     # The models, and the runs of each: a sweep of learning rates, then seeds at the best
@@ -49,7 +49,7 @@ def compare(argv: list[str], prog: str | None = None) -> None:
 
     # Runs that are left are trained here or by other launches; the last to end writes the report
     with runs.writing():
-        runs.begin("comparison", with_runs(values, values_of_runs), FREE, comparison.write_tokenizer)
+        runs.begin("comparison", values, values_of_runs, FREE, comparison.write_tokenizer)
         runs.run_all()
         runs.finish(comparison.folder / REPORT, lambda: write_outcome(comparison, runs))
 

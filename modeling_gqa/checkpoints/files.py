@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,19 +93,24 @@ def local_folder(source: str | Path) -> Path:
         ) from error
 
 
-def unreadable(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path} cannot be read: {(error.strerror or one_line(error)).lower()}")
+@contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Raise what a system says of a file that cannot be read as a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {(error.strerror or one_line(error)).lower()}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file; raises `UserError` where there is none, or a link leads out of the folder."""
     within(path.parent, path)
+    if not path.exists():
+        raise UserError(f"{path.parent} has no {path.name}: it is not the folder of a checkpoint")
+    with read_errors(path):
+        encoded = path.read_bytes()
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path.parent} has no {path.name}: it is not the folder of a checkpoint") from None
-    except OSError as error:
-        raise unreadable(path, error) from error
+        content = json.loads(encoded)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {one_line(error)}") from error
     if not isinstance(content, dict):
@@ -146,10 +152,8 @@ def open_tensors(folder: Path) -> dict[str, LazyTensor]:
 def _open_shard(path: Path) -> dict[str, LazyTensor]:
     if not path.is_file():
         raise UserError(f"{path.parent / INDEX} names {path.name}, which is missing: fetch the checkpoint again")
-    try:
+    with read_errors(path):
         path.open("rb").close()  # its error says better what is wrong
-    except OSError as error:
-        raise unreadable(path, error) from error
     try:
         # Kept open by the tensors' loaders; pages are mapped when they are read.
         file = safe_open(path, framework="pt")
@@ -200,10 +204,8 @@ def companions(folder: Path, patterns: Iterable[str] = COMPANIONS) -> list[Path]
 def check_companions(folder: Path, vocab_size: int) -> None:
     """Raise `UserError` for a file that `copy_files` could not copy, and for a tokenizer that does not fit."""
     for path in companions(folder):
-        try:
+        with read_errors(path):
             path.open("rb").close()
-        except OSError as error:
-            raise unreadable(path, error) from error
         if path.name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
             read_json(path)
     check_tokenizer(folder, vocab_size)
@@ -211,18 +213,15 @@ def check_companions(folder: Path, vocab_size: int) -> None:
 
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
     """Raise `UserError` for a tokenizer with a token id that the model's embedding does not have."""
-    largest, where = -1, ""
     for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
         if (folder / name).is_file():
             content = read_json(folder / name)
             ids = _token_ids(content) if name == "tokenizer.json" else content.values()
-            highest = max((token for token in ids if isinstance(token, int)), default=-1)
-            if highest > largest:
-                largest, where = highest, name
-    if largest >= vocab_size:
-        raise UserError(
-            f"the tokenizer does not match: {where} has the token id {largest}, but vocab_size={vocab_size}"
-        )
+            largest = max((token for token in ids if isinstance(token, int)), default=-1)
+            if largest >= vocab_size:
+                raise UserError(
+                    f"the tokenizer does not match: {name} has the token id {largest}, but vocab_size={vocab_size}"
+                )
 
 
 def _token_ids(content: dict[str, Any]) -> list[Any]:

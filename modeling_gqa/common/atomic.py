@@ -6,11 +6,13 @@ back.
 """
 
 import json
+import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,43 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file whole or not at all; characters that UTF-8 does not have are written as escapes."""
     with replacing(path) as part:
         part.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def write_json(path: Path, results: Any) -> None:
+    """Write results as JSON, whole or not at all; see `to_json`."""
+    write_text(path, to_json(results))
+
+
+def to_json(results: Any) -> str:
+    """Return results as JSON that every program reads.
+
+    Numbers that JSON does not have (nan and infinite ones) become null. Data classes become objects. Paths, dtypes and
+    other values become their text.
+
+    Args:
+        results: dictionaries, data classes, lists, texts, numbers.
+
+    Example:
+        ```python
+        from modeling_gqa.common.atomic import to_json
+
+        assert to_json([1.5, float("nan")]) == "[\\n  1.5,\\n  null\\n]\\n"
+        ```
+    """
+    return json.dumps(plain(results), indent=2, allow_nan=False) + "\n"
+
+
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | None) else str(value)
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
@@ -122,8 +161,9 @@ def locked(target: Path) -> Iterator[None]:
     try:
         left = acquire(lock, path, target)
         try:
-            if left:  # without a lock left beside them, folders of such names are the user's
-                recover(target)
+            # Without a lock left beside them, folders of such names are the user's.
+            for process in {number for _, number, _ in leftovers(target)} if left else ():
+                settle(target, beside(target, "old", process), beside(target, "new", process))
             yield
         finally:
             insist(release)
@@ -165,19 +205,13 @@ def insist(clean_up: Callable[[], None]) -> None:
         raise
 
 
-def recover(target: Path) -> None:
-    """Delete what killed processes left of writing `target`, and put back what one of them had moved."""
-    for process in {process for _, process, _ in leftovers(target)}:
-        settle(target, beside(target, "old", process), beside(target, "new", process))
-
-
 def beside(target: Path, role: str, process: int | str) -> Path:
     """Return the folder beside `target` in which a process writes it ("new") or keeps what it replaces ("old")."""
     return target.with_name(f".{target.name}.{role}-{process}")
 
 
 def leftovers(target: Path) -> list[tuple[str, str, Path]]:
-    """Return role ("new" or "old"), process id and path of the folders in which `target` is or was written."""
+    """Return role ("new" or "old"), process and path of the folders that living and killed writers made."""
     pattern = re.compile(re.escape(f".{target.name}.") + "(new|old)-([0-9a-f]+)")
     found = ((pattern.fullmatch(path.name), path) for path in target.parent.iterdir())
     return [(match[1], match[2], path) for match, path in found if match and path.is_dir() and not path.is_symlink()]

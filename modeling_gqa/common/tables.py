@@ -54,18 +54,14 @@ def with_prefix(value: float, unit: str = "") -> str:
         assert with_prefix(8_030_261_248) == "8.03 G" and with_prefix(12, "FLOP") == "12 FLOP"
         ```
     """
-    for size, prefix in PREFIXES:
-        if value >= 0.9995 * size:
-            return f"{three_digits(value / size)} {prefix}{unit}"
-    return f"{three_digits(value)} {unit}".rstrip()
+    size, prefix = next((known for known in PREFIXES if value >= 0.9995 * known[0]), (1, ""))
+    return f"{three_digits(value / size)} {prefix}{unit}".rstrip()
 
 
 def in_bytes(value: float) -> str:
     """Return bytes in three digits with a binary prefix, such as `1.5 GiB`."""
-    for size, unit in BINARY:
-        if value >= 0.9995 * size:
-            return f"{three_digits(value / size)} {unit}"
-    return f"{three_digits(value)} B"
+    size, unit = next((known for known in BINARY if value >= 0.9995 * known[0]), (1, "B"))
+    return f"{three_digits(value / size)} {unit}"
 
 
 def cached(size: int, itemsize: int) -> str:

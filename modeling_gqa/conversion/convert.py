@@ -189,7 +189,7 @@ def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
             for row in range(len(batch["input_ids"]))
         ]
     if len(batches) < 4:
-        raise UserError(f"{len(batches)} rows of text are too few for auto to choose by: give 4, or name a method")
+        raise UserError(f"{len(batches)} sequences of text are too few for auto to choose by: give 4, or name a method")
     held_out = len(batches) // 4
     while held_out > 1 and sum(batch["input_ids"].numel() for batch in batches[-held_out:]) > SELECTION_TOKENS:
         held_out -= 1

@@ -44,7 +44,7 @@ GIB = 2**30
 PROGRAM = GIB // 2
 # "auto" compares settings on a quarter of the tokens that calibrate them.
 SELECTION_SHARE = 4
-LONGEST_BLOCK = 1024  # tokens, where --sequence-length is left out
+LONGEST_SEQUENCE = 1024  # tokens, where --sequence-length is left out
 
 Batches = dict[str, list[Batch]]
 
@@ -142,7 +142,7 @@ class Job(Options):
     def announce(self, checkpoint: Checkpoint, goal: Goal, say: Callable[[str], None]) -> None:
         """Say which memory the conversion takes, by accounting, and with `--for` which sizes were chosen."""
         config, dtype = checkpoint.config, checkpoint.dtype
-        rows, length = self.batch_size if self.text else 0, self.block_length(config)
+        rows, length = self.batch_size if self.text else 0, self.text_length(config)
         memory = count_memory(config, expected_target(goal, config, dtype), dtype, rows, length)
         say(f"Memory on {self.device}: {memory}.")
         if self.engine and self.attention_kind == "mla":
@@ -151,16 +151,16 @@ class Job(Options):
             fast = " or ".join(f"{rank} + {rope}" for rank, rope in FAST_SIZES)
             say(f"Sizes: {sizes}; vLLM's fast kernels take R + P = {fast}.")
 
-    def block_length(self, config: GQAConfig) -> int:
-        """Return how many tokens of text a block has."""
-        return self.sequence_length or min(LONGEST_BLOCK, config.max_position_embeddings)
+    def text_length(self, config: GQAConfig) -> int:
+        """Return how many tokens a sequence of text has."""
+        return self.sequence_length or min(LONGEST_SEQUENCE, config.max_position_embeddings)
 
     def read_text(self, checkpoint: Checkpoint, exact: bool) -> Batches:
         """Return the parts "calibration", "selection" and "evaluation" of the text; only the last where exact."""
         if not self.text:
             return {}
         longest = checkpoint.config.max_position_embeddings
-        length = self.block_length(checkpoint.config)
+        length = self.text_length(checkpoint.config)
         if length > longest:
             raise UserError(f"--sequence-length={length} is more than max_position_embeddings={longest}")
         self.sequence_length = length

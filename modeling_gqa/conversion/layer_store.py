@@ -14,8 +14,7 @@ from safetensors.torch import load, save_file
 from modeling_gqa_cli.errors import UserError
 
 from ..checkpoints.writing import disk_errors
-from ..common.atomic import read_object, replacing
-from ..common.results import write_json
+from ..common.atomic import read_object, replacing, write_json
 from ..configuration_gqa import GQAConfig
 from .sequential import NewLayer, Setting
 
@@ -48,8 +47,6 @@ class LayerFiles(MutableMapping[int, NewLayer]):
         return NewLayer(state, **about)
 
     def __setitem__(self, index: int, layer: NewLayer) -> None:
-        if index in self:
-            return
         about = json.dumps({name: value for name, value in layer._asdict().items() if name != "state"})
         with replacing(self.path(index)) as part, disk_errors(self.folder):
             save_file(layer.state, part, metadata={"layer": about})
@@ -95,7 +92,9 @@ class LayerStore:
             write_json(self.folder / MEASURED, self.kl)
         best = min(self.kl, key=lambda name: self.kl[name])
         for other in [other for other in self.layers if str(other) != best]:
-            self.layers.pop(other).clear()
+            layers = self.layers.pop(other)
+            for index in list(layers):  # `clear` would read them
+                del layers[index]
 
 
 def layers_folder(target: Path) -> Path:
@@ -108,9 +107,8 @@ def layers_folder(target: Path) -> Path:
 def resumable_folder(folder: Path, plan: Any) -> Iterator[Path]:
     """Make and yield `folder` for a conversion that is described by `plan`, in types that JSON has.
 
-    A folder that an interrupted conversion of the same plan has left is taken up again, one of another plan is emptied.
-    It is deleted when the result stands or was refused, and when the conversion ends before sizes were chosen for a
-    budget or a layer is finished.
+    What an interrupted conversion of the same plan has left there stays, that of another plan is deleted. The folder is
+    deleted when the result stands or was refused, and when no layer is finished and no sizes were chosen for a budget.
 
     Raises:
         UserError: the folder holds other files than a conversion leaves.

@@ -10,7 +10,7 @@ import torch
 from modeling_gqa_vllm.kernels import CPU_HEADS, FAST_SUMS, grouped_kernel, is_mistaken, latent_kernels
 
 from ..common import cards
-from ..common.results import write_json
+from ..common.atomic import write_json
 from ..common.tables import Table, cached, runs, share
 from ..configuration_gqa import GQAConfig
 from ..costs import CostedModel
@@ -149,7 +149,9 @@ def describe_cost(report: Report) -> str:
         return "; ".join([*parts, "no text, so nothing was measured"])
     if "calibration_tokens" in text:
         parts.append(f"calibrated on {text['calibration_tokens']:,} tokens")
-    return "; ".join([*parts, f"measured on {report['tokens']:,} others, in blocks of {text['sequence_length']:,}"])
+    return "; ".join(
+        [*parts, f"measured on {report['tokens']:,} others, in sequences of {text['sequence_length']:,} tokens"]
+    )
 
 
 def warning(report: Report) -> str | None:

@@ -14,7 +14,6 @@ from modeling_gqa_cli.paths import CONFIGURATION, refuse_mistyped
 
 from ..checkpoints.families import find_family, translate
 from ..checkpoints.files import read_json
-from ..configuration_checks import LARGEST, MOST, shown
 from ..configuration_gqa import GQAConfig
 from . import CostedModel, Experts
 
@@ -110,11 +109,8 @@ def read_experts(config: PreTrainedConfig) -> dict[int, Experts]:
     layers, hidden = range(config.num_hidden_layers), config.hidden_size
 
     def experts(number: int, chosen: int, width: int, shared: int = 0) -> Experts:
-        if not (0 < chosen <= number <= MOST and 0 < width <= LARGEST and 0 <= shared <= MOST):
-            raise UserError(
-                f"{shown(number)} experts of width {shown(width)}, of which a token takes {shown(chosen)} and "
-                f"{shown(shared)} that all tokens share, cannot be"
-            )
+        if not 0 < chosen <= number or min(width - 1, shared) < 0:
+            raise UserError(f"experts cannot be: {number} of width {width}, {chosen} a token, {shared} shared")
         if getattr(config, "mlp_bias", False):
             raise UserError("mlp_bias=True with experts is not supported")
         size = 3 * hidden * width

@@ -20,8 +20,8 @@ from modeling_gqa_cli.recipes import public_name
 from .. import GQAConfig
 from ..checkpoints.files import COMPANIONS, copy_files
 from ..common import cards
+from ..common.atomic import write_json
 from ..common.console import say
-from ..common.results import write_json
 from ..costs.measuring import machine_name
 from ..data.source import Source, Split, load_split
 from .recipe import Recipe

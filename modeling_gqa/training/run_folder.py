@@ -14,7 +14,7 @@ import time
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -33,7 +33,7 @@ class RunFolder:
     """One run's folder, opened by the main process alone.
 
     Attributes:
-        files: sizes and hashes of the files that runs wrote, by their paths relative to the folder; `None` for those of
+        files: SHA-256 of the files that runs wrote, by their paths relative to the folder; `None` for those of
             a checkpoint, which its `complete.json` lists.
         notes: hashes of the models that the run reads, versions of its libraries, and files that are being replaced.
         writing: the folder that is being written file by file, and is incomplete where a process was killed.
@@ -62,7 +62,7 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self.files: dict[str, Entry | None] = {}
+        self.files: dict[str, str | None] = {}
         self.notes: dict[str, Any] = {}
         self.writing: str | None = None
         self.writer: dict[str, Any] | None = None
@@ -164,11 +164,10 @@ class RunFolder:
 
     @contextmanager
     def checkpoint(self, name: str) -> Iterator[dict[str, Any]]:
-        """While a checkpoint is written: list it and mark it as whole at the end, or delete it on an error.
+        """While a checkpoint is written: mark it as whole at the end, or delete it on an error.
 
-        Yields:
-            An object whose entries go into the mark `complete.json`. The mark lists the files with their sizes and
-            hashes, and is written when they are on disk.
+        Yields an object whose entries go into the mark `complete.json`. That lists the files with their
+        SHA-256, and is written when they are on disk.
         """
         folder = self.path / name
         self.claim(name)
@@ -177,7 +176,7 @@ class RunFolder:
             yield mark
             begin = time.perf_counter()
             sync(folder)
-            files = {file: file_entry(folder / file) for file in file_names(folder)}
+            files = {file: sha256_of(folder / file) for file in file_names(folder)}
             write_text(folder / COMPLETE, json.dumps(mark | {"files": files}, indent=1) + "\n")
             self.sealing_seconds += time.perf_counter() - begin
         finally:
@@ -211,7 +210,7 @@ class RunFolder:
             earlier = [file for file in self.files if file.startswith(f"{name}/") and file not in files]
             # Where a process is killed here, the old files are left; `edited` must know their hashes as well.
             self.notes["replaced"] = {file: self.files[file] for file in files if self.files.get(file)}
-            self.files |= {file: file_entry(staged / file) for file in files}
+            self.files |= {file: sha256_of(staged / file) for file in files}
             self.save()  # first: a listed file may be missing, but no file of a run may be unlisted
             for file in [name] if whole else files:
                 (self.path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -227,7 +226,7 @@ class RunFolder:
         for name, entry in self.files.items():
             path = self.path / name
             known = (entry, replaced.get(name))
-            if entry and name.startswith(f"{folder}/") and path.is_file() and file_entry(path) not in known:
+            if entry and name.startswith(f"{folder}/") and path.is_file() and sha256_of(path) not in known:
                 return path
         return None
 
@@ -306,12 +305,10 @@ def find_resumable(
         listed: paths of the files that runs wrote, relative to `folder`.
 
     Returns:
-        The newest whole checkpoint, its mark, and a line on the damage of each newer one; `None`, an empty mark and no
-        lines where no checkpoint was finished.
+        The checkpoint, its mark, and a line on the damage of each newer one; `None`, {} and [] where none was finished.
 
     Raises:
-        UserError: every finished checkpoint is damaged, or the newest whole one was written by another number of
-            processes.
+        UserError: all are damaged, or the newest whole one was written by another number of processes.
     """
     damaged: list[str] = []
     for path in reversed(checkpoints(folder)):
@@ -361,21 +358,13 @@ def what_is_kept(folder: str | Path) -> str:
 # -- Lists of files
 
 
-class Entry(TypedDict):
-    """The size of a file in bytes, and the SHA-256 of its content in hexadecimal."""
-
-    size: int
-    sha256: str
-
-
-def file_entry(path: Path) -> Entry:
-    """Read a file and return its size and hash."""
-    digest, size = hashlib.sha256(), 0
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file's content in hexadecimal."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(2**22):
             digest.update(chunk)
-            size += len(chunk)
-    return {"size": size, "sha256": digest.hexdigest()}
+    return digest.hexdigest()
 
 
 def file_names(folder: Path) -> list[str]:
@@ -387,14 +376,14 @@ def file_names(folder: Path) -> list[str]:
     return sorted(found)
 
 
-def first_difference(folder: Path, listed: dict[str, Entry]) -> str | None:
+def first_difference(folder: Path, listed: dict[str, str]) -> str | None:
     """Return which listed file is missing or has changed, in words; `None` where all are as they were."""
-    for name, entry in listed.items():
+    for name, sha256 in listed.items():
         path = folder / name
         if not path.is_file():
             return f"{path} is missing"
         try:
-            if file_entry(path) != entry:
+            if sha256_of(path) != sha256:
                 return f"{path} has changed since it was written: its SHA-256 is another"
         except OSError as error:
             return f"{path} cannot be read: {error.strerror}"
@@ -402,9 +391,5 @@ def first_difference(folder: Path, listed: dict[str, Entry]) -> str | None:
 
 
 def is_listing(value: Any, unknown: bool = False) -> bool:
-    """Return whether `value`, read from a JSON file, is a list of files; with `unknown` an entry may be `None`."""
-    return isinstance(value, dict) and all(
-        (entry is None and unknown)
-        or (isinstance(entry, dict) and {key: type(item) for key, item in entry.items()} == Entry.__annotations__)
-        for entry in value.values()
-    )
+    """Return whether `value`, read from a JSON file, is a list of files; with `unknown` a hash may be `None`."""
+    return isinstance(value, dict) and all(isinstance(x, str) or (unknown and x is None) for x in value.values())

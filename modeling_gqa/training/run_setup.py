@@ -26,7 +26,7 @@ from ..data.blocks import CheckedStream, PackedBlocks, load_blocks, read_blocks,
 from ..data.source import Source, load_split, open_source, split_source
 from ..data.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 from .recipe import FREE_ON_RESUME, Recipe, trackers_in
-from .run_folder import SAVED_MODEL, SAVED_RECIPE, RunFolder, checkpoints, file_entry, find_resumable, what_is_kept
+from .run_folder import SAVED_MODEL, SAVED_RECIPE, RunFolder, checkpoints, find_resumable, sha256_of, what_is_kept
 
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
 
@@ -259,7 +259,7 @@ class RunSetup:
                 self.write_tokens(staged)
             except UserError as error:
                 raise UserError(f"{problem}, and the tokens cannot be made again: {error}") from error
-            if any(file_entry(staged / name) != files.get(name) for name in tokens):
+            if any(sha256_of(staged / name) != files.get(name) for name in tokens):
                 raise UserError(
                     f"{problem}, and {self.source.name} does not give the tokens that the run was trained on: bring "
                     "back the file, or the text as it was"
@@ -291,7 +291,7 @@ def fingerprint(model: str) -> str:
 
     folder = local_folder(model)
     files = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
-    return "-".join(file_entry(path)["sha256"][:16] for path in files)
+    return "-".join(sha256_of(path)[:16] for path in files)
 
 
 # -- The recipe that a folder keeps

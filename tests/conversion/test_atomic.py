@@ -258,18 +258,14 @@ def weights(tmp_path):
     return (tmp_path / "target" / "model.safetensors").read_text()
 
 
-def test_what_was_moved_away_when_the_kill_came_is_put_back(tmp_path):
-    left_by_kill(tmp_path, "old", "new")
+@pytest.mark.parametrize("found", ["old", "new"])
+def test_what_a_kill_left_is_put_back_or_swept(found, tmp_path):
+    """Killed between the two renames the old checkpoint comes back; killed after them it is deleted."""
+    left_by_kill(tmp_path, "old", *(["new"] if found == "old" else []))
+    if found == "new":
+        checkpoint(tmp_path / "target", content="new")
     refused("target exists already", tmp_path / "target")
-    assert names(tmp_path) == ["target"] and weights(tmp_path) == "old"
-
-
-def test_what_was_replaced_when_the_kill_came_is_swept(tmp_path):
-    """Killed after the new checkpoint took its place: the next writer removes the old one and keeps the new."""
-    left_by_kill(tmp_path, "old")
-    checkpoint(tmp_path / "target", content="new")
-    refused("target exists already", tmp_path / "target")
-    assert names(tmp_path) == ["target"] and weights(tmp_path) == "new"
+    assert names(tmp_path) == ["target"] and weights(tmp_path) == found
 
 
 def test_what_was_moved_away_is_kept_where_something_else_took_its_place(tmp_path):

@@ -205,6 +205,8 @@ REFUSED = {
         r"method='median' is unknown \(did you mean mean\?\): choose one of lowrank, auto, procrustes, mean, first, ra",
     ),
     "refit": (make_config("mqa"), {"refit": True}, "refit needs calibration text"),
+    "refine": (make_config("mqa"), {"refine": 3}, "refine needs calibration text"),
+    "negative": (make_config("mqa"), {"refine": -1, "calibration": CALIBRATION}, "refine=-1 must not be negative"),
     "hidden-size": (make_config("mqa", hidden_size=60), {}, "the target's hidden_size=60 differs from the source's 66"),
     "tied": (make_config("mqa", tie_word_embeddings=True), {}, "tie_word_embeddings=True differs"),
     "rope": (

@@ -236,13 +236,12 @@ def test_a_refused_conversion_leaves_nothing(source, tmp_path, monkeypatch):
 
 
 def test_layers_in_files_are_a_mapping(tmp_path):
-    """Layers come back bit for bit with their fields and losses, and one that is there is not written again."""
+    """Layers come back bit for bit with their fields and losses."""
     with resumable_folder(tmp_path / "kept", {"plan": 1}) as folder:
         files, expected = LayerFiles(folder, "0123456789abcdef"), {}
         for index, dtype in ((10, torch.float32), (2, torch.bfloat16)):
             state = {"k_proj.weight": torch.rand(3, 4).to(dtype)}
             files[index] = expected[index] = NewLayer(state, {"attention_kind": "gqa", "output_bias": None}, None)
-        files[2] = NewLayer({}, {}, 1.0)
         assert list(files) == [2, 10] and len(files) == 2 and 3 not in files
         for index, layer in files.items():
             assert layer[1:] == expected[index][1:]

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.conversion import compare_predictions, convert_model, job, target_config
-from modeling_gqa.conversion.job import GIB, LONGEST_BLOCK, count_memory
+from modeling_gqa.conversion.job import GIB, LONGEST_SEQUENCE, count_memory
 from modeling_gqa.conversion.options import Goal, expected_target
 from modeling_gqa.costs import cache_bytes_per_token
 
@@ -132,7 +132,7 @@ def test_sizes_chosen_later_are_guessed():
 def test_llama_8b_as_the_docs_say():
     """The numbers of docs/converting.md, in bfloat16 by the command's defaults."""
     config = GQAConfig(**LLAMA_8B)
-    count = count_memory(config, expected(config, "mla", cache_size=1024), torch.bfloat16, 4, LONGEST_BLOCK)
+    count = count_memory(config, expected(config, "mla", cache_size=1024), torch.bfloat16, 4, LONGEST_SEQUENCE)
     assert [round(x / GIB, 1) for x in count] == [15.0, 4.6, 20.8]
     assert str(count).startswith(
         "about 20.8 GiB by accounting, of which the source takes 15.0 and the new attention 4."

@@ -136,11 +136,10 @@ def kl(source, other) -> float:
     return (ours.exp() * (ours - theirs)).sum(-1).mean().item()
 
 
-@pytest.mark.parametrize("share", [1 / 2, 1 / 4])
-def test_text_and_norms_lower_the_loss(share):
+def test_text_and_norms_lower_the_loss():
     """Calibrated on text, less is lost than from weights alone, and than where norms are replaced by constants."""
     model = random_model("mha", **QK_NORM)
-    size = round(share * 168)
+    size = 168 // 4
     constants = random_model("mha")
     constants.load_state_dict({n: x for n, x in model.state_dict().items() if "k_norm" not in n and "q_norm" not in n})
     for index, layer in enumerate(constants.model.layers):

@@ -21,8 +21,7 @@ from attention_oracle import (
 )
 from small_models import make_model
 
-from benchmarks.layerwise import collect
-from benchmarks.peers import assembled, mha2mla, plain_heads, plane_norms, rorope, transmla, unreduced
+from benchmarks.peers import mha2mla, plane_norms, transmla
 from modeling_gqa.common.errors import UserError
 
 
@@ -94,7 +93,6 @@ def transmla_formula(layer: Grouped, seen, derotated, x, rank: int, kept: int, f
     ("fields", "fold", "size", "rank"),
     [
         ({}, 1, 16, 29),
-        ({}, 4, 8, 23),
         (BIASES, 4, 4, 31),
         ({"num_key_value_heads": 6}, 4, 4, 31),
         ({**BIASES, "num_key_value_heads": 3}, 2, 32, 7),
@@ -171,30 +169,16 @@ def test_all_planes_rotated_in_a_latent_that_holds_the_rest_change_nothing(conve
     assert distance(logits(converted), logits(model)) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["gqa", "mha"])
-def test_rotating_all_planes_changes_nothing_before_the_latent_is_reduced(name):
-    """With six key/value heads the latent is the input, since it is smaller than all values."""
-    model = random_model(name, **BIASES)
-    size = 2 * 7 * len(grouped(model, 0).k)
-    layers = []
-    for index, seen in collect(model, CALIBRATION, first_share=0.0):
-        heads = plain_heads(model, index)
-        partial = rorope(heads, seen, size, 1)
-        layers.append((heads, partial, unreduced(heads, partial)))
-    assert len(layers[0][2].rows) == (28 if name == "gqa" else 66)
-    assert distance(logits(assembled(model, layers)), logits(model)) < 1e-4
-
-
-def test_what_cannot_be_converted_is_refused():
-    model = make_model("gqa")
-    for freqfold, size in ((4, 8), (7, 6), (1, 12)):
-        with pytest.raises(UserError, match=r"freqfold|qk_rope_head_dim"):
-            transmla(model, CALIBRATION, 20, size, freqfold)
-    with pytest.raises(UserError, match="equal numbers"):
-        mha2mla(model, CALIBRATION, 20, 6)
-    with pytest.raises(UserError, match="split"):
-        mha2mla(model, CALIBRATION, 20, 8, "both")
-    with pytest.raises(UserError, match="qk_norm"):
-        transmla(make_model("gqa", qk_norm=True), CALIBRATION, 20, 14, 1)
-    with pytest.raises(UserError, match="is MLA"):
-        mha2mla(make_model("mla"), CALIBRATION, 20, 8)
+@pytest.mark.parametrize(
+    ("kind", "fields", "convert", "options", "said"),
+    [
+        ("gqa", {}, transmla, (20, 8, 4), "freqfold|qk_rope_head_dim"),
+        ("gqa", {}, mha2mla, (20, 6), "equal numbers"),
+        ("gqa", {}, mha2mla, (20, 8, "both"), "split"),
+        ("gqa", {"qk_norm": True}, transmla, (20, 14, 1), "qk_norm"),
+        ("mla", {}, mha2mla, (20, 8), "is MLA"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(kind, fields, convert, options, said):
+    with pytest.raises(UserError, match=said):
+        convert(make_model(kind, **fields), CALIBRATION, *options)

@@ -10,9 +10,7 @@ from attention_oracle import CALIBRATION, LONG_CALIBRATION, distance, random_mod
 from small_models import make_batch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from benchmarks.layerwise import refit_outputs
 from modeling_gqa.conversion import (
-    UserError,
     compare_predictions,
     convert_model,
     sequential,
@@ -100,20 +98,6 @@ def test_documents_are_converted_on_as_if_they_came_alone(batch, kind, sizes, fi
         assert distance(x, apart.state_dict()[name]) < 1e-4, name
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mla", MLA)], ids=["mqa", "mla"])
-def test_a_finished_conversion_can_be_fitted(kind, sizes):
-    """`refit_outputs` does to one changed layer what `convert_model` does, and leaves the others as they are."""
-    model = random_model("mha", attention_bias=True).double()
-    target = target_config(model.config, kind, layers=[1], **sizes)
-    expected, _ = convert_model(model, target, LONG_CALIBRATION, refine=0)
-    found, _ = convert_model(model, target, LONG_CALIBRATION, refit=False)
-    before = found.model.layers[1].self_attn.o_proj.weight.clone()
-    refit_outputs(model, found, LONG_CALIBRATION)
-    assert distance(before, found.model.layers[1].self_attn.o_proj.weight) > 1e-3
-    for name, x in expected.state_dict().items():
-        assert distance(x, found.state_dict()[name]) < 1e-9, name
-
-
 def test_a_quarter_of_the_documents_is_held_out():
     """The last quarter, counted over all batches; one of two or three, and none of one. Padding begins none."""
     rows, three = make_batch(4, 6), {"input_ids": torch.zeros(3, 5, dtype=torch.long)}
@@ -184,16 +168,6 @@ def test_steps_that_do_harm_on_held_out_text_are_dropped(kind, sizes, monkeypatc
     assert not any(layer["learning_rate"] or layer["ridge"] for layer in done["layers"])
     for name, x in closed.state_dict().items():
         assert torch.equal(x, guarded.state_dict()[name]), name
-
-
-def test_refining_needs_text_and_steps():
-    """Gradient steps without text, or less than none, are refused."""
-    model = random_model("mha")
-    target = target_config(model.config, "mqa")
-    with pytest.raises(UserError, match="refine needs calibration text"):
-        convert_model(model, target, refine=3)
-    with pytest.raises(UserError, match="refine=-1 must not be negative"):
-        convert_model(model, target, CALIBRATION, refine=-1)
 
 
 def test_a_fit_says_what_error_is_left():

@@ -359,7 +359,7 @@ def test_folders_of_others(tmp_path):
         folder.mkdir()
         (folder / name).mkdir() if content is None else (folder / name).write_text(content)
         with pytest.raises(UserError, match="choose another --output-dir"):
-            Runs(folder, lambda _: [], 1, "").begin("comparison", {}, set(), pytest.fail)
+            Runs(folder, lambda _: [], 1, "").begin("comparison", {}, {}, set(), pytest.fail)
     assert (tmp_path / "recipe" / "recipe.json").read_text() == "[]"
 
 

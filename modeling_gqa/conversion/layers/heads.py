@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from modeling_gqa_cli.errors import UserError
+
 from ...attention import GroupedAttention
 from ...attention_latent import LatentAttention
-from ...common.errors import UserError
 from ...configuration_gqa import GQAConfig
 from ...modeling_gqa import GQAForCausalLM
 from ..targets import check_linear, layer_head_dim

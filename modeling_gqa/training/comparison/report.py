@@ -11,10 +11,9 @@ from transformers import AutoTokenizer
 
 from modeling_gqa_cli.errors import UserError
 
-from ...common.atomic import read_object, write_text
+from ...common.atomic import read_object, write_json, write_text
 from ...common.console import say
 from ...common.pictures import COLORS, line_styles, name_lines, new_figure, save, tidy
-from ...common.results import write_json
 from ...common.tables import Table, with_prefix
 from ...costs import CostedModel, cache_bytes_per_token, count_parameters, training_flops
 from ...costs.speeds import Speed, measure_speeds, where_measured

@@ -84,25 +84,34 @@ class Runs:
         self.folder, self.needed, self.jobs, self.launcher, self.later = folder, needed, jobs, launcher, later
         self.seconds: list[tuple[float, float]] = []  # that runs of this launch took, each with their size
         self.started = time.time()  # runs that failed before are tried again
-        self.processes: set[RunProcess] = set()
+        self.processes: set[subprocess.Popen | ForkServerProcess] = set()
         self.stopped = 0  # the signal that has stopped this launch
 
     # -- the folder
 
-    def begin(self, what: str, values: dict[str, Any], free: Collection[str], prepare: Callable[[], None]) -> None:
+    def begin(
+        self,
+        what: str,
+        values: dict[str, Any],
+        values_of_runs: Mapping[str, Any],
+        free: Collection[str],
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
         """Open the folder: prepare an empty one, or check that it holds the same recipe.
 
         Args:
             what: the folder holds, such as "comparison".
             values: of the recipe.
-            free: fields that may differ when a launch goes on.
+            values_of_runs: of the recipe of its runs; those that may change when a run resumes may change here.
+            free: fields of the recipe that may differ when a launch goes on.
             prepare: writes what all runs need; called by one launch, before the recipe is written.
 
         Raises:
             UserError: the folder holds something else, or another recipe; or matplotlib is not installed.
         """
         new_figure()  # with which the report's pictures are drawn in the end
-        folder = self.folder
+        kept = {name: value for name, value in values_of_runs.items() if name not in FREE_ON_RESUME}
+        folder, values = self.folder, values | {f"runs.{name}": value for name, value in kept.items()}
         present = set(os.listdir(folder)) if folder.is_dir() else set()
         ours = {f".{RECIPE}.part", "claims", "tokenizer", "students"} if "claims" in present else set()
         if RECIPE not in present and (foreign := sorted(present - ours)):
@@ -261,11 +270,11 @@ class Runs:
         threads = max(1, torch.get_num_threads() // self.jobs) if self.jobs > 1 else 0
         options = {**run.options, "output_dir": str(path), "resume": (path / SAVED_RECIPE).is_file()}
         arguments = [run.recipe, *as_arguments(options)]
-        process = RunProcess(run.script, arguments, self.launcher, log, threads, gpu_of(worker))
+        process = start_process(run.script, arguments, self.launcher, log, threads, gpu_of(worker))
         self.processes.add(process)
         if self.stopped:  # a signal that came while it was started
             process.terminate()
-        code = process.wait()
+        code = wait_for(process)
         self.processes.discard(process)
         loss, seconds = self.loss(run.name), time.perf_counter() - begin
         if code == 0 and loss is not None:
@@ -281,11 +290,6 @@ class Runs:
         (self.folder / "failed").mkdir(exist_ok=True)
         note = {"time": time.time(), "exit_code": code, "said": said[:1000], "log": log.name}
         write_text(self.folder / "failed" / f"{run.name}.json", json.dumps(note, indent=1) + "\n")
-
-
-def with_runs(values: dict[str, Any], of_runs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a recipe, and as `runs.FIELD` those of the recipe of its runs that have to stay the same."""
-    return values | {f"runs.{name}": value for name, value in of_runs.items() if name not in FREE_ON_RESUME}
 
 
 def last_words(log: Path, start: int) -> str:
@@ -306,8 +310,10 @@ def is_finite(loss: Any) -> bool:
 # -- A run's process
 
 
-class RunProcess:
-    """A run that has been started.
+def start_process(
+    script: str, arguments: list[str], launcher: str, log: Path, threads: int, gpu: str
+) -> subprocess.Popen | ForkServerProcess:
+    """Start a run.
 
     Args:
         script: "pretrain" or "uptrain".
@@ -317,34 +323,25 @@ class RunProcess:
         threads: of torch, in a fork; 0 leaves them as they are.
         gpu: which one a fork sees; "": as this process.
     """
-
-    def __init__(self, script: str, arguments: Sequence[str], launcher: str, log: Path, threads: int, gpu: str) -> None:
-        self.process: subprocess.Popen | ForkServerProcess
-        if launcher:
-            with log.open("ab") as output:
-                self.process = subprocess.Popen(
-                    [*shlex.split(launcher), f"modeling_gqa.scripts.{script}", *arguments],
-                    stdout=output,
-                    stderr=output,
-                    stdin=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C reaches the comparison alone, which lets the run save
-                )
-            return
+    if not launcher:
         context = get_context("forkserver")
         context.set_forkserver_preload([f"modeling_gqa.training.{name}" for name in LIBRARIES])
-        self.process = context.Process(target=run_here, args=(script, list(arguments), str(log), threads, gpu))
-        self.process.start()
+        process = context.Process(target=run_here, args=(script, arguments, str(log), threads, gpu))
+        process.start()
+        return process
+    command = [*shlex.split(launcher), f"modeling_gqa.scripts.{script}", *arguments]
+    with log.open("ab") as output:
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        # In a session of its own: Ctrl-C reaches the comparison alone, which lets the run save.
+        return subprocess.Popen(command, start_new_session=True, **streams)
 
-    def wait(self) -> int:
-        """Wait for the end, and return the exit code."""
-        if isinstance(self.process, subprocess.Popen):
-            return self.process.wait()
-        self.process.join()
-        return self.process.exitcode or 0
 
-    def terminate(self) -> None:
-        """Let the run save and end."""
-        self.process.terminate()
+def wait_for(process: subprocess.Popen | ForkServerProcess) -> int:
+    """Wait for the end of a run, and return its exit code."""
+    if isinstance(process, subprocess.Popen):
+        return process.wait()
+    process.join()
+    return process.exitcode or 0
 
 
 def run_here(script: str, arguments: list[str], log: str, threads: int, gpu: str) -> None:
