@@ -273,8 +273,8 @@ def results_table(outcome: Outcome, seeds: int) -> Table:
     front, best = outcome.front, outcome.finished[:1]
     rows = []
     for entry in outcome.entries:
-        above = "-"
-        if best and isfinite(entry.loss):
+        above = "0" if entry in best else "-"
+        if best and entry not in best and isfinite(entry.loss):
             above = f"{entry.loss - best[0].loss:.4f} ± {number(outcome.margin(entry, best[0]))}"
         rate = "-" if entry.rate is None else f"{entry.rate:.2e}{' (edge)' if entry.at_edge else ''}"
         ended = f"{len(entry.sample.values)} of {seeds}"
