@@ -214,6 +214,24 @@ def test_a_layer_alone_computes_its_formula(name, case, rotary, backend):
         assert (weights[~allowed[:, None].expand_as(weights) & allowed.any(-1)[:, None, :, None]] == 0).all()
 
 
+@pytest.mark.parametrize("padding", [None, "right"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_flex_attention_alone_is_causal_too(name, padding):
+    """Under flex attention a lone layer builds a causal mask, and none in cross-attention, to 1e-4 of the formula."""
+    layer, x = make_layer(name, "flex_attention", torch.float32), make_input(9)
+    mask = None if padding is None else padding_mask(9, padding)
+    # Flex attention has no gradients on a CPU, and compiling it takes long.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        output, _ = layer(x.float(), attention_mask=mask)
+        crossed, _ = layer(
+            x.float(), key_value_states=x[:, 1:].float(), attention_mask=None if mask is None else mask[:, 1:]
+        )
+    allowed = who_sees_whom(9, padding=mask)
+    assert_same(output.double(), formula(name, layer.double(), x, allowed), allowed, tolerance=1e-4)
+    allowed = who_sees_whom(9, 8, causal=False, padding=None if mask is None else mask[:, 1:])
+    assert_same(crossed.double(), formula(name, layer, x, allowed, source=x[:, 1:]), tolerance=1e-4)
+
+
 @compat
 @pytest.mark.parametrize("backend", [None, "sdpa"])
 @pytest.mark.parametrize("padding", [None, "none", "left", "right"])
@@ -313,6 +331,17 @@ def test_a_two_sided_window_over_a_cache_that_drops_its_keys_is_refused(kind, ca
     layer = make_layer(kind, sliding_window=WINDOW)
     with pytest.raises(ValueError, match="is_causal=False with a cache of a sliding window"):
         layer(make_input(9), past_key_values=CACHES[cache][0](layer.config), is_causal=False)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_bfloat16_stays_within_its_rounding(name):
+    """A bfloat16 layer differs from the float64 formula by at most 8 roundings of the largest output."""
+    layer, x = make_layer(name, dtype=torch.bfloat16), make_input(9).to(torch.bfloat16)
+    output = layer(x)[0]
+    expected = formula(name, layer.to(torch.float64), x.double(), who_sees_whom(9))
+    assert output.dtype == torch.bfloat16
+    # Three roundings of 2 ** -9 each follow one another on the way through projections, scores and output.
+    assert (output.double() - expected).abs().max() <= 8 * 2**-9 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -10,6 +10,7 @@ from small_models import MODELS, SIZES, make_batch, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DynamicCache,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -17,10 +18,8 @@ from transformers import (
     pipeline,
     set_seed,
 )
-from transformers.cache_utils import DynamicLayer
 
 from modeling_gqa import ATTENTION_CLASSES
-from modeling_gqa.cache_layers import GrowingLayer
 
 compat = pytest.mark.compat
 
@@ -100,6 +99,31 @@ def test_left_padded_rows_equal_each_row_alone(model_name, cache):
 
 
 @compat
+def test_rows_stop_at_their_own_end_token(model_name):
+    model, batch = make_endless_model(model_name), make_batch()
+    endless = generate(model, batch)
+    end = endless[1, 2].item()
+    for arguments in CACHE_ARGUMENTS.values():
+        stopped = generate(model, batch, eos_token_id=end, **arguments)
+        for row, expected in zip(stopped.tolist(), endless.tolist(), strict=True):
+            length = expected.index(end) + 1 if end in expected else NEW_TOKENS
+            assert row[:length] == expected[:length]
+            assert set(row[length:]) <= {SIZES["pad_token_id"]}
+        assert stopped[1, 3:].tolist() == [SIZES["pad_token_id"]] * (stopped.shape[1] - 3)
+
+
+@compat
+def test_prompt_lookup_equals_greedy(model_name):
+    model, batch = make_endless_model(model_name), make_batch(batch=1)
+    # A repeated prompt, so that there is something to look up.
+    batch = {"input_ids": batch["input_ids"].repeat(1, 2), "attention_mask": batch["attention_mask"].repeat(1, 2)}
+    calls = count_forwards(model)
+    tokens = generate(model, batch, prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
+    assert calls[0] > batch["input_ids"].shape[1], "no candidates were proposed with the prompt"
+    assert tokens.tolist() == greedy_tokens(model, batch).tolist()
+
+
+@compat
 @pytest.mark.parametrize("assistant", ["gqa", "mla", "mixed"])
 def test_assisted_equals_greedy(model_name, assistant):
     model, batch = make_endless_model(model_name), make_batch(batch=1)
@@ -149,13 +173,36 @@ def test_prompt_is_read_once(model_name, cache, kind):
     outputs = model.generate(batch["input_ids"], max_new_tokens=4, return_dict_in_generate=True, **cache)
     assert calls == [11, 1, 1, 1]
     assert type(outputs.past_key_values) is kind
-    if kind is DynamicCache:
-        stock = DynamicCache(config=model.config).layers
-        expected = [GrowingLayer if type(layer) is DynamicLayer else type(layer) for layer in stock]
-        assert [type(layer) for layer in outputs.past_key_values.layers] == expected
     calls.clear()
     generate(model, batch, prefill_chunk_size=4, max_new_tokens=3, **cache)
     assert calls == [4, 4, 3, 1, 1]
+
+
+@compat
+def test_scores_and_attentions_of_generated_tokens(model_name):
+    model, batch = make_endless_model(model_name), make_batch()
+    model.set_attn_implementation("eager")
+    outputs = model.generate(
+        batch["input_ids"],
+        max_new_tokens=3,
+        return_dict_in_generate=True,
+        output_logits=True,
+        output_attentions=True,
+        output_hidden_states=True,
+    )
+    with torch.no_grad():
+        full = model(outputs.sequences[:, :-1], output_attentions=True, output_hidden_states=True)
+    torch.testing.assert_close(torch.stack(outputs.logits, 1), full.logits[:, 10:], rtol=1e-4, atol=1e-4)
+    for step in (1, 2):
+        assert len(outputs.attentions[step]) == 3
+        for weights, expected, states, expected_states in zip(
+            outputs.attentions[step], full.attentions, outputs.hidden_states[step], full.hidden_states, strict=False
+        ):
+            position = 10 + step
+            # A sliding cache has dropped the keys outside its window.
+            expected = expected[:, :, position : position + 1, : position + 1][..., -weights.shape[-1] :]
+            torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(states, expected_states[:, position : position + 1], rtol=1e-4, atol=1e-4)
 
 
 @compat
@@ -230,6 +277,19 @@ def test_without_a_prompt_generation_begins_with_bos():
     embeddings = model.model.embed_tokens(make_batch()["input_ids"])
     expected = model.generate(inputs_embeds=embeddings, max_new_tokens=3)
     assert torch.equal(model.generate(torch.zeros(3, 0).long(), inputs_embeds=embeddings, max_new_tokens=3), expected)
+
+
+@compat
+def test_generation_config_survives_saving(tmp_path):
+    model, batch = make_endless_model("mixed"), make_batch()
+    model.generation_config = GenerationConfig(do_sample=True, top_k=7, max_new_tokens=5, pad_token_id=0)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert (again.generation_config.top_k, again.generation_config.max_new_tokens) == (7, 5)
+    set_seed(0)
+    expected = model.generate(batch["input_ids"])
+    set_seed(0)
+    assert again.generate(batch["input_ids"]).tolist() == expected.tolist()
 
 
 @pytest.fixture(scope="module")

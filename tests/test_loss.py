@@ -1,12 +1,12 @@
 """A loss computed in chunks is the loss of the full logits, with the same gradients, wherever it is used."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 from small_models import make_batch, make_model
 from torch import nn
+from transformers import Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from modeling_gqa.layers import chunked_causal_lm_loss
@@ -194,17 +194,101 @@ def test_frozen_weights(frozen):
     assert_same_step(chunked, step(model, None, **inputs))
 
 
-# What is changed of the model, and of its arguments.
-FULL: dict[str, tuple[Callable, dict]] = {
-    "evaluation": (lambda model: model.eval(), {}),
-    "no limit": (lambda model: setattr(model, "logits_at_once", None), {}),
-    "small enough": (lambda model: setattr(model, "logits_at_once", 33 * 101), {}),
-    "asked for": (lambda model: None, {"output_logits": True}),
-    "no labels": (lambda model: None, {"labels": None}),
-    "head of another class": (lambda model: setattr(model.lm_head, "__class__", type("Head", (nn.Linear,), {})), {}),
-    "wrapped head": (lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head)), {}),
-    "head with a bias": (lambda model: setattr(model.lm_head, "bias", nn.Parameter(torch.zeros(101))), {}),
-}
+@compat
+@pytest.mark.parametrize("at_once", [AT_ONCE, None], ids=str)
+def test_accumulated_micro_batches_equal_one_batch(at_once):
+    """Micro-batches that share `num_items_in_batch` add up to the loss and gradients of one batch."""
+    model, inputs = make_training_model(), make_inputs(batch=5)
+    items = (inputs["labels"][:, 1:] != -100).sum()
+    loss, expected = step(model, at_once, **inputs, num_items_in_batch=items)
+    model.logits_at_once = AT_ONCE
+    model.zero_grad()
+    losses = []
+    for rows in (slice(0, 2), slice(2, 5)):
+        outputs = model(**{name: tensor[rows] for name, tensor in inputs.items()}, num_items_in_batch=items)
+        assert "logits" not in outputs
+        outputs.loss.backward()
+        losses.append(outputs.loss.detach())
+    accumulated = {name: weight.grad for name, weight in model.named_parameters()}
+    assert_same_step((sum(losses), accumulated), (loss, expected))
+    plain_mean = model(**inputs).loss
+    torch.testing.assert_close(plain_mean, loss, rtol=1e-6, atol=0)
+
+
+@compat
+def test_gradient_checkpointing():
+    """The chunked loss goes together with gradient checkpointing."""
+    model, inputs = make_training_model(num_hidden_layers=3), make_inputs()
+    full = step(model, None, **inputs)
+    model.gradient_checkpointing_enable()
+    assert model.model.gradient_checkpointing
+    assert_same_step(step(model, AT_ONCE, **inputs), full, tolerance=1e-5)
+
+
+@compat
+def test_given_embeddings_get_the_same_gradients():
+    """`inputs_embeds` receive the gradients that full logits give."""
+    model, inputs = make_training_model(), make_inputs()
+    embeds = model.model.embed_tokens(inputs.pop("input_ids")).detach()
+    gradients = []
+    for at_once in (AT_ONCE, None):
+        leaf = embeds.clone().requires_grad_()
+        step(model, at_once, inputs_embeds=leaf, **inputs)
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
+
+
+def in_evaluation(model):
+    model.eval()
+    return {}
+
+
+def unlimited(model):
+    model.logits_at_once = None
+    return {}
+
+
+def small_enough(model):
+    model.logits_at_once = 33 * 101
+    return {}
+
+
+def asked_for(model):
+    return {"output_logits": True}
+
+
+def without_labels(model):
+    return {"labels": None}
+
+
+def head_of_another_class(model):
+    class Head(nn.Linear):
+        pass
+
+    model.lm_head.__class__ = Head
+    return {}
+
+
+def head_that_is_wrapped(model):
+    model.lm_head = nn.Sequential(model.lm_head)
+    return {}
+
+
+def head_with_a_bias(model):
+    model.lm_head.bias = nn.Parameter(torch.zeros(101))
+    return {}
+
+
+FULL = [
+    in_evaluation,
+    unlimited,
+    small_enough,
+    asked_for,
+    without_labels,
+    head_of_another_class,
+    head_that_is_wrapped,
+    head_with_a_bias,
+]
 
 
 @compat
@@ -223,21 +307,26 @@ def test_logits_that_were_not_computed_say_so():
 
 
 @compat
-@pytest.mark.parametrize("name", FULL)
-def test_where_logits_are_returned(name, chunk_sizes):
+@pytest.mark.parametrize("change", FULL, ids=lambda change: change.__name__)
+def test_where_logits_are_returned(change, chunk_sizes):
     """Evaluation, small steps, `output_logits` and unusual heads return logits and the same loss."""
     model, inputs = make_training_model(tie_word_embeddings=False), make_inputs()
     model.logits_at_once = AT_ONCE
     expected = model(**inputs)
     assert "logits" not in expected and len(chunk_sizes) == 1
-    change, arguments = FULL[name]
-    change(model)
-    outputs = model(**{**inputs, **arguments})
+    outputs = model(**{**inputs, **change(model)})
     assert outputs.logits.shape == (3, 11, 101) and len(chunk_sizes) == 1
-    if name == "no labels":
+    if change is without_labels:
         assert outputs.loss is None
     else:
         torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-6, atol=0)
+
+
+@compat
+def test_one_logit_more_than_allowed_is_chunked():
+    """The limit is exact: one logit above it is chunked."""
+    model = make_training_model()
+    step(model, 33 * 101 - 1, **make_inputs())
 
 
 @compat
@@ -247,6 +336,12 @@ def test_torch_without_a_chunked_loss(monkeypatch):
     model = make_training_model()
     model.logits_at_once = AT_ONCE
     assert model(**make_inputs()).logits.shape == (3, 11, 101)
+
+
+@compat
+def test_by_default_small_steps_return_logits():
+    """The default limit leaves small models' logits in the output."""
+    assert make_training_model()(**make_inputs()).logits is not None
 
 
 @compat
@@ -264,3 +359,66 @@ def test_a_custom_loss_function_is_called_with_logits(chunk_sizes):
     outputs = model(**inputs, num_items_in_batch=17)
     assert calls == [((3, 11, 101), (3, 11), 101, 17)] and not chunk_sizes
     assert torch.equal(outputs.loss, outputs.logits.pow(2).mean())
+
+
+@compat
+def test_a_tuple_holds_no_logits():
+    """`return_dict=False` gives a tuple of the loss alone, unless logits are asked for."""
+    model, inputs = make_training_model(), make_inputs()
+    model.logits_at_once = AT_ONCE
+    expected = model(**inputs).loss
+    outputs = model(**inputs, use_cache=False, return_dict=False)
+    assert isinstance(outputs, tuple) and len(outputs) == 1
+    assert torch.equal(outputs[0], expected)
+    loss, logits = model(**inputs, use_cache=False, return_dict=False, output_logits=True)
+    assert logits.shape == (3, 11, 101)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+
+
+def train(path, at_once: int | None):
+    """Weights after two steps, and the shapes of the predictions that the metrics are computed from."""
+    model, shapes = make_training_model(tie_word_embeddings=False), []
+    model.logits_at_once = at_once
+    inputs = make_inputs(batch=13)
+    examples = [{name: tensor[row] for name, tensor in inputs.items()} for row in range(13)]
+
+    def compute_metrics(prediction):
+        shapes.append(prediction.predictions.shape)
+        return {"logits": float(prediction.predictions.mean())}
+
+    arguments = TrainingArguments(
+        output_dir=str(path),
+        max_steps=2,
+        per_device_train_batch_size=3,
+        per_device_eval_batch_size=3,
+        gradient_accumulation_steps=2,
+        learning_rate=0.1,
+        optim="sgd",
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = Trainer(
+        model, arguments, train_dataset=examples, eval_dataset=examples[:5], compute_metrics=compute_metrics
+    )
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    loss = trainer.train().training_loss
+    metrics = trainer.evaluate()
+    moved = {name: weight.detach() - before[name] for name, weight in model.named_parameters()}
+    return moved, loss, metrics, shapes
+
+
+@compat
+def test_trainer_trains_in_chunks_and_evaluates_with_logits(tmp_path, chunk_sizes):
+    """A Trainer's steps, losses and metrics are those of full logits, and evaluation has logits."""
+    moved, loss, metrics, shapes = train(tmp_path / "chunked", AT_ONCE)
+    assert chunk_sizes == [ROWS] * 4 and shapes == [(5, 11, 101)]
+    expected, expected_loss, expected_metrics, _ = train(tmp_path / "full", None)
+    assert len(chunk_sizes) == 4
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    for name in ("eval_loss", "eval_logits"):
+        assert metrics[name] == pytest.approx(expected_metrics[name], rel=1e-4)
+    for name, change in expected.items():
+        assert change.norm() > 0, name
+        assert (moved[name] - change).norm() <= 1e-3 * change.norm(), name
