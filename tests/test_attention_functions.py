@@ -4,6 +4,7 @@ Shapes: B batch, T query tokens, S key tokens, H query heads, G key/value heads,
 size, N and V sizes of the unrotated key and of the value.
 """
 
+from itertools import combinations, product
 from typing import Any
 
 import pytest
@@ -40,6 +41,16 @@ MASKS = {
     "additive of one row": (1, 1, False),
     "additive per head of one row": (1, HEADS, False),
 }
+
+
+def test_all_pairs_holds_every_pair():
+    """`all_pairs` covers every pair of values of any two columns, without repeated rows."""
+    columns = [tuple(range(size)) for size in (3, 5, 8, 4, 2)]
+    rows = all_pairs(*columns)
+    assert rows == all_pairs(*columns) and len(rows) == len(set(rows)) < 60
+    assert all(value in column for row in rows for value, column in zip(row, columns, strict=True))
+    for first, second in combinations(range(5), 2):
+        assert {(row[first], row[second]) for row in rows} == set(product(columns[first], columns[second]))
 
 
 def make_module(groups: int) -> nn.Module:
@@ -253,6 +264,17 @@ def test_what_only_the_stock_function_knows_goes_to_it(special, monkeypatch):
 
 
 @compat
+def test_absent_special_arguments_stay_here(monkeypatch):
+    """Special arguments that are `None` do not hand the call to transformers' function."""
+    monkeypatch.setattr(attention_functions, "stock_sdpa_attention_forward", None)
+    states = make_states("gqa", 2)
+    mask = make_mask("boolean", 2, KEYS)
+    absent = dict.fromkeys(("cache", "position_bias", "softcap"))
+    output, _ = sdpa_attention_forward(make_module(3), *states, mask, scaling=SCALING, is_causal=True, **absent)
+    torch.testing.assert_close(output, reference(*states, mask), atol=1e-10, rtol=1e-10)
+
+
+@compat
 def test_names_stand_for_the_shared_functions_but_sdpa():
     """Every registered name gives transformers' function, except `sdpa`, which gives ours."""
     shared = modeling_utils.ALL_ATTENTION_FUNCTIONS
@@ -262,6 +284,41 @@ def test_names_stand_for_the_shared_functions_but_sdpa():
         assert ALL_ATTENTION_FUNCTIONS[name] is expected
         assert ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward) is expected
     assert ALL_ATTENTION_FUNCTIONS.get_interface("eager", eager_attention_forward) is eager_attention_forward
+
+
+@compat
+@pytest.mark.parametrize("where", ["_global_mapping", "_local_mapping"])
+@pytest.mark.parametrize("name", ["sdpa", "a new one"])
+def test_a_function_that_a_user_registers_wins(name, where, monkeypatch):
+    """A function registered with transformers, even as `sdpa`, is the one that our layers call."""
+
+    def own(*arguments, **kwargs):
+        raise NotImplementedError
+
+    shared = modeling_utils.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setattr(shared, where, dict(getattr(shared, where)))
+    if where == "_global_mapping":
+        monkeypatch.setattr(
+            modeling_utils.AttentionInterface, where, dict(modeling_utils.AttentionInterface._global_mapping)
+        )
+        monkeypatch.delattr(shared, where)
+        modeling_utils.AttentionInterface.register(name, own)
+    else:
+        shared[name] = own
+    assert ALL_ATTENTION_FUNCTIONS[name] is own
+    assert ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward) is own
+    assert name in ALL_ATTENTION_FUNCTIONS
+
+
+@compat
+def test_unknown_names_are_refused():
+    """An unregistered name raises a KeyError that shows it."""
+    for name in ("a new one", "sdp", "paged"):
+        assert name not in ALL_ATTENTION_FUNCTIONS
+        with pytest.raises(KeyError, match=name):
+            ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
+        with pytest.raises(KeyError, match=name):
+            ALL_ATTENTION_FUNCTIONS[name]
 
 
 RANK, ROPE, NOPE, VALUE = 22, 6, 10, 13
@@ -367,6 +424,40 @@ def test_separate_keys_are_copied_only_where_products_are_slow(dtype, has_amx, m
         assert joint is None
     else:
         assert torch.equal(joint, torch.cat((latent, key_rope), dim=-1))
+
+
+def layouts() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Latents and rotary keys of one storage each that are not side by side, though near to it."""
+    storage = torch.arange(2000.0)
+    rows, batch, keys, width = (RANK + ROPE,), 2, 9, RANK + ROPE
+    whole = storage[: batch * keys * width].view(batch, 1, keys, width)
+    transposed = storage[: batch * keys * width].view(batch, 1, width, keys).mT
+    return {
+        "rotary key first": whole.split([ROPE, RANK], dim=-1)[::-1],
+        "one number apart": (whole[..., : RANK - 1], whole[..., RANK:]),
+        "overlapping": (whole[..., :RANK], whole[..., RANK - 1 :]),
+        "one token further": (whole[:, :, :-1, :RANK], whole[:, :, 1:, RANK:]),
+        "other batch order": (whole[..., :RANK], whole.flip(0)[..., RANK:]),
+        "transposed": transposed.split([RANK, ROPE], dim=-1),
+        "every second number": whole[..., ::2].split([RANK // 2, ROPE // 2], dim=-1),
+        "rows end to end": (
+            storage.as_strided((batch, 1, keys, RANK), (500, 500, RANK, 1)),
+            storage.as_strided((batch, 1, keys, ROPE), (500, 500, *rows, 1), RANK),
+        ),
+        "one row repeated": (
+            whole[:, :, :1, :RANK].expand(-1, -1, keys, -1),
+            whole[:, :, :1, RANK:].expand(-1, -1, keys, -1),
+        ),
+        "keys of one token, stacked": (storage[:RANK].view(1, 1, 1, -1), storage[RANK:width].view(1, 1, 1, -1)),
+    }
+
+
+@compat
+@pytest.mark.parametrize("layout", layouts())
+def test_keys_in_another_layout_are_not_joined(layout, monkeypatch):
+    """Layouts that only look adjacent are never joined as a view."""
+    monkeypatch.setattr(attention_latent, "CPU_HAS_AMX", True)
+    assert _joint_keys(*layouts()[layout]) is None
 
 
 @compat

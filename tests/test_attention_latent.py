@@ -223,3 +223,16 @@ def test_padding_the_heads_changes_no_score():
     output, _ = eager_attention_forward(nn.Module(), *shorter, None, scaling=0.3)
     torch.testing.assert_close(output[..., :3], expected[..., :3], atol=1e-14, rtol=1e-14)
     assert (output[..., 3:] == 0).all()
+
+
+def test_a_wrapped_projection_is_called():
+    """What a wrapper adds to `kv_b_proj` reaches the output of a decoding step."""
+    layer, x = make_layer(num_attention_heads=3, head_dim=4), torch.randn(2, 6, 23, dtype=torch.float64)
+    plain = decode(copy.deepcopy(layer), x, 5, None)[0]
+    layer.kv_b_proj = nn.Sequential(layer.kv_b_proj, nn.Linear(24, 24, bias=False).double())
+    nn.init.eye_(layer.kv_b_proj[1].weight)
+    same, _, calls = decode(layer, x, 5, None)
+    assert calls == 1
+    torch.testing.assert_close(same, plain, atol=1e-10, rtol=1e-10)
+    layer.kv_b_proj[1].weight.data *= 2
+    assert not torch.allclose(decode(layer, x, 5, None)[0], plain)

@@ -71,17 +71,25 @@ def storage_bytes(state) -> int:
 
 
 @compat
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("cache_name", CACHES)
-@pytest.mark.parametrize(
-    ("sizes", "backend"),
-    [((1,) * 11, "eager"), ((1,) * 11, "sdpa"), ((6, 4, 1), "sdpa"), ((2, 7, 2), "sdpa"), ((1, 10), "eager")],
-    ids=str,
-)
-def test_chunks_equal_full_forward(model_name, cache_name, padding, sizes, backend):
-    """Tokens given with a cache, one at a time or in chunks, have the logits of one forward over all of them."""
-    model, batch = make_exact_model(model_name), make_batch(padding=padding)
+def test_token_by_token_equals_full_forward(model_name, cache_name, padding, backend):
+    """Tokens given one at a time with a cache get the logits of one forward over all of them."""
+    model = make_exact_model(model_name)
     model.set_attn_implementation(backend)
+    batch = make_batch(padding=padding)
+    cached = decode(model, batch, CACHES[cache_name](model), [1] * 11)
+    assert_equal_logits(cached, model(**batch, use_cache=False).logits, batch["attention_mask"])
+
+
+@compat
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("cache_name", CACHES)
+@pytest.mark.parametrize("sizes", [(6, 4, 1), (2, 7, 2), (1, 10)], ids=str)
+def test_chunks_equal_full_forward(model_name, cache_name, padding, sizes):
+    """The same in chunks of several tokens, for which MLA may expand or absorb."""
+    model, batch = make_exact_model(model_name), make_batch(padding=padding)
     cached = decode(model, batch, CACHES[cache_name](model), sizes)
     assert_equal_logits(cached, model(**batch, use_cache=False).logits, batch["attention_mask"])
 
@@ -150,6 +158,29 @@ def test_cache_is_made_unless_refused(model_name):
     assert model(ids).past_key_values is None
 
 
+BATCH_OPERATIONS = {
+    "reorder": (lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0]),
+    "select": (lambda cache: cache.batch_select_indices(torch.tensor([2, 1])), [2, 1]),
+    "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
+}
+
+
+@compat
+@pytest.mark.parametrize(
+    ("cache_name", "operation"), [*(("dynamic", name) for name in BATCH_OPERATIONS), ("static", "reorder")]
+)
+def test_batch_operations(model_name, cache_name, operation):
+    """After rows of a cache are repeated, chosen or reordered, decoding goes on as a full forward over those rows."""
+    model, batch = make_exact_model(model_name), make_batch(padding="left")
+    operate, rows = BATCH_OPERATIONS[operation]
+    cache = CACHES[cache_name](model)
+    decode(model, batch, cache, [6, 1])
+    operate(cache)
+    batch = {name: tensor[rows] for name, tensor in batch.items()}
+    cached = decode(model, batch, cache, [1, 2, 1], start=7)
+    assert_equal_logits(cached, model(**batch, use_cache=False).logits[:, 7:], batch["attention_mask"][:, 7:])
+
+
 @compat
 @pytest.mark.parametrize("cache_name", CACHES)
 @pytest.mark.parametrize("padding", ["none", "left"])
@@ -179,6 +210,49 @@ def test_short_chunk_is_absorbed_and_long_chunk_expanded():
     assert len(calls) == 1
     decode(model, batch, cache, [14], start=11)
     assert len(calls) == 2
+
+
+@compat
+def test_training_expands_at_every_step():
+    """Absorbing reads the weight of `kv_b_proj` past its hooks, so a model in training mode never does it."""
+    model, batch = make_model("mla").train(), make_batch()
+    calls = count_calls(model.model.layers[0].self_attn.kv_b_proj)
+    decode(model, batch, DynamicCache(config=model.config), [8, 1, 1])
+    assert len(calls) == 3
+
+
+@compat
+@pytest.mark.parametrize("latent_norm", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_latent_cache_holds_rank_plus_rotary_key(dtype, latent_norm):
+    model, batch = make_model("mla", latent_norm=latent_norm).to(dtype), make_batch()
+    for sizes, tokens in (([8], 8), ([5, 1, 1, 4], 11)):
+        cache = DynamicCache(config=model.config)
+        decode(model, batch, cache, sizes)
+        for layer in cache.layers:
+            assert layer.keys.shape == (3, 1, tokens, 22)
+            assert layer.values.shape == (3, 1, tokens, 6)
+            assert storage_bytes(layer.keys) + storage_bytes(layer.values) == (22 + 6) * tokens * 3 * dtype.itemsize
+
+
+@compat
+@pytest.mark.parametrize("cache_name", CACHES)
+def test_grouped_cache_holds_key_value_heads(cache_name):
+    for model_name, heads in {"mha": 6, "mqa": 1, "gqa": 2}.items():
+        model, batch = make_model(model_name), make_batch()
+        cache = CACHES[cache_name](model)
+        decode(model, batch, cache, [10, 1])
+        tokens = 11 if cache_name == "dynamic" else 24
+        for layer in cache.layers:
+            assert storage_bytes(layer.keys) == storage_bytes(layer.values) == 3 * heads * tokens * 14 * 4
+
+
+@compat
+def test_sliding_cache_holds_the_window():
+    model, batch = make_model("mixed-window"), make_batch()
+    cache = DynamicCache(config=model.config)
+    decode(model, batch, cache, [1] * 11)
+    assert [layer.keys.shape[2] for layer in cache.layers] == [11, 4, 4]
 
 
 def make_quantized_cache(backend: str, config) -> QuantizedCache:

@@ -62,7 +62,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
         "dtype": ["float33", "nn", "int8", "auto", torch.int8, torch.float8_e4m3fn], "eos_token_id": [[], [2, 500]],
         "num_attention_heads": [10**12], "num_hidden_layers": [10**9], "is_encoder_decoder": [True],
         "output_hidden_states": ["4"],
-    }.items() for wrong in values),
+    }.items() for wrong in values),  # type: ignore[attr-defined]
     *(("gqa", {name: wrong}) for name in ("pad_token_id", "bos_token_id", "eos_token_id") for wrong in (101, -1)),
     *(("gqa", {name: 0}) for name in (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

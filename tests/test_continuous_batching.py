@@ -1,5 +1,6 @@
 """transformers' continuous batching for every kind and mix, over a paged cache that takes what the layers store."""
 
+import asyncio
 import dataclasses
 import math
 
@@ -104,6 +105,32 @@ def test_a_shared_prefix(name):
     assert sum(computed) == first + second - 3 * PAGE * shares
 
 
+def test_streaming():
+    """A handler sees a request grow token by token, to the tokens that the model has alone."""
+    inputs = prompts((20,))
+    model, expected = model_and_greedy("mla", inputs)
+    seen: list[list[int]] = []
+
+    async def stream() -> None:
+        over, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        def take(output) -> None:
+            seen.append(list(output.generated_tokens))
+            if output.is_finished():
+                loop.call_soon_threadsafe(over.set)
+
+        with model.continuous_batching_context_manager(
+            GenerationConfig(**GREEDY), continuous_batching_config=options()
+        ) as manager:
+            manager.register_result_handler("request", take)
+            manager.add_request(inputs[0], request_id="request", streaming=True, max_new_tokens=12)
+            await asyncio.wait_for(over.wait(), 60)
+
+    asyncio.run(stream())
+    assert [len(tokens) for tokens in seen] == sorted({len(tokens) for tokens in seen})
+    assert len(seen) > 2 and seen[-1] == expected[0]
+
+
 @pytest.mark.parametrize("name", LAID_OUT)
 def test_the_cache_takes_what_the_layers_store(name):
     """Its bytes for a token are those of the layers' numbers, and of what rows of one width leave empty."""
@@ -149,6 +176,10 @@ def test_an_attention_without_latents_is_named():
     model.config._attn_implementation = "flash_attention_2"
     said = said_by(say_how_requests_decode, model)
     assert "0 of 3 MLA" in said and "flash_attention_2 takes no latent" in said
+
+
+def test_nothing_is_said_without_latents():
+    assert "MLA" not in said_at_start(make_model("gqa"))
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,19 @@ def test_backends_agree(model_name, padding):
     assert_close(logits["flex_attention"], logits["eager"], 1e-4)
 
 
+def test_eager_and_sdpa_have_the_same_gradients(model_name):
+    results = []
+    for backend in ("eager", "sdpa"):
+        model, batch = make_model(model_name).train().double(), make_batch(padding="left")
+        model.set_attn_implementation(backend)
+        # A padding token's own prediction depends on how a backend treats a row without keys.
+        labels = batch["input_ids"].masked_fill(batch["position_ids"] == 0, -100)
+        model(**batch, labels=labels).loss.backward()
+        results.append(gradients(model))
+    for name, gradient in results[0].items():
+        assert_close(results[1][name], gradient, 1e-9)
+
+
 @pytest.mark.parametrize("model_name", ["gqa", "mla", "mixed", "mixed-window"])
 def test_flash_attention_dispatch(model_name, monkeypatch):
     """A stand-in for flash attention sees what the kernel must see, in every layer, while reading and decoding."""
@@ -124,6 +137,19 @@ def test_flash_attention_dispatch(model_name, monkeypatch):
         assert module.is_causal
 
 
+@pytest.mark.parametrize("model_name", ["mixed", "mixed-window"])
+def test_set_attn_implementation_reaches_every_layer(model_name, monkeypatch):
+    model, batch, seen = make_model(model_name), make_batch(), []
+    stock = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    stand_in = lambda module, *args, **kwargs: seen.append(module) or stock(module, *args, **kwargs)  # noqa: E731
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", stand_in)
+    for backend, layers in (("eager", 0), ("sdpa", 3), ("eager", 0)):
+        seen.clear()
+        model.set_attn_implementation(backend)
+        model(**batch)
+        assert len({id(module) for module in seen}) == layers
+
+
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_finished_masks(model_name, backend):
     """A mask (B, 1, T, S), boolean or additive, gives the logits of the padding mask that it was made from."""
@@ -164,8 +190,13 @@ def test_packed_documents_do_not_see_each_other(model_name, mask, backend, train
     attention_mask = torch.ones_like(ids) if mask != "no mask" else None
     if mask == "right padding":
         attention_mask[1, -2:] = 0
+    changed = ids.clone()
+    changed[0, :4] = ids[0, :4].flip(0) + 1
     arguments = {"attention_mask": attention_mask, "position_ids": positions, "use_cache": use_cache}
-    logits = model(ids, **arguments).logits
+    logits, other = (model(tokens, **arguments).logits for tokens in (ids, changed))
+    assert not torch.allclose(logits[0, :4], other[0, :4])
+    assert_close(logits[0, 4:], other[0, 4:])
+    assert_close(logits[1, :9], other[1, :9])
     for row, begin, end in ((0, 4, 11), (1, 0, 6), (1, 6, 9)):
         assert_close(logits[row, begin:end], model(ids[row : row + 1, begin:end]).logits[0], 1e-4)
     embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
