@@ -20,13 +20,13 @@ import torch
 
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.common.batches import MODEL_INPUTS, Batch, evaluating, hooks
-from modeling_gqa.common.errors import UserError
 from modeling_gqa.conversion import target_config
 from modeling_gqa.conversion.layers.heads import Heads, read_heads, rotary_fields
 from modeling_gqa.conversion.layers.latent import leading_vectors
 from modeling_gqa.conversion.layers.moments import Statistics
 from modeling_gqa.conversion.sequential import State, assemble
 from modeling_gqa.conversion.targets import Fields, configuration, layer_fields
+from modeling_gqa_cli.errors import UserError
 
 from .layerwise import collect
 

@@ -40,7 +40,7 @@ class UserError(ValueError):
     Example:
         ```python
         from modeling_gqa import GQAConfig
-        from modeling_gqa.common.errors import UserError
+        from modeling_gqa_cli.errors import UserError
         from modeling_gqa.conversion import target_config
 
         try:

@@ -6,17 +6,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .errors import UsageError
+from .parser import option
 
 Kind = Literal["mha", "mqa", "gqa", "mla"]
 Method = Literal["lowrank", "auto", "procrustes", "mean", "first", "random"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 IGNORE_FIELD = "Field of SOURCE's configuration that is refused as unknown, and changes nothing."
 SIZES = ("num_key_value_heads", "kv_lora_rank", "qk_rope_head_dim", "cache_size", "cache_bytes")
-
-
-def option(help: str, default: Any = None, **more: Any) -> Any:
-    """Return a dataclass field that is an option; `more` goes to argparse."""
-    return field(default=default, metadata={"help": help, **more})
 
 
 def options(help: str, **more: Any) -> Any:

@@ -7,6 +7,7 @@ import argparse
 import re
 import textwrap
 from collections.abc import Iterable
+from dataclasses import field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +16,11 @@ from transformers import HfArgumentParser
 from .errors import UsageError, did_you_mean
 
 METAVARS = {int: "N", float: "X", Path: "PATH"}
+
+
+def option(help: str, default: Any = None, **more: Any) -> Any:
+    """Return a dataclass field that is an option; `more` goes to argparse."""
+    return field(default=default, metadata={"help": help, **more})
 
 
 class Help(argparse.HelpFormatter):

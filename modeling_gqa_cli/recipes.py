@@ -15,8 +15,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import yaml
 
 from .errors import UsageError, did_you_mean
-from .options import option
-from .parser import Parser
+from .parser import Parser, option
 from .paths import CONFIGURATION
 
 SCRIPTS = ("pretrain", "uptrain", "compare")

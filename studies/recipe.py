@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from modeling_gqa_cli.options import Method, option
+from modeling_gqa_cli.options import Method
+from modeling_gqa_cli.parser import option
 from modeling_gqa_cli.recipes import filled
 
 STUDIES: tuple[str, ...] = get_args(Literal["conversion", "uptraining", "groups"])

@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig, costs
-from modeling_gqa.common.errors import UserError
 from modeling_gqa.costs import CostedModel, Experts, Machine, report
 from modeling_gqa.costs.configurations import PRESETS, changed, find_model
+from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.paths import CONFIGURATION
 
 PUBLISHED = sorted(path.parent.name for path in (CONFIGURATION / "published").glob("*/config.json"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from run_page import find_blocks
 
-from modeling_gqa.common.errors import listed
+from modeling_gqa_cli.errors import listed
 from modeling_gqa_vllm import kernels
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
-from ..common.errors import UserError, did_you_mean, one_line
+from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
+
 from ..configuration_gqa import GQAConfig
 
 # Fields of the same name and meaning in all families and here.

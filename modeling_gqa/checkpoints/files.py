@@ -14,10 +14,9 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
 from modeling_gqa_cli.errors import UserError, one_line
-from modeling_gqa_cli.paths import refuse_mistyped
+from modeling_gqa_cli.paths import refuse_mistyped, within
 
 from ..common.atomic import write_text
-from ..common.files import within
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TEMPLATES = "additional_chat_templates"  # the only folder in a checkpoint

@@ -8,9 +8,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from modeling_gqa_cli.errors import UserError
+from modeling_gqa_cli.paths import is_in
 
 from ..common.atomic import read_object, written_aside
-from ..common.files import is_in
 from .files import COMPANIONS, TEMPLATES
 
 # Names of weights; model-backup.safetensors, for instance, is somebody's own file.

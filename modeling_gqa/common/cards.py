@@ -9,10 +9,10 @@ from huggingface_hub.utils import yaml_dump
 from yaml import YAMLError
 
 from modeling_gqa_cli.errors import INSTALL
+from modeling_gqa_cli.paths import within
 
 from ..configuration_gqa import GQAConfig
 from .atomic import write_text
-from .files import within
 
 # Entries of a source's card that hold for the weights made from it, too.
 KEPT_METADATA = ("license", "license_name", "license_link", "language", "datasets")

@@ -19,9 +19,9 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_gqa_cli.errors import UserError
+from modeling_gqa_cli.paths import is_in
 
 from ..common.console import Interrupted, failed_to_write, is_main, say
-from ..common.files import is_in
 from ..data.blocks import CheckedStream, PackedBlocks, load_blocks, read_blocks, write_blocks
 from ..data.source import Source, load_split, open_source, split_source
 from ..data.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer

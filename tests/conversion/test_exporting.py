@@ -28,8 +28,8 @@ from modeling_gqa.checkpoints.exporting import export_checkpoint, export_config,
 from modeling_gqa.checkpoints.families import import_config
 from modeling_gqa.checkpoints.files import open_tensors
 from modeling_gqa.checkpoints.writing import import_checkpoint
-from modeling_gqa.common.errors import UserError
 from modeling_gqa.conversion import convert_model, target_config
+from modeling_gqa_cli.errors import UserError
 
 pytestmark = pytest.mark.compat
 

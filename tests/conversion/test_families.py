@@ -23,7 +23,7 @@ from stock_models import (
 from transformers import CONFIG_MAPPING
 
 from modeling_gqa.checkpoints.families import FAMILIES, IGNORED_FIELDS, import_config
-from modeling_gqa.common.errors import UserError
+from modeling_gqa_cli.errors import UserError
 
 
 def is_latent(family: str) -> bool:

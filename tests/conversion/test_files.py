@@ -22,8 +22,8 @@ from modeling_gqa.checkpoints.files import (
     open_tensors,
     read_json,
 )
-from modeling_gqa.common.errors import UserError
 from modeling_gqa.costs import configurations
+from modeling_gqa_cli.errors import UserError
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 

@@ -25,7 +25,7 @@ from modeling_gqa.checkpoints.checkpoint import load_source, open_checkpoint
 from modeling_gqa.checkpoints.families import FAMILIES, import_config
 from modeling_gqa.checkpoints.files import LazyTensor, open_tensors
 from modeling_gqa.checkpoints.writing import import_checkpoint
-from modeling_gqa.common.errors import UserError
+from modeling_gqa_cli.errors import UserError
 
 pytestmark = pytest.mark.compat
 

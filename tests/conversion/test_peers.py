@@ -22,7 +22,7 @@ from attention_oracle import (
 from small_models import make_model
 
 from benchmarks.peers import mha2mla, plane_norms, transmla
-from modeling_gqa.common.errors import UserError
+from modeling_gqa_cli.errors import UserError
 
 
 def causal(x: torch.Tensor, layer: Grouped, scores: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,6 @@ from training_texts import MODEL, make_texts
 from transformers import EvalPrediction, PreTrainedTokenizerFast
 
 from modeling_gqa.checkpoints.gguf_writing import LLAMA3_WORDS
-from modeling_gqa.common.errors import UserError
 from modeling_gqa.data import formats, packing
 from modeling_gqa.data.blocks import (
     PackedBlocks,
@@ -36,6 +35,7 @@ from modeling_gqa.data.tokenizer import LONGEST_WORD, train_tokenizer
 from modeling_gqa.training.recipe import Recipe
 from modeling_gqa.training.results import bigram_loss
 from modeling_gqa.training.trainer import losses_of_sequences, sum_losses
+from modeling_gqa_cli.errors import UserError
 from training.pretrain import pretrain
 
 TEXTS = make_texts(40)
