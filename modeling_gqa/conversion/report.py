@@ -82,7 +82,7 @@ def vllm_kernels(config: GQAConfig) -> list[str]:
 
 
 def layer_kernels(layer: Any) -> str:
-    """Return what `vllm_kernels` says of one of `costs.Model.layers`; on a CPU MLA is this package's."""
+    """Return what `vllm_kernels` says of one of `CostedModel.layers`; on a CPU MLA is this package's."""
     config, limits = layer.config, []
     if config.attention_kind != "mla":
         return f"GPUs: {grouped_kernel(config)}; CPU: {'yes' if config.head_dim in CPU_HEADS else 'no'}"

@@ -92,7 +92,7 @@ class RunFolder:
         self.writer = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
         self.save()
         if self.writing:
-            self.sweep(self.writing)
+            self.clear(self.writing)
 
     def read(self) -> None:
         """Read the manifest; raise `UserError` where it is that of something else, or damaged."""
@@ -160,7 +160,7 @@ class RunFolder:
         try:
             yield folder
         finally:
-            self.sweep(STAGING)
+            self.clear(STAGING)
 
     @contextmanager
     def checkpoint(self, name: str) -> Iterator[dict[str, Any]]:
@@ -180,7 +180,7 @@ class RunFolder:
             write_text(folder / COMPLETE, json.dumps(mark | {"files": files}, indent=1) + "\n")
             self.sealing_seconds += time.perf_counter() - begin
         finally:
-            self.sweep(name)
+            self.clear(name)
 
     def claim(self, name: str) -> None:
         """Note that this run will write the folder `name`, and delete what an earlier run wrote there."""
@@ -190,7 +190,7 @@ class RunFolder:
         self.writing = name
         self.save()
 
-    def sweep(self, name: str) -> None:
+    def clear(self, name: str) -> None:
         """Delete the claimed folder `name` unless it is a whole checkpoint, and end the claim."""
         if (self.path / name / COMPLETE).is_file():
             self.files |= {f"{name}/{file}": None for file in file_names(self.path / name)}

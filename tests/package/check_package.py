@@ -133,7 +133,7 @@ def main() -> None:
         stranger.run(sys.executable, "-m", "build", "--outdir", dist, ROOT)
         (wheel,), (source,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
         stranger.run(tools / "twine", "check", "--strict", wheel, source)
-        packages = "modeling_gqa,modeling_gqa_command.py,modeling_gqa_vllm"
+        packages = "modeling_gqa,modeling_gqa_cli,modeling_gqa_vllm"
         stranger.run(tools / "check-wheel-contents", "--toplevel", packages, wheel)
         check_contents(wheel, source)
         use(stranger, wheel)
