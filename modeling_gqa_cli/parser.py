@@ -66,7 +66,8 @@ class Parser(HfArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         # argparse names an option in each of its spellings: `argument --max_steps/--max-steps: ...`.
-        raise UsageError(re.sub(r"^argument (?:--\w+/)?(-[\w-]+)(/[-\w/]+)?:", r"\1:", message))
+        message = re.sub(r"--\w+/(--[\w-]+)(/--[\w-]+)*", r"\1", message)
+        raise UsageError(message.removeprefix("argument "))
 
     def parse(self, argv: list[str]) -> dict[str, Any]:
         """Return the value of every option; raises `UsageError`."""
