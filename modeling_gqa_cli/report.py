@@ -12,7 +12,7 @@ from modeling_gqa.common.pictures import check_picture, save
 from modeling_gqa.common.tables import Table
 from modeling_gqa.costs import CostedModel, Machine
 from modeling_gqa.costs import report as cost_report
-from modeling_gqa.costs.comparison import Costs, compare, plot_costs
+from modeling_gqa.costs.comparison import Costs, compare_costs, plot_costs
 from modeling_gqa.costs.configurations import changed, find_model
 from modeling_gqa.costs.measuring import measure_decoding, measure_machine
 
@@ -62,7 +62,7 @@ def report(
         if measure:
             with progress_bars() as show_progress:
                 measured = measure_decoding(models, **asked, device=where, show_progress=show_progress)
-        costs = Costs(models, reports, compare(models, machine, **asked), measured)
+        costs = Costs(models, reports, compare_costs(models, machine, **asked), measured)
         if plot:
             save(plot_costs(models, machine, max(rows), max(contexts), precision), plot)
         if json:

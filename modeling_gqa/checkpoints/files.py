@@ -207,10 +207,10 @@ def check_companions(folder: Path, vocab_size: int) -> None:
             path.open("rb").close()
         if path.name in ("generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
             read_json(path)
-    check_tokenizer(folder, vocab_size)
+    check_tokenizer_files(folder, vocab_size)
 
 
-def check_tokenizer(folder: Path, vocab_size: int) -> None:
+def check_tokenizer_files(folder: Path, vocab_size: int) -> None:
     """Raise `UserError` for a tokenizer with a token id that the model's embedding does not have."""
     for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
         if (folder / name).is_file():

@@ -116,7 +116,7 @@ class GGUFFile:
     def tensors(self, names: Iterable[str], layers: int) -> dict[str, LazyTensor]:
         """Return the tensors by `names` that transformers gives them, others by the file's; one unpacks all, once."""
         unpacked = cache(self.unpack)
-        stock_names = {known: name for name, known in file_names(self.architecture, names, layers).items()}
+        stock_names = {known: name for name, known in names_in_file(self.architecture, names, layers).items()}
         return {
             name: LazyTensor(shape, self.dtype, lambda name=name: unpacked()[name])  # type: ignore[misc]
             for name, shape in ((stock_names.get(name, name), shape) for name, shape in self.shapes.items())
@@ -145,7 +145,7 @@ class GGUFFile:
         return folder
 
 
-def file_names(architecture: str, names: Iterable[str], layers: int) -> dict[str, str]:
+def names_in_file(architecture: str, names: Iterable[str], layers: int) -> dict[str, str]:
     """Return llama.cpp's names of tensors by the names that transformers gives them."""
     from gguf import MODEL_ARCH, get_tensor_name_map
 

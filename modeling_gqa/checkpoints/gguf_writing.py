@@ -21,7 +21,7 @@ from modeling_gqa_cli.errors import UserError, install_extra, one_line
 from ..common.progress import BySize, Progress
 from ..configuration_gqa import GQAConfig
 from .files import LazyTensor, check_finite
-from .gguf import file_names
+from .gguf import names_in_file
 
 # llama.cpp's architectures, by transformers' families.
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -105,7 +105,7 @@ def write_gguf(
             f"writing a GGUF file needs {error.name}, which is not installed: {install_extra('conversion')}"
         ) from error
     architecture = ARCHITECTURES[stock.model_type]
-    names = file_names(architecture, tensors, stock.num_hidden_layers)
+    names = names_in_file(architecture, tensors, stock.num_hidden_layers)
     if stock.rope_parameters["rope_type"] == "llama3":
         names[FREQUENCY_FACTORS] = FREQUENCY_FACTORS
         tensors = {FREQUENCY_FACTORS: _frequency_factors(stock), **tensors}

@@ -35,7 +35,7 @@ from .fitting import STEP_TOKENS
 from .layer_store import choose_target, layers_folder, resumable_folder
 from .measuring import TOKENS_AT_ONCE, compare_predictions, layer_errors
 from .options import Goal, Options, expected_target, find_goal, layers_after
-from .report import FORMAT_VERSION, Report, vllm_kernels, write_card, write_report
+from .report import FORMAT_VERSION, Report, vllm_kernels, write_conversion_card, write_report
 from .streams import IN_MEMORY
 from .targets import changed_layers, describe
 
@@ -129,7 +129,7 @@ class Job(Options):
             write_report(aside, report)
             card_report = report | {"source": self.source}  # by which a local source is told from one on the Hub
             card = checkpoint.folder / "README.md"
-            write_card(aside, self.target.resolve().name, card_report, converted.config, card)
+            write_conversion_card(aside, self.target.resolve().name, card_report, converted.config, card)
         return report
 
     def open(self, download: bool = True) -> Checkpoint:

@@ -167,7 +167,9 @@ def write_report(folder: Path, report: Report) -> None:
     write_json(folder / REPORT_NAME, report)
 
 
-def write_card(folder: Path, title: str, report: Report, config: GQAConfig, source_card: Path | None = None) -> None:
+def write_conversion_card(
+    folder: Path, title: str, report: Report, config: GQAConfig, source_card: Path | None = None
+) -> None:
     """Save the model card, with every number that was measured.
 
     Args:

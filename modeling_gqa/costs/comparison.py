@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Overtaking:
     """Where one model decodes faster than another by bound.
 
     Args:
@@ -56,7 +56,7 @@ class Costs:
 
     models: Sequence[CostedModel]
     reports: Sequence[CostReport]
-    comparisons: Sequence[Comparison]
+    comparisons: Sequence[Overtaking]
     measured: Sequence[MeasuredToken]
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,8 +70,8 @@ class Costs:
     def sections(self) -> list[Table | str]:
         """Return what people read: tables, and a line on what two of them mean."""
         reports, machine = self.reports, self.reports[0].machine
-        found: list[Table | str] = [sizes_table(reports)]
-        found += [layers_table(*pair) for pair in zip(self.models, reports, strict=True)]
+        found: list[Table | str] = [parameters_table(reports)]
+        found += [layer_costs_table(*pair) for pair in zip(self.models, reports, strict=True)]
         found.append(operations_table(reports))
         if any(cost.decode_flops != cost.decode_flops_expanded for report in reports for cost in report.contexts):
             found.append(EXPANDED)
@@ -85,13 +85,13 @@ class Costs:
         return [*found, measured_table(self.measured)] if self.measured else found
 
 
-def compare(
+def compare_costs(
     models: Sequence[CostedModel],
     machine: Machine | None,
     contexts: Sequence[int],
     batch_sizes: Sequence[int],
     dtype: torch.dtype,
-) -> list[Comparison]:
+) -> list[Overtaking]:
     """Return where each model after the first is faster than the first by bound.
 
     It is looked up to the shorter one's positions, and up to the longest context that is asked for.
@@ -99,7 +99,7 @@ def compare(
     first, *others = models
     numbers = sorted({*BATCH_SIZES, *batch_sizes})
     return [
-        Comparison(model.name, first.name, rows, faster_contexts(model, first, machine, rows, dtype, longest), longest)
+        Overtaking(model.name, first.name, rows, faster_contexts(model, first, machine, rows, dtype, longest), longest)
         for model in others
         if machine
         for longest in [max(*contexts, min(x.config.max_position_embeddings for x in (first, model)))]
@@ -107,7 +107,7 @@ def compare(
     ]
 
 
-def sizes_table(reports: Sequence[CostReport]) -> Table:
+def parameters_table(reports: Sequence[CostReport]) -> Table:
     """Parameters, bytes of weights, and bytes of cache per token, a column for each model."""
     rows = {
         "parameters": "parameters",
@@ -128,7 +128,7 @@ def sizes_table(reports: Sequence[CostReport]) -> Table:
     return Table(["", *(report.name for report in reports)], cells)
 
 
-def layers_table(model: CostedModel, report: CostReport) -> Table:
+def layer_costs_table(model: CostedModel, report: CostReport) -> Table:
     """Runs of equal layers of one model."""
     context, itemsize = report.contexts[-1].context, getattr(torch, report.dtype).itemsize
 
@@ -199,7 +199,7 @@ def memory_table(reports: Sequence[CostReport]) -> Table:
     return Table(["", *(report.name for report in reports)], cells, title=title)
 
 
-def faster_table(comparisons: Sequence[Comparison]) -> Table:
+def faster_table(comparisons: Sequence[Overtaking]) -> Table:
     """The contexts at which each model decodes faster than the first, by number of sequences."""
     rows = [
         [

@@ -36,7 +36,7 @@ Document = Callable[[], Iterator[str]]
 
 
 @dataclass
-class Files:
+class TextFiles:
     """The files to read.
 
     Args:
@@ -56,7 +56,7 @@ class Files:
         ]
 
 
-def find_files(paths: Iterable[Path], column: str | None = None, matched: Iterable[Path] = ()) -> Files:
+def find_files(paths: Iterable[Path], column: str | None = None, matched: Iterable[Path] = ()) -> TextFiles:
     """Return the files at `paths`, each once; folders are searched for the suffixes that can be read.
 
     Args:
@@ -67,7 +67,7 @@ def find_files(paths: Iterable[Path], column: str | None = None, matched: Iterab
     Raises:
         UserError: a path has nothing to read, a file is empty, or a folder cannot be opened.
     """
-    found = Files()
+    found = TextFiles()
     for path in paths:
         before = len(found.paths)
         if path.is_dir():
@@ -92,7 +92,7 @@ def find_files(paths: Iterable[Path], column: str | None = None, matched: Iterab
     return found
 
 
-def walk(folder: Path, found: Files, column: str | None) -> None:
+def walk(folder: Path, found: TextFiles, column: str | None) -> None:
     """Add the files in a folder and its folders to `found`."""
 
     def refuse(error: OSError) -> None:
@@ -119,7 +119,7 @@ def why_skipped(folder: Path) -> str:
     return "training runs" if all((folder / name).exists() for name in RUN) else ""
 
 
-def keep(path: Path, found: Files, column: str | None) -> None:
+def keep(path: Path, found: TextFiles, column: str | None) -> None:
     """Add a file to `found`, or its name to what was left out."""
     if path.name.startswith("."):
         found.skipped["hidden"].append(str(path))

@@ -23,7 +23,7 @@ import numpy as np
 from modeling_gqa_cli.errors import UserError, one_line
 from modeling_gqa_cli.recipes import TextOptions, public_name
 
-from .reading import Document, Files, find_files, read_documents, row_text
+from .reading import Document, TextFiles, find_files, read_documents, row_text
 
 # Tests repeat themselves, installed packages have other licences, and lib2to3's test data is broken on purpose.
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -79,7 +79,7 @@ def stdlib_documents() -> Iterator[Document]:
                 yield partial(iter, (text,))
 
 
-def list_files(patterns: list[str], text_column: str) -> Files:
+def list_files(patterns: list[str], text_column: str) -> TextFiles:
     """Return the files that paths, folders and globs stand for, in a fixed order; raises `UserError` for none."""
     named, matched = [], []
     for pattern in patterns:

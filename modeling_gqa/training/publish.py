@@ -84,7 +84,7 @@ def save_run(trainer: PretrainTrainer, run: OpenRun, results: Results) -> None:
             if recipe.publish:
                 save_repository(staged / "final", model, weights, recipe, results)
                 split = load_split(run.source, run.folder.path / "data")
-                write_card(staged / "final", recipe, model.config, split, results)
+                write_run_card(staged / "final", recipe, model.config, split, results)
             run.folder.place(*(("final", RESULTS) if recipe.publish else (RESULTS,)))
         say("\n" + "\n".join(printed_lines(results)))
         if recipe.publish:
@@ -170,7 +170,7 @@ def repository_name(recipe: Recipe) -> str:
     return recipe.hub_model_id or Path(recipe.output_dir).resolve().name
 
 
-def write_card(folder: Path, recipe: Recipe, config: GQAConfig, split: Split, results: Results) -> None:
+def write_run_card(folder: Path, recipe: Recipe, config: GQAConfig, split: Split, results: Results) -> None:
     """Write the `README.md` of a trained model; `split` says which text it was trained on, and what was held out."""
     text = CARD.format(
         title=repository_name(recipe).rpartition("/")[2],
@@ -197,10 +197,10 @@ def write_card(folder: Path, recipe: Recipe, config: GQAConfig, split: Split, re
         transformers=transformers.__version__,
         torch=torch.__version__,
     )
-    cards.write_card(folder, card_metadata(recipe, config, split.source), text)
+    cards.write_card(folder, run_metadata(recipe, config, split.source), text)
 
 
-def card_metadata(recipe: Recipe, config: GQAConfig, source: Source) -> dict[str, Any]:
+def run_metadata(recipe: Recipe, config: GQAConfig, source: Source) -> dict[str, Any]:
     """Return the card's metadata: those of every card, the text's, and those that the recipe's models bring along."""
     licence = (source.license or "unknown").lower()
     metadata = cards.card_metadata(config) | {"license": licence if licence in HUB_LICENSES else "other"}

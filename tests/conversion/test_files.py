@@ -16,7 +16,7 @@ from modeling_gqa.checkpoints import checkpoint, files
 from modeling_gqa.checkpoints.files import (
     check_companions,
     check_finite,
-    check_tokenizer,
+    check_tokenizer_files,
     copy_files,
     local_folder,
     open_tensors,
@@ -267,6 +267,6 @@ def test_a_truncated_file_is_refused(kept, tmp_path):
 )
 def test_a_tokenizer_must_fit_the_embedding(name, content, tmp_path):
     (tmp_path / name).write_text(json.dumps(content))
-    check_tokenizer(tmp_path, vocab_size=10)
+    check_tokenizer_files(tmp_path, vocab_size=10)
     with pytest.raises(UserError, match=f"does not match: {name} has the token id 9, but vocab_size=9"):
-        check_tokenizer(tmp_path, vocab_size=9)
+        check_tokenizer_files(tmp_path, vocab_size=9)

@@ -11,7 +11,7 @@ from small_models import make_batch, make_model
 from modeling_gqa.common.tables import runs
 from modeling_gqa.conversion import UserError, measuring
 from modeling_gqa.conversion.measuring import compare_predictions, layer_errors, predicted_states
-from modeling_gqa.conversion.report import MUCH, MUCH_KL, UNMEASURED, warning, write_card, write_report
+from modeling_gqa.conversion.report import MUCH, MUCH_KL, UNMEASURED, warning, write_conversion_card, write_report
 
 
 def packed_batch(batch: int = 2, length: int = 13) -> dict[str, torch.Tensor]:
@@ -187,7 +187,7 @@ def test_card_has_every_number_and_the_licence(tmp_path):
     source_card = tmp_path / "source.md"
     (tmp_path / "tokenizer_config.json").write_text("{}")
     source_card.write_text("---\nlicense: apache-2.0\nlanguage: [de]\npipeline_tag: x\n---\ntext")
-    write_card(tmp_path, "small", REPORT, model.config, source_card)
+    write_conversion_card(tmp_path, "small", REPORT, model.config, source_card)
     card = (tmp_path / "README.md").read_text()
     metadata = metadata_load(tmp_path / "README.md")
     assert metadata["license"] == "apache-2.0" and metadata["language"] == ["de"]
@@ -207,7 +207,7 @@ def test_card_without_measurement_says_so(tmp_path):
     broken_card = tmp_path / "source.md"
     broken_card.write_text("---\n: [\n---\n")
     written = {**REPORT, "source": str(tmp_path), "text": None, "tokens": 0, "method": "mean"}
-    write_card(tmp_path, "small", written, make_model("mixed").config, broken_card)
+    write_conversion_card(tmp_path, "small", written, make_model("mixed").config, broken_card)
     card = (tmp_path / "README.md").read_text()
     assert "AutoTokenizer" not in card
     assert "nothing was measured" in card and "perplexity" not in card

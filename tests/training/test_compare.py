@@ -24,9 +24,9 @@ from modeling_gqa.training.comparison.plan import EXTENSIONS, Comparison, Trial,
 from modeling_gqa.training.comparison.report import (
     Entry,
     Outcome,
+    comparison_report,
+    losses_table,
     plot_comparison,
-    report,
-    results_table,
     verdict,
     write_outcome,
 )
@@ -229,7 +229,7 @@ def test_no_winner_within_the_spread(outcome):
 def test_the_table_of_results(outcome):
     """mla is on no front: gqa has a lower loss with the same cache. What failed, and a best rate at an edge, show."""
     rows = {
-        row[0]: dict(zip(results_table(outcome, 2).header, row, strict=True)) for row in results_table(outcome, 2).rows
+        row[0]: dict(zip(losses_table(outcome, 2).header, row, strict=True)) for row in losses_table(outcome, 2).rows
     }
     assert (
         [name for name, row in rows.items() if row["front"]] == ["mha", "gqa", "mqa"] == [x.name for x in outcome.front]
@@ -239,7 +239,7 @@ def test_the_table_of_results(outcome):
     assert rows["mqa"]["seeds"] == "1 of 2" and rows["broken"]["seeds"] == "0 of 2"
     assert rows["broken"]["loss"] == "failed" and rows["broken"]["best rate"] == "-"
     edge = Outcome([entry("mha", "mha", 4, 2.0, sweep={1e-3: 3.0, 2e-3: 2.0})])
-    assert "2.00e-03 (edge)" in results_table(edge, 1).rows[0]
+    assert "2.00e-03 (edge)" in losses_table(edge, 1).rows[0]
 
 
 @pytest.mark.parametrize("tokenizer", [None, "gpt2"])
@@ -319,7 +319,7 @@ def test_runs_at_once_have_a_gpu_each(monkeypatch):
 
 
 def test_report_and_pictures(outcome, tmp_path):
-    text = report(CompareRecipe(seeds=2), outcome, "this machine", {"broken-rate1": "error: no"})
+    text = comparison_report(CompareRecipe(seeds=2), outcome, "this machine", {"broken-rate1": "error: no"})
     assert verdict(outcome) in text and "this machine" in text
     assert "- broken-rate1: error: no" in text and "| **2.0000** |" in text
     plot_comparison(outcome, {"mha": [(1, 3.0), (2, 2.0)]}, tmp_path)
@@ -331,7 +331,7 @@ def test_report_and_pictures(outcome, tmp_path):
 def test_the_report_where_all_runs_have_failed(tmp_path):
     """Their failures are what it is for; there is nothing to draw."""
     lost = Outcome([Entry(name, name, {}, 1, 1.0, 4, dict.fromkeys(RATES, NAN), None, {}) for name in ("mha", "mqa")])
-    text = report(CompareRecipe(), lost, "No speeds.", {"mha-rate1": "error: no memory"})
+    text = comparison_report(CompareRecipe(), lost, "No speeds.", {"mha-rate1": "error: no memory"})
     assert verdict(lost) in text and "error: no memory" in text
     plot_comparison(lost, {}, tmp_path)
     assert len(list(tmp_path.glob("*.png"))) == 4

@@ -71,7 +71,7 @@ def test_final_folder_is_a_hub_repository(finished):
 def test_licence_of_the_default_text(tmp_path):
     recipe = Recipe(output_dir=str(tmp_path), preset="tiny-mixed")
     results = {"parameters": 1, "steps": 1, "tokens_per_step": 1, "validation_blocks": 1}
-    publish.write_card(tmp_path, recipe, load_config(recipe), Split(open_source(recipe), 1), results)
+    publish.write_run_card(tmp_path, recipe, load_config(recipe), Split(open_source(recipe), 1), results)
     written = (tmp_path / "README.md").read_text()
     assert "Licence of the text: PSF-2.0" in written and "by layer, mha, gqa, mqa, mla" in written
     tags = yaml.safe_load(written.split("---")[1])["tags"]
@@ -88,7 +88,7 @@ def test_the_card_says_what_was_held_out(tmp_path, texts, said):
         (tmp_path / "corpus" / f"{number}.txt").write_text(text)
     recipe = Recipe(output_dir=str(tmp_path), preset="tiny-mla", data_files=[str(tmp_path / "corpus")])
     results = {"parameters": 1, "steps": 1, "tokens_per_step": 1, "validation_blocks": 1}
-    publish.write_card(tmp_path, recipe, load_config(recipe), split_source(open_source(recipe), recipe), results)
+    publish.write_run_card(tmp_path, recipe, load_config(recipe), split_source(open_source(recipe), recipe), results)
     assert said in (tmp_path / "README.md").read_text()
 
 

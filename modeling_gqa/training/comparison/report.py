@@ -231,18 +231,18 @@ def write_outcome(comparison: Comparison, runs: Runs) -> None:
     content = {"recipe": asdict(recipe), "machine": machine, "failures": failures, **outcome.to_dict()}
     write_json(folder / "comparison.json", content)
     plot_comparison(outcome, curves(comparison, outcome), folder)
-    write_text(folder / REPORT, report(recipe, outcome, measured, failures))
+    write_text(folder / REPORT, comparison_report(recipe, outcome, measured, failures))
     say(verdict(outcome))
     if recipe.report_to:
         track(recipe, outcome)
 
 
-def report(recipe: CompareRecipe, outcome: Outcome, measured: str, failures: Mapping[str, str]) -> str:
+def comparison_report(recipe: CompareRecipe, outcome: Outcome, measured: str, failures: Mapping[str, str]) -> str:
     """Return the report in Markdown; `measured` says where speeds were measured, `failures` what failed, by run."""
     text = TEXT.format(
         verdict=verdict(outcome),
         matched=MATCHED[recipe.match],
-        results=results_table(outcome, recipe.seeds).to_markdown(),
+        results=losses_table(outcome, recipe.seeds).to_markdown(),
         deviation=number(outcome.spread.deviation),
         freedom=outcome.spread.freedom,
         measured=measured,
@@ -264,7 +264,7 @@ def verdict(outcome: Outcome) -> str:
     return f"Lowest loss: {best.name}, {best.loss:.4f} nats per token. Not told from it by these seeds: {alike}."
 
 
-def results_table(outcome: Outcome, seeds: int) -> Table:
+def losses_table(outcome: Outcome, seeds: int) -> Table:
     """Losses, costs and speeds, one line for each model."""
     contexts = sorted({context for entry in outcome.entries for context in entry.speed.decode_milliseconds})
     header = ["model", "loss", "above the lowest", "bits per byte", "deviation", "seeds", "best rate", "front"]
