@@ -10,7 +10,7 @@ from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_co
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 from vllm.model_executor.models.transformers import (
     TransformersForCausalLM,
@@ -43,6 +43,16 @@ def attention_forward(module: nn.Module, *args, **kwargs):
 
 
 AttentionInterface.register("vllm_gqa", attention_forward)
+
+
+def take_any_shape(quant_method: Any) -> None:
+    """Give a layer's quantized product tokens in one row each: vLLM's int8 kernel for AMX takes (tokens, features)."""
+    product = quant_method.apply
+
+    def apply(layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return product(layer, x.flatten(0, -2), bias).unflatten(0, x.shape[:-1])  # x (1, T, features)
+
+    quant_method.apply = apply
 
 
 class KeyValueLinear(ReplicatedLinear):
@@ -80,6 +90,10 @@ class GQAForCausalLM(TransformersForCausalLM):
                 refuse_uneven(index, sizes.num_attention_heads, shared, self.tp_group.world_size)
                 self._divide(layer.self_attn, sizes, f"model.layers.{index}.self_attn")
         super().recursive_replace()
+        if current_platform.is_cpu():
+            for module in self.model.modules():
+                if isinstance(module, LinearBase) and not isinstance(module.quant_method, UnquantizedLinearMethod):
+                    take_any_shape(module.quant_method)
         if self.vllm_config.lora_config is not None:
             # Attention over the latent reads this projection's weight, so an adapter of it would do nothing: vLLM
             # refuses adapters of modules that it takes for a fusion of none.
