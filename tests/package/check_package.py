@@ -73,15 +73,29 @@ class Stranger:
 
 
 def check_contents(wheel: Path, source: Path) -> None:
-    """Check that the wheel holds training, presets and recipes, and the source distribution all that the tests need."""
+    """Check that the wheel holds code, presets and recipes, and the source distribution all that the tests need."""
     with zipfile.ZipFile(wheel) as archive:
         installed = set(archive.namelist())
     with tarfile.open(source) as archive:
         shipped = {name.partition("/")[2] for name in archive.getnames()}
-    parts = ("training/**/*.py", "configuration/recipes/*.yaml", "configuration/*/*/config.json")
-    expected = [path.relative_to(ROOT).as_posix() for pattern in parts for path in ROOT.glob(pattern)]
-    missing = [name for name in ["py.typed", *expected] if f"modeling_gqa/{name}" not in installed]
-    for folder in ("modeling_gqa", "training", "studies", "configuration", "tests", "benchmarks"):
+    # Where the files of a pattern are in the wheel, in place of the first folder.
+    places = {
+        "modeling_gqa/**/*.py": "modeling_gqa",
+        "modeling_gqa_cli/*.py": "modeling_gqa_cli",
+        "modeling_gqa_vllm/*.py": "modeling_gqa_vllm",
+        "training/*.py": "modeling_gqa/scripts",
+        "configuration/recipes/*.yaml": "modeling_gqa/configuration",
+        "configuration/*/*/config.json": "modeling_gqa/configuration",
+    }
+    expected = [
+        f"{place}/{path.relative_to(ROOT).as_posix().partition('/')[2]}"
+        for pattern, place in places.items()
+        for path in ROOT.glob(pattern)
+    ]
+    missing = [name for name in ["modeling_gqa/py.typed", *expected] if name not in installed]
+    missing += [f"without studies, but {name} is there" for name in installed if name.startswith("studies")]
+    packages = ("modeling_gqa", "modeling_gqa_cli", "modeling_gqa_vllm", "training", "studies")
+    for folder in (*packages, "configuration", "tests", "benchmarks"):
         files = (path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".yaml", ".json"))
         missing += [name for path in files if (name := path.relative_to(ROOT).as_posix()) not in shipped]
     missing += [name for name in ("LICENSE", "constraints.txt", "Makefile") if name not in shipped]
@@ -102,12 +116,12 @@ def use(stranger: Stranger, wheel: Path) -> None:
     run(python, "-m", "pip", "install", *constraints, f"{wheel}[all]")
     text = stranger.work / "text"
     text.mkdir()
-    for path in (ROOT / "training").rglob("*.py"):
+    for path in (ROOT / "modeling_gqa").rglob("*.py"):
         (text / f"{path.parent.name}-{path.name}").write_bytes(path.read_bytes())
     run(command, "--help", says="uptrain")
     run(command, "--version", says="0.")
     run(command, "pretrain", "--help", says="usage: modeling-gqa pretrain RECIPE")
-    run(command, "pretrain", "tinny", code=1, says="did you mean tiny?")
+    run(command, "pretrain", "tinny", code=2, says="did you mean tiny?")
     model = ("--preset", "tiny-mha", "--model-overrides", SMALL)
     run(command, "pretrain", "tiny", *model, *FEW_STEPS, says="Saved runs/tiny-mha/final")
     run(
