@@ -68,7 +68,7 @@ LABELS = {
 }
 PRINTED = {
     "training_seconds": ("Training, seconds", "{:.0f}"),
-    "sealing_seconds": ("Of the last session: writing and hashing checkpoints, seconds", "{:.1f}"),
+    "sealing_seconds": ("Writing and hashing checkpoints in the last session, seconds", "{:.1f}"),
 }
 
 
