@@ -174,7 +174,10 @@ class PretrainTrainer(Trainer):
             self.nothing_left, self.state = True, state
             self._load_from_checkpoint(str(checkpoint))
         else:
-            self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            try:
+                self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+            finally:
+                self.sigterm.release()
         seconds = self.training_seconds
         if self.sigterm.stopped:
             say(f"Stopped by SIGTERM and saved at step {self.state.global_step}; --resume continues.")
@@ -346,8 +349,10 @@ class SaveOnSigterm(TrainerCallback):
         if any_process(self.requested, args):
             self.stopped = control.should_save = control.should_training_stop = True
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        signal.signal(signal.SIGTERM, self.previous)
+    def release(self) -> None:
+        """Give the signal back; training that ends by an error has no `on_train_end`."""
+        if signal.getsignal(signal.SIGTERM) == self.request:
+            signal.signal(signal.SIGTERM, self.previous)
 
 
 # What a line of the log shows of its entries, in this order.

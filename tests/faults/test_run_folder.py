@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 from broken_runs import ROOT, refused, snapshot, weights, write_texts
 
+from modeling_gqa.common.console import Interrupted
 from modeling_gqa.training.run_folder import RunFolder
+from modeling_gqa.training.trainer import PretrainTrainer
 
 # -- what is not a run's
 
@@ -321,3 +324,20 @@ def test_a_changed_stream_is_refused(start, tmp_path):
     rows = (tmp_path / "text" / "rows.jsonl").read_text()
     (tmp_path / "text" / "rows.jsonl").write_text(rows.replace("word", "verb"))
     refused(lambda: start("run", "--resume", **streaming), "the stream has changed", kept=run)
+
+
+# -- what is left in the process
+
+
+def test_training_that_fails_gives_sigterm_back(start, monkeypatch):
+    """Whoever trains from Python can end the process afterwards."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def fail(*_, **__):
+        assert signal.getsignal(signal.SIGTERM) != before
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PretrainTrainer, "training_step", fail)
+    with pytest.raises(Interrupted):
+        start("run")
+    assert signal.getsignal(signal.SIGTERM) == before
