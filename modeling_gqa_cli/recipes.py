@@ -190,7 +190,8 @@ def find_recipe(name: str, script: str, prog: str) -> Path:
     for other in SCRIPTS:
         if other != script and name in recipe_names(other):
             raise UsageError(f"{name} is a recipe for {other}: {prog.replace(script, other)} {name}")
-    hint = did_you_mean(Path(name).stem, names) or f"; there are {', '.join([*names, 'paths of YAML files'])}"
+    others = f"; there are {', '.join(names)}, and paths of YAML files" if names else "; give the path of a YAML file"
+    hint = did_you_mean(Path(name).stem, names) or others
     raise UsageError(f"no recipe at {name}{hint}")
 
 

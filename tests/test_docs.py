@@ -1,5 +1,6 @@
 """The documentation: its code runs, its links lead somewhere, its tables are true."""
 
+import ast
 import json
 import os
 import re
@@ -158,3 +159,40 @@ def test_the_layout_names_every_folder_of_code_and_no_other():
     named = set(re.findall(r"`([\w/]+)/`", (DOCS / "layout.md").read_text(encoding="utf-8")))
     folders = {str(Path(path).parent) for path in tracked("*.py") if not path.startswith(("tests/", "docs/"))} - {"."}
     assert folders <= named and all((ROOT / name).is_dir() for name in named)
+
+
+# What lies beneath the folders of `modeling_gqa/`, and the one start of a command in them.
+BENEATH = ("modeling_gqa_cli.errors", "modeling_gqa_cli.parser", "modeling_gqa_cli.paths", "modeling_gqa_cli.options",
+           "modeling_gqa_cli.recipes", "modeling_gqa_cli", "modeling_gqa_vllm.kernels")  # fmt: skip
+STARTS = ("modeling_gqa/training/comparison/runs.py", "modeling_gqa_cli.main")
+
+
+def imports(path: str) -> set[str]:
+    """Modules, by their whole names, that a file imports anywhere in it."""
+    found: set[str] = set()
+    package = path.removesuffix(".py").split("/")[:-1]
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            found |= {module} if node.module else {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_no_folder_imports_one_below_it():
+    listed = re.findall(r"^\| `modeling_gqa/(\w*)/?(?:\w+/)?`", (DOCS / "layout.md").read_text(encoding="utf-8"), re.M)
+    ranks = {name: rank for rank, name in enumerate(dict.fromkeys(listed))}
+    assert len(ranks) >= 7, ranks
+    wrong = []
+    for path in tracked("modeling_gqa/*.py"):
+        own = path.split("/")[1] if path.count("/") > 1 else ""
+        for module in imports(path):
+            top, *rest = module.split(".")
+            rank = ranks.get(rest[0], 0) if rest else 0
+            below = top == "modeling_gqa" and rank > ranks[own]
+            outside = top in ("modeling_gqa_cli", "modeling_gqa_vllm", "training", "studies") and module not in BENEATH
+            if (below or outside) and (path, module) != STARTS:
+                wrong.append(f"{path} imports {module}")
+    assert not wrong

@@ -22,9 +22,11 @@ from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.paths import is_in
 
 from ..common.console import Interrupted, failed_to_write, is_main, say
+from ..common.tables import runs
 from ..data.blocks import CheckedStream, PackedBlocks, load_blocks, read_blocks, write_blocks
 from ..data.source import Source, load_split, open_source, split_source
 from ..data.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
+from ..modeling_gqa import ATTENTION_CLASSES
 from .recipe import FREE_ON_RESUME, Recipe, trackers_in
 from .run_folder import SAVED_MODEL, SAVED_RECIPE, RunFolder, checkpoints, find_resumable, sha256_of, what_is_kept
 
@@ -124,16 +126,10 @@ def announce(run: OpenRun, recipe: Recipe, model: PreTrainedModel) -> None:
 
 
 def describe_attention(config: Any) -> str:
-    """Return for instance `gqa (8 query heads, 2 key/value heads)`; of a mixed model the kinds, layer by layer."""
+    """Return for instance `gqa, 2 of 8 heads of 16`; where layers differ, each run of equal ones with its numbers."""
     layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
-    if len({layer.attention_kind for layer in layers}) > 1:
-        return "by layer, " + ", ".join(layer.attention_kind for layer in layers)
-    first = layers[0]
-    if first.attention_kind == "mla":
-        return f"mla ({first.num_attention_heads} query heads, a latent of {first.kv_lora_rank})"
-    return (
-        f"{first.attention_kind} ({first.num_attention_heads} query heads, {first.num_key_value_heads} key/value heads)"
-    )
+    kinds = runs(ATTENTION_CLASSES[layer.attention_kind].describe(layer) for layer in layers)
+    return kinds[0][1] if len(kinds) == 1 else "; ".join(f"layers {where}: {what}" for where, what in kinds)
 
 
 def from_main_process(checkpoint: Path | None) -> Path | None:

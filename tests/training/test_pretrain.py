@@ -73,7 +73,8 @@ def test_licence_of_the_default_text(tmp_path):
     results = {"parameters": 1, "steps": 1, "tokens_per_step": 1, "validation_blocks": 1}
     publish.write_run_card(tmp_path, recipe, load_config(recipe), Split(open_source(recipe), 1), results)
     written = (tmp_path / "README.md").read_text()
-    assert "Licence of the text: PSF-2.0" in written and "by layer, mha, gqa, mqa, mla" in written
+    assert "Licence of the text: PSF-2.0" in written and "Its attention: layers 0: mha, " in written
+    assert all(f"; layers {layer}: {kind}, " in written for layer, kind in ((1, "gqa"), (2, "mqa"), (3, "mla")))
     tags = yaml.safe_load(written.split("---")[1])["tags"]
     assert tags == ["modeling_gqa", "kv-cache", "gqa", "mha", "mla", "mqa"]
 
