@@ -165,3 +165,103 @@ def test_changes_of_gauge_leave_attention_and_logits_alone(name, seed):
     turned = change_gauge(layer, *random_gauge(layer, seed))
     write(replace(layer, k=turned.k, k_bias=turned.k_bias), model, 0)
     assert distance(layer_output(model, 0, x), expected) > 1e-3
+
+
+# -- errors that the tests above would show
+
+
+def unscaled(model, attention):
+    attention.scaling = attention.qk_head_dim**-0.5
+
+
+def other_layout(model, attention):
+    attention.rope_interleave = not attention.rope_interleave
+
+
+def tiled_heads(model, attention):
+    for linear in (attention.k_proj, attention.v_proj):
+        rows = linear.weight.data.unflatten(0, (2, 3, 14))  # each of two heads three times
+        linear.weight.data = rows.transpose(0, 1).flatten(0, 2).contiguous()
+
+
+def standard_frequencies(model, attention):
+    attention.frequency_indices = torch.arange(7).repeat(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("gqa-mla-full", unscaled),
+        ("gqa-mla-full", other_layout),
+        ("gqa-mla-full", standard_frequencies),
+        ("gqa-mha", tiled_heads),
+    ],
+)
+def test_a_wrong_conversion_is_far_off(name, damage):
+    """Each of these mistakes would be seen by the tests above."""
+    model, other, _ = converted(name, torch.nn.Module.double)
+    damage(other, other.model.layers[1].self_attn)
+    x = inputs()
+    assert distance(layer_output(other, 1, x), layer_output(model, 1, x)) > 1e-2
+
+
+# -- what is free, and what is not
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**16))
+def test_mixing_all_heads_planes_of_a_frequency_leaves_mla_alone(seed):
+    """With every frequency once for each key head, any complex matrix over the heads is free."""
+    model = random_model("gqa", seed=seed % 7).double()
+    other, _ = convert_model(model, target_config(model.config, "mla", **FULL))
+    attention, x = other.model.layers[0].self_attn, inputs(rows=1, seed=seed)
+    frequencies = torch.tensor(other.config.per_layer_config[0].rope_frequency_indices)
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.eye(14, dtype=torch.complex128)
+    for frequency in range(7):
+        where = (frequencies == frequency).nonzero().flatten()
+        assert len(where) == 2
+        mixing[where[:, None], where] = torch.randn(2, 2, generator=generator, dtype=torch.complex128)
+
+    def mixed(rows, matrix):  # (..., 28, E): the rotary rows, half-split
+        z = matrix @ torch.complex(rows[..., :14, :], rows[..., 14:, :])
+        return torch.cat((z.real, z.imag), dim=-2)
+
+    rank = other.config.per_layer_config[0].kv_lora_rank
+    with torch.no_grad():
+        key = attention.kv_a_proj_with_mqa.weight
+        key[rank:] = mixed(key[rank:], mixing)
+        query = attention.q_proj.weight.view(6, 28, 66)
+        query.copy_(mixed(query, torch.linalg.inv(mixing).mH))
+    assert distance(layer_output(other, 0, x), layer_output(model, 0, x)) < 1e-9
+
+
+def test_biases_that_drop_out():
+    """A value's bias is one of the output; a constant in unrotated key dimensions is none, in rotated ones it is."""
+    model = random_model("gqa", attention_bias=True, rope_parameters=PARTIAL).double()
+    x, layer = inputs(rows=1), grouped(model, 0)
+    expected = layer_output(model, 0, x)
+    o_bias = layer.o_bias + torch.einsum("hed,hd->e", layer.o, layer.v_bias[layer.shared])
+    k_bias = layer.k_bias.clone()
+    k_bias[:, 8:] = 5.0
+    write(replace(layer, v_bias=torch.zeros_like(layer.v_bias), o_bias=o_bias, k_bias=k_bias), model, 0)
+    assert distance(layer_output(model, 0, x), expected) < 1e-10
+    write(replace(layer, k_bias=k_bias + 1.0), model, 0)
+    assert distance(layer_output(model, 0, x), expected) > 1e-3
+
+
+def test_interleaved_rows_are_half_split_ones_in_another_order():
+    """The two rotary layouts differ by a permutation of rows."""
+    model = random_model("mla", latent_norm=False, rope_interleave=False, attention_bias=True).double()
+    other = random_model("mla", latent_norm=False, rope_interleave=True, attention_bias=True).double()
+    other.load_state_dict(model.state_dict())
+    order = torch.stack((torch.arange(3), torch.arange(3) + 3), 1).flatten()
+    x, attention = inputs(), other.model.layers[0].self_attn
+    assert distance(layer_output(other, 0, x), layer_output(model, 0, x)) > 1e-2
+    with torch.no_grad():
+        for parameter in (attention.q_proj.weight, attention.q_proj.bias):
+            rows = parameter.unflatten(0, (6, 16))
+            parameter.copy_(torch.cat((rows[:, :10], rows[:, 10:][:, order]), 1).flatten(0, 1))
+        for parameter in (attention.kv_a_proj_with_mqa.weight, attention.kv_a_proj_with_mqa.bias):
+            parameter.copy_(torch.cat((parameter[:22], parameter[22:][order])))
+    assert distance(layer_output(other, 0, x), layer_output(model, 0, x)) < 1e-10

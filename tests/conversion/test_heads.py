@@ -372,3 +372,39 @@ def test_losses_do_not_depend_on_where_scores_are_scaled(kind, sizes):
         _, report = convert_model(model, target_config(model.config, kind, **sizes), CALIBRATION, method="lowrank")
         losses.append([row["loss"] for row in report["layers"]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_no_other_subspace_of_values_loses_less():
+    """Moving the kept subspace of values in any direction, a little or far, loses more."""
+    model = random_model("mha", output_bias=True).double()
+    other, _ = fewer(model, 2, "lowrank")
+    x = layer_inputs(model, CALIBRATION)[0]
+    before, after = grouped(model, 0), grouped(other, 0)
+    values = before.heads(x, "v")[:3].movedim(0, 1).flatten(1)  # (N, m D), of the first group
+    values = values - values.mean(0)
+    metric = torch.block_diag(*(before.o.mT @ before.o)[:3])
+
+    def loss(kept: torch.Tensor) -> float:  # (N, D), from which all values are restored as well as can be
+        error = values - kept @ torch.linalg.lstsq(kept, values).solution
+        return (covariance(error) * metric).sum().item()
+
+    found = after.heads(x, "v")[0]
+    found = found - found.mean(0)
+    least = loss(found)
+    generator = torch.Generator().manual_seed(5)
+    for step in (1e-3, 1e-2, 1e-1, 1.0, 100.0):
+        for _ in range(4):
+            other_way = values @ torch.randn(42, 14, generator=generator, dtype=torch.float64) / 42**0.5
+            assert loss(found + step * other_way) > least * (1 + 1e-9)
+
+
+def test_the_output_bias_takes_up_the_values_mean():
+    """On average over tokens that attend to all tokens alike nothing is lost."""
+    model = random_model("mha", attention_bias=True).double()
+    other, _ = fewer(model, 2, "lowrank")
+    x = layer_inputs(model, CALIBRATION)[1]
+    outputs = [
+        torch.einsum("hd,hed->e", layer.heads(x, "v").mean(1)[layer.shared], layer.o) + layer.o_bias
+        for layer in (grouped(model, 1), grouped(other, 1))
+    ]
+    assert distance(outputs[1], outputs[0]) < 1e-5

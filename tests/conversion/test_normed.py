@@ -174,3 +174,11 @@ def test_a_budget_and_single_layers_behind_norms():
         target_config(other.config, "mha")
     with pytest.raises(UserError, match=r"qk_norm=True"):
         export_config(target_config(model.config, "mla", cache_size=30))
+
+
+def test_a_target_with_other_norms_is_refused():
+    model, plain = random_model("gqa", **QK_NORM), random_model("gqa")
+    sizes = {"kv_lora_rank": 20, "qk_rope_head_dim": 10}
+    for source, target in ((model, plain), (plain, model)):
+        with pytest.raises(UserError, match=r"layer 0: the target's qk_norm=.* differs from the source's"):
+            convert_model(source, target_config(target.config, "mla", **sizes), CALIBRATION)
