@@ -15,6 +15,7 @@ from benchmarks import (
     attention,
     conversion,
     decode,
+    measure,
     models,
     prefill,
     real_conversion,
@@ -243,3 +244,77 @@ def test_the_conversions_shown_keep_what_is_promised():
     assert closed["gqa-2", 0.05] >= 0.8 and closed["gqa-2", 0.1] >= 0.9
     assert {("mqa", 0.05), ("mla-1/8", 0.05), ("control", 0.05)} <= closed.keys()
     assert results["minutes"] < 10
+
+
+def test_decode_with_norms(tmp_path):
+    """Rows for GQA with norms, its MLA and MLA without norms, which cache a quarter, in layers of Qwen3's shape."""
+    arguments = decode.DecodeArguments(
+        lengths=[5, 9], batch_sizes=[1, 2], budget=0.01, device="cpu", output=str(tmp_path), norms=True
+    )
+    decode.main(arguments, models.Sizes(**SMALL | {"head_dim": 8}))
+    assert [path.name for path in tmp_path.iterdir()] == ["decode_norms.json"]
+    results = read(tmp_path / "decode_norms.json")
+    rows, names = results["rows"], ["GQA with norms", "MLA with norms", "MLA without norms"]
+    assert [row["model"] for row in rows] == names * 8 and {row["batch"] for row in rows} == {1, 2}
+    assert results["sizes"]["kv_lora_rank"] + results["sizes"]["qk_rope_head_dim"] == 2 * 2 * 8 // 4
+    hidden, heads, size, layers = 24, 4, 8, 2
+    query = size + results["sizes"]["qk_rope_head_dim"]
+    for row in rows:
+        grouped = row["model"].startswith("GQA")
+        assert row["milliseconds"] > 0 and row["floor_ms"] > 0
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"] and (not grouped or row["ratio"] == 1)
+        width = torch.finfo(getattr(torch, row["dtype"])).bits // 8
+        assert row["cached_bytes_per_token"] == layers * (32 if grouped else 8) * width
+    first = {row["model"]: row for row in rows[:3]}
+    # k_proj and v_proj stay before the smaller maps of the latent, and each query head has a map behind its norm.
+    more = hidden * 32 + 8 * 32 - hidden * 8 + hidden * heads * (size - query) + heads * size * query + 2 * size
+    norms, plain = first["MLA with norms"], first["MLA without norms"]
+    assert norms["weights_read"] - plain["weights_read"] == layers * more
+    assert norms["gflop"] - plain["gflop"] == pytest.approx(2e-9 * layers * (more - 2 * size))
+
+
+@pytest.mark.parametrize("kind", models.BASELINES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_both_sides_compute_the_same_attention(kind, dtype):
+    config = models.make_config(kind, models.Sizes(**SMALL))
+    functions = attention.attention_functions(kind, config, 2, 9, dtype, "cpu")
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(functions["ours"]()[0], functions["theirs"]()[0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("kind", models.BASELINES)
+@torch.no_grad()
+def test_both_sides_compute_the_same_prefill(kind, padding):
+    ours, _ = models.make_pair(kind, models.Sizes(**SMALL), torch.float32, "cpu")
+    module = ours.model.layers[0].self_attn
+    functions = prefill.attention_functions(module, 2, 16, padding, torch.float32, "cpu")
+    theirs = functions["theirs"]()[0]
+    torch.testing.assert_close(functions["ours"]()[0][..., : theirs.shape[-1]], theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_the_floor_of_attention_counts_cache_and_operations():
+    config = models.make_config("gqa", models.Sizes(**SMALL))
+    read_alone = {"read_gb_s": 1.0, "matmul_gflop_s": {"float32": 1e9}}
+    compute_alone = {"read_gb_s": 1e9, "matmul_gflop_s": {"float32": 1.0}}
+    heads, size, batch, length = config.num_key_value_heads, 6, 3, 11
+    nbytes, flops = batch * length * 2 * heads * size * 4, batch * length * 4 * size * 4
+    assert attention.floor("gqa", config, batch, length, torch.float32, read_alone) == pytest.approx(nbytes / 1e6)
+    assert attention.floor("gqa", config, batch, length, torch.float32, compute_alone) == pytest.approx(flops / 1e6)
+
+
+def test_ratios_are_of_rounds_and_spread_over_them():
+    assert measure.ratio([2.0, 6.0, 4.0], [1.0, 2.0, 4.0]) == {"ratio": 2.0, "ratio_low": 1.5, "ratio_high": 2.5}
+
+
+def test_conversion_behind_norms(tmp_path):
+    bench = small_bench(tmp_path, qk_norm=True, initializer_range=0.3)
+    conversion.behind_norms(bench)
+    shares = {row["target"]: 2 * 8 * 6 // int(row["target"][-1]) for row in bench.rows}
+    assert shares.keys() == {"mla-1/2", "mla-1/4", "mla-1/8"}
+    names = ["lowrank (closed form)", "lowrank"]
+    assert [(row["target"], row["method"]) for row in bench.rows] == [(t, name) for t in shares for name in names]
+    for row in bench.rows:
+        assert row["bytes"] == 2 * shares[row["target"]] * 4 and 0 < row["kl"] < 20
+        assert row["setting"]["refit"] == bool(row["setting"]["refine"]) == (row["method"] == "lowrank")
