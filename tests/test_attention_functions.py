@@ -25,7 +25,7 @@ from modeling_gqa.attention_functions import (
 from modeling_gqa.attention_latent import _joint_keys, absorbed_attention_forward
 from modeling_gqa.cache_layers import KeyValueBuffer
 
-compat = pytest.mark.compat
+pytestmark = pytest.mark.compat
 
 BATCH, HEADS, KEYS, SIZE, SCALING = 3, 6, 43, 7, 0.3
 KEY_HEADS = {"mha": 6, "gqa": 2, "mqa": 1}
@@ -130,7 +130,6 @@ def fused_calls(monkeypatch) -> list[tuple]:
     return calls
 
 
-@compat
 @pytest.mark.parametrize(
     ("grouping", "length", "mask_name", "dtype", "amx", "value_size"),
     [
@@ -156,7 +155,6 @@ def test_sdpa_equals_eager(grouping, length, mask_name, dtype, amx, value_size):
         torch.testing.assert_close(found.double(), reference(*states, mask), atol=tolerance, rtol=tolerance)
 
 
-@compat
 @pytest.mark.parametrize(("grouping", "length", "mask_name"), all_pairs(KEY_HEADS, LENGTHS, MASKS), ids=str)
 def test_gradients_of_sdpa_equal_those_of_eager(grouping, length, mask_name):
     """Gradients of queries, keys, values and additive masks equal the eager reference's."""
@@ -169,7 +167,6 @@ def test_gradients_of_sdpa_equal_those_of_eager(grouping, length, mask_name):
     assert_same_gradients(output, reference(*leaves[:3], mask), leaves)
 
 
-@compat
 @pytest.mark.parametrize(
     ("grouping", "length", "hidden", "dtype"),
     all_pairs(KEY_HEADS, LENGTHS, ["false", "minimum", "infinity"], TOLERANCES),
@@ -192,7 +189,6 @@ def test_queries_that_see_nothing_are_finite_where_stock_ones_are(grouping, leng
     torch.testing.assert_close(output[sees], stock[sees], atol=tolerance, rtol=tolerance)
 
 
-@compat
 @pytest.mark.parametrize(("grouping", "length", "mask_name"), all_pairs(KEY_HEADS, LENGTHS, MASKS), ids=str)
 def test_keys_and_values_are_not_repeated(grouping, length, mask_name, fused_calls):
     """The fused kernel receives the G key/value heads themselves: no copy, no repetition."""
@@ -207,7 +203,6 @@ def test_keys_and_values_are_not_repeated(grouping, length, mask_name, fused_cal
         assert reached.shape == state.shape and reached.data_ptr() == state.data_ptr()
 
 
-@compat
 @pytest.mark.parametrize(
     ("grouping", "length", "dtype", "amx", "heads", "rows"),
     [
@@ -224,7 +219,8 @@ def test_keys_and_values_are_not_repeated(grouping, length, mask_name, fused_cal
 )
 def test_rows_of_one_product(grouping, length, dtype, amx, heads, rows, fused_calls):
     """Few tokens of the heads that share a key/value head are packed, and a single row is doubled where it is slow."""
-    states, mask = make_states(grouping, length, dtype=dtype), make_mask("boolean", length, KEYS)
+    mask = make_mask("none" if grouping == "mha" else "boolean", length, KEYS)
+    states = make_states(grouping, length, dtype=dtype)
     sdpa_attention_forward(make_module(HEADS // KEY_HEADS[grouping]), *states, mask, scaling=SCALING)
     ((query, _, _),) = fused_calls
     assert query.shape == (BATCH, heads, rows, SIZE)
@@ -233,7 +229,6 @@ def test_rows_of_one_product(grouping, length, dtype, amx, heads, rows, fused_ca
 SPECIAL = {"position_bias": torch.zeros(1, HEADS, 2, KEYS), "cache": object(), "softcap": 30.0}
 
 
-@compat
 @pytest.mark.parametrize("special", [*SPECIAL, "output_attentions", "many tokens without a mask"])
 def test_what_only_the_stock_function_knows_goes_to_it(special, monkeypatch):
     """Arguments that only transformers' `sdpa` understands reach it unchanged, and its result is returned."""
@@ -254,7 +249,6 @@ def test_what_only_the_stock_function_knows_goes_to_it(special, monkeypatch):
     assert kwargs == {"dropout": 0.1, "scaling": SCALING, **extra}
 
 
-@compat
 def test_absent_special_arguments_stay_here(monkeypatch):
     """Special arguments that are `None` do not hand the call to transformers' function."""
     monkeypatch.setattr(attention_functions, "stock_sdpa_attention_forward", None)
@@ -265,7 +259,6 @@ def test_absent_special_arguments_stay_here(monkeypatch):
     torch.testing.assert_close(output, reference(*states, mask), atol=1e-10, rtol=1e-10)
 
 
-@compat
 def test_names_stand_for_the_shared_functions_but_sdpa():
     """Every registered name gives transformers' function, except `sdpa`, which gives ours."""
     shared = modeling_utils.ALL_ATTENTION_FUNCTIONS
@@ -277,7 +270,6 @@ def test_names_stand_for_the_shared_functions_but_sdpa():
     assert ALL_ATTENTION_FUNCTIONS.get_interface("eager", eager_attention_forward) is eager_attention_forward
 
 
-@compat
 @pytest.mark.parametrize("where", ["_global_mapping", "_local_mapping"])
 @pytest.mark.parametrize("name", ["sdpa", "a new one"])
 def test_a_function_that_a_user_registers_wins(name, where, monkeypatch):
@@ -300,7 +292,6 @@ def test_a_function_that_a_user_registers_wins(name, where, monkeypatch):
     assert name in ALL_ATTENTION_FUNCTIONS
 
 
-@compat
 def test_unknown_names_are_refused():
     """An unregistered name raises a KeyError that shows it."""
     for name in ("a new one", "sdp", "paged"):
@@ -345,7 +336,6 @@ def expanded(query, query_rope, latent, key_rope, weight, mask):
     return eager_attention_forward(nn.Module().eval(), query, key, rebuilt[..., NOPE:], mask, scaling=SCALING)
 
 
-@compat
 @pytest.mark.parametrize(
     ("adjacent", "batch", "length", "mask_name", "dtype", "amx"),
     # Whether keys are joined by a copy depends on three of these together.
@@ -367,7 +357,6 @@ def test_absorbed_equals_expanded(adjacent, batch, length, mask_name, dtype, amx
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@compat
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
 @pytest.mark.parametrize("length", [1, 3, 9])
 @pytest.mark.parametrize("adjacent", [True, False], ids=["adjacent", "separate"])
@@ -385,7 +374,6 @@ def test_gradients_of_absorbed_equal_those_of_expanded(adjacent, length, fused):
     assert_same_gradients(output, expected, leaves)
 
 
-@compat
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_adjacent_keys_are_joined_without_a_copy(dtype, batch, amx):
@@ -398,7 +386,6 @@ def test_adjacent_keys_are_joined_without_a_copy(dtype, batch, amx):
         assert torch.equal(joint, torch.cat((part, part_rope), dim=-1))
 
 
-@compat
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_separate_keys_are_copied_only_where_products_are_slow(dtype, amx):
     """Keys that lie apart are joined by a copy only in 16 bits on a processor without AMX."""
@@ -436,7 +423,6 @@ def layouts() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     }
 
 
-@compat
 @pytest.mark.parametrize("layout", layouts())
 def test_keys_in_another_layout_are_not_joined(layout, monkeypatch):
     """Layouts that only look adjacent are never joined as a view."""
@@ -444,7 +430,6 @@ def test_keys_in_another_layout_are_not_joined(layout, monkeypatch):
     assert _joint_keys(*layouts()[layout]) is None
 
 
-@compat
 @settings(max_examples=400, deadline=None)
 @given(
     st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),

@@ -3,11 +3,13 @@
 import copy
 import warnings
 
+import accelerate
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import make_config
+from small_models import make_batch, make_config
+from test_generation import NEW_TOKENS, generate, greedy_tokens, make_endless_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
@@ -210,3 +212,55 @@ def test_padding_the_heads_changes_no_score():
     output, _ = eager_attention_forward(nn.Module(), *shorter, None, scaling=0.3)
     torch.testing.assert_close(output[..., :3], expected[..., :3], atol=1e-14, rtol=1e-14)
     assert (output[..., 3:] == 0).all()
+
+
+def wrap_in_lora(model, folder):
+    import peft
+
+    config = peft.LoraConfig(r=3, target_modules=["kv_b_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).eval().base_model.model
+
+
+def quantize_with_torchao(model, folder):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name.endswith("kv_b_proj"))
+    return model
+
+
+def quantize_with_quanto(model, folder):
+    from optimum.quanto import freeze, qint8, quantize
+
+    quantize(model, weights=qint8, include="*kv_b_proj")
+    freeze(model)
+    return model
+
+
+def offload_to_cpu(model, folder):
+    return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def offload_to_disk(model, folder):
+    return accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+
+
+WRAPPERS = [wrap_in_lora, quantize_with_torchao, quantize_with_quanto, offload_to_cpu, offload_to_disk]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize("model_name", ["mla", "mla-q-lora", "mixed"])
+def test_projection_that_is_not_plain_is_expanded(model_name, wrap, tmp_path):
+    """A `kv_b_proj` with LoRA, quantized or offloaded is called at every token, because its weight is not all of it."""
+    plain, batch = make_endless_model(model_name), make_batch(padding="left")
+    model = wrap(make_endless_model(model_name), tmp_path)
+    projections = [module for name, module in model.named_modules() if name.endswith("self_attn.kv_b_proj")]
+    assert len(projections) == (1 if model_name == "mixed" else 3)
+    calls = []
+    for projection in projections:
+        projection.register_forward_hook(lambda *_: calls.append(1))
+    tokens = generate(model, batch)
+    assert len(calls) == NEW_TOKENS * len(projections)
+    assert tokens.tolist() == greedy_tokens(model, batch).tolist()
+    with torch.no_grad():
+        same = torch.equal(model(**batch).logits, plain(**batch).logits)
+    assert same is wrap.__name__.startswith("offload"), "only offloading leaves the function as it was"

@@ -11,7 +11,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from modeling_gqa.layers import chunked_causal_lm_loss
 
-compat = pytest.mark.compat
+pytestmark = pytest.mark.compat
 
 # 33 tokens of 101 logits come in chunks of 9, 9, 9 and 6 tokens.
 AT_ONCE, ROWS = 1000, 9
@@ -76,7 +76,6 @@ ARGUMENTS = {
 }
 
 
-@compat
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_loss_and_gradients_equal_those_of_full_logits(tied, arguments, chunk_sizes):
@@ -90,7 +89,6 @@ def test_loss_and_gradients_equal_those_of_full_logits(tied, arguments, chunk_si
     assert len(chunk_sizes) == 1
 
 
-@compat
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_every_model_trains_in_chunks(model_name, checkpointing):
     """The chunked step gives every parameter of every model its gradient, with gradient checkpointing too."""
@@ -104,7 +102,6 @@ def test_every_model_trains_in_chunks(model_name, checkpointing):
     assert_same_step(chunked, full, tolerance=1e-5)
 
 
-@compat
 @pytest.mark.parametrize(("at_once", "rows"), [(1, 1), (100, 1), (101, 1), (202, 2), (33 * 101 - 1, 32)])
 def test_no_more_logits_than_allowed_at_once(at_once, rows, chunk_sizes):
     """A chunk has `logits_at_once // vocabulary` tokens, at least one, and the head module is not called."""
@@ -115,7 +112,6 @@ def test_no_more_logits_than_allowed_at_once(at_once, rows, chunk_sizes):
     assert_same_step(chunked, step(model, None, **inputs))
 
 
-@compat
 @pytest.mark.parametrize("items", [None, 17], ids=["mean", "sum"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"], ids=str)
 def test_reduced_precision(dtype, items):
@@ -130,7 +126,6 @@ def test_reduced_precision(dtype, items):
     assert (full[0] - exact[0]).abs() > 0, "nothing was rounded"
 
 
-@compat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_sum_over_many_tokens_is_not_rounded(dtype):
     """In float16 the sum over 20000 tokens would be infinite, in bfloat16 it would lose three digits."""
@@ -148,7 +143,6 @@ def test_the_sum_over_many_tokens_is_not_rounded(dtype):
         torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
 
 
-@compat
 def test_no_label_with_a_loss():
     """Without any label the mean is nan and a given number of items makes the loss 0, as with full logits."""
     model, inputs = make_training_model(), make_inputs()
@@ -158,7 +152,6 @@ def test_no_label_with_a_loss():
     assert model(**inputs, num_items_in_batch=17).loss == 0
 
 
-@compat
 @pytest.mark.parametrize("at_once", [AT_ONCE, 100, None], ids=str)
 @pytest.mark.parametrize("arguments", [{"logits_to_keep": 5}, {"shift_labels": SHIFTED[:, :-1].contiguous()}], ids=str)
 def test_labels_of_another_number_than_logits_are_refused(arguments, at_once):
@@ -169,7 +162,6 @@ def test_labels_of_another_number_than_logits_are_refused(arguments, at_once):
         model(**make_inputs(), **arguments)
 
 
-@compat
 @pytest.mark.parametrize("label", [101, -1])
 def test_labels_beyond_the_vocabulary_are_refused(label):
     """A label outside the vocabulary raises an error instead of reading other memory."""
@@ -180,7 +172,6 @@ def test_labels_beyond_the_vocabulary_are_refused(label):
         model(**inputs)
 
 
-@compat
 @pytest.mark.parametrize("frozen", ["lm_head", "model"])
 def test_frozen_weights(frozen):
     """A frozen head or a frozen model gets no gradients, and the rest gets the same ones."""
@@ -191,7 +182,6 @@ def test_frozen_weights(frozen):
     assert_same_step(chunked, step(model, None, **inputs))
 
 
-@compat
 @pytest.mark.parametrize("at_once", [AT_ONCE, None], ids=str)
 def test_accumulated_micro_batches_equal_one_batch(at_once):
     """Micro-batches that share `num_items_in_batch` add up to the loss and gradients of one batch."""
@@ -212,7 +202,6 @@ def test_accumulated_micro_batches_equal_one_batch(at_once):
     torch.testing.assert_close(plain_mean, loss, rtol=1e-6, atol=0)
 
 
-@compat
 def test_given_embeddings_get_the_same_gradients():
     """`inputs_embeds` receive the gradients that full logits give."""
     model, inputs = make_training_model(), make_inputs()
@@ -242,7 +231,6 @@ FULL = {
 }
 
 
-@compat
 def test_logits_that_were_not_computed_say_so():
     """Whoever reads them is told how to get them; whoever asks whether there are any is told no."""
     model, inputs = make_training_model(), make_inputs()
@@ -257,7 +245,6 @@ def test_logits_that_were_not_computed_say_so():
     assert [x.shape for x in model(**inputs, use_cache=False, return_dict=False)] == [()]
 
 
-@compat
 @pytest.mark.parametrize(("change", "arguments"), FULL.values(), ids=FULL)
 def test_where_logits_are_returned(change, arguments, chunk_sizes):
     """Evaluation, small steps, `output_logits` and unusual heads return logits and the same loss."""
@@ -275,7 +262,6 @@ def test_where_logits_are_returned(change, arguments, chunk_sizes):
         torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-6, atol=0)
 
 
-@compat
 def test_torch_without_a_chunked_loss(monkeypatch):
     """With a torch before 2.13 the model trains through full logits."""
     monkeypatch.delattr(nn.functional, "linear_cross_entropy")
@@ -284,7 +270,6 @@ def test_torch_without_a_chunked_loss(monkeypatch):
     assert model(**make_inputs()).logits.shape == (3, 11, 101)
 
 
-@compat
 def test_a_custom_loss_function_is_called_with_logits(chunk_sizes):
     """A loss function of the user's is called with full logits and all its arguments."""
     calls = []
@@ -301,7 +286,6 @@ def test_a_custom_loss_function_is_called_with_logits(chunk_sizes):
     assert torch.equal(outputs.loss, outputs.logits.pow(2).mean())
 
 
-@compat
 def test_a_tuple_holds_no_logits():
     """`return_dict=False` gives a tuple of the loss alone, unless logits are asked for."""
     model, inputs = make_training_model(), make_inputs()
@@ -349,7 +333,6 @@ def train(path, at_once: int | None):
     return moved, loss, metrics, shapes
 
 
-@compat
 def test_trainer_trains_in_chunks_and_evaluates_with_logits(tmp_path, chunk_sizes):
     """A Trainer's steps, losses and metrics are those of full logits, and evaluation has logits."""
     moved, loss, metrics, shapes = train(tmp_path / "chunked", AT_ONCE)
