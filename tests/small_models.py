@@ -47,6 +47,22 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+# What each rope type needs beside its theta, for heads of 14.
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 3.0},
+    "dynamic": {"factor": 3.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 20.0, "beta_slow": 0.5},
+    "longrope": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6],
+        "long_factor": [2.0, 2.2, 2.4, 2.6, 2.8, 3.0, 3.2],
+    },
+    "llama3": {"factor": 4.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 2.0},
+    "proportional": {"factor": 2.0},
+}
+
 
 def make_config(model: str, **overrides) -> GQAConfig:
     """Configuration of a small model, by its name in MODELS."""

@@ -47,15 +47,6 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Products this small lose more by waiting for each other's threads than they gain."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class WrappedLinear(nn.Linear):
     """Not a plain `nn.Linear`, so that MLA expands."""
 

@@ -25,7 +25,7 @@ from modeling_gqa.attention_functions import (
 from modeling_gqa.attention_latent import _joint_keys, absorbed_attention_forward
 from modeling_gqa.cache_layers import KeyValueBuffer
 
-compat = pytest.mark.compat
+pytestmark = pytest.mark.compat
 
 BATCH, HEADS, KEYS, SIZE, SCALING = 3, 6, 43, 7, 0.3
 KEY_HEADS = {"mha": 6, "gqa": 2, "mqa": 1}
@@ -40,6 +40,12 @@ MASKS = {
     "boolean of one row": (1, 1, True),
     "additive of one row": (1, 1, False),
     "additive per head of one row": (1, HEADS, False),
+}
+# The same for all queries, as biases by distance (ALiBi) are given, and as torch and transformers broadcast them.
+BROADCAST = {
+    "broadcast": (BATCH, 1, False),
+    "broadcast per head": (BATCH, HEADS, False),
+    "broadcast per head of one row": (1, HEADS, False),
 }
 
 
@@ -62,11 +68,12 @@ def make_module(groups: int) -> nn.Module:
 
 def make_mask(name: str, length: int, keys: int, dtype=torch.float64, batch: int = BATCH, heads: int = HEADS):
     """A mask under which every query sees something."""
-    if MASKS[name] is None:
+    described = {**MASKS, **BROADCAST}[name]
+    if described is None:
         return None
-    rows, per_head, boolean = MASKS[name]
+    rows, per_head, boolean = described
     generator = torch.Generator().manual_seed(5)
-    shape = (min(rows, batch), min(per_head, heads), length, keys)
+    shape = (min(rows, batch), min(per_head, heads), 1 if name in BROADCAST else length, keys)
     seen = torch.rand(shape, generator=generator) < 0.6
     seen[..., 0] = True
     if boolean:
@@ -92,6 +99,14 @@ def reference(query, key, value, mask):
     return eager_attention_forward(nn.Module().eval(), *states, mask, scaling=SCALING)[0]
 
 
+def assert_same_gradients(output, expected, leaves):
+    toward = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    gradients = (torch.autograd.grad(result, leaves, toward) for result in (output, expected))
+    for actual, exact in zip(*gradients, strict=True):
+        assert exact.abs().max() > 0
+        torch.testing.assert_close(actual, exact, atol=1e-10, rtol=1e-10)
+
+
 AMX = [True, False]
 ABSORBED_MASKS = ["none", "boolean", "additive", "boolean per head", "additive of one row"]
 
@@ -115,26 +130,31 @@ def fused_calls(monkeypatch) -> list[tuple]:
     return calls
 
 
-@compat
 @pytest.mark.parametrize(
-    ("grouping", "length", "mask_name", "dtype", "amx"),
-    # One row in bfloat16 has ways of its own, by grouping and processor.
-    all_pairs(KEY_HEADS, LENGTHS, MASKS, TOLERANCES, AMX) + all_pairs(KEY_HEADS, [1], MASKS, [torch.bfloat16], AMX),
+    ("grouping", "length", "mask_name", "dtype", "amx", "value_size"),
+    [
+        *all_pairs(KEY_HEADS, LENGTHS, MASKS, TOLERANCES, AMX, [SIZE]),
+        # One row in bfloat16 has ways of its own, by grouping and processor.
+        *all_pairs(KEY_HEADS, [1], MASKS, [torch.bfloat16], AMX, [SIZE]),
+        *product(KEY_HEADS, LENGTHS, ["boolean"], [torch.float64], [True], [11]),
+        *product(KEY_HEADS, LENGTHS, BROADCAST, [torch.float64], [True], [SIZE]),
+    ],
     indirect=["amx"],
     ids=str,
 )
-def test_sdpa_equals_eager(grouping, length, mask_name, dtype, amx):
-    """Our `sdpa` equals the eager reference for every grouping, length, mask, dtype and processor."""
+def test_sdpa_equals_eager(grouping, length, mask_name, dtype, amx, value_size):
+    """Our `sdpa` equals the eager reference for every grouping, length, mask, dtype, processor and size of values."""
     keys = length if mask_name == "none" and length > 1 else KEYS
-    states = make_states(grouping, length, keys, dtype)
-    mask = make_mask(mask_name, length, keys, dtype)
-    output, weights = sdpa_attention_forward(make_module(HEADS // KEY_HEADS[grouping]), *states, mask, scaling=SCALING)
+    states = make_states(grouping, length, keys, dtype, value_size)
+    mask, module = make_mask(mask_name, length, keys, dtype), make_module(HEADS // KEY_HEADS[grouping])
+    output, weights = sdpa_attention_forward(module, *states, mask, scaling=SCALING)
     assert weights is None and output.dtype == dtype and output.is_contiguous()
-    tolerance = TOLERANCES[dtype]
-    torch.testing.assert_close(output.double(), reference(*states, mask), atol=tolerance, rtol=tolerance)
+    stock, _ = stock_sdpa_attention_forward(module, *states, mask, scaling=SCALING)
+    for found in (output, stock):
+        tolerance = TOLERANCES[dtype]
+        torch.testing.assert_close(found.double(), reference(*states, mask), atol=tolerance, rtol=tolerance)
 
 
-@compat
 @pytest.mark.parametrize(("grouping", "length", "mask_name"), all_pairs(KEY_HEADS, LENGTHS, MASKS), ids=str)
 def test_gradients_of_sdpa_equal_those_of_eager(grouping, length, mask_name):
     """Gradients of queries, keys, values and additive masks equal the eager reference's."""
@@ -144,42 +164,9 @@ def test_gradients_of_sdpa_equal_those_of_eager(grouping, length, mask_name):
     if mask is not None and mask.dtype != torch.bool:
         leaves.append(mask.requires_grad_())
     output, _ = sdpa_attention_forward(make_module(HEADS // KEY_HEADS[grouping]), *leaves[:3], mask, scaling=SCALING)
-    expected = reference(*leaves[:3], mask)
-    toward = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    for actual, exact in zip(
-        torch.autograd.grad(output, leaves, toward), torch.autograd.grad(expected, leaves, toward), strict=True
-    ):
-        assert exact.abs().max() > 0
-        torch.testing.assert_close(actual, exact, atol=1e-10, rtol=1e-10)
+    assert_same_gradients(output, reference(*leaves[:3], mask), leaves)
 
 
-@compat
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("grouping", KEY_HEADS)
-def test_values_of_another_size(grouping, length):
-    """Values may have another head size than keys."""
-    states = make_states(grouping, length, value_size=11)
-    mask = make_mask("boolean", length, KEYS)
-    output, _ = sdpa_attention_forward(make_module(1), *states, mask, scaling=SCALING)
-    torch.testing.assert_close(output, reference(*states, mask), atol=1e-10, rtol=1e-10)
-
-
-@compat
-@pytest.mark.parametrize("mask_shape", [(1, HEADS, 1, KEYS), (BATCH, HEADS, 1, KEYS), (BATCH, 1, 1, KEYS)], ids=str)
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("grouping", KEY_HEADS)
-def test_a_mask_that_is_the_same_for_all_queries(grouping, length, mask_shape):
-    """As biases by distance (ALiBi) are given, and as torch and transformers broadcast them."""
-    states, module = make_states(grouping, length), make_module(HEADS // KEY_HEADS[grouping])
-    mask = torch.randn(mask_shape, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
-    expected = reference(*states, mask)
-    stock, _ = stock_sdpa_attention_forward(module, *states, mask, scaling=SCALING)
-    torch.testing.assert_close(stock, expected, atol=1e-10, rtol=1e-10)
-    output, _ = sdpa_attention_forward(module, *states, mask, scaling=SCALING)
-    torch.testing.assert_close(output, expected, atol=1e-10, rtol=1e-10)
-
-
-@compat
 @pytest.mark.parametrize(
     ("grouping", "length", "hidden", "dtype"),
     all_pairs(KEY_HEADS, LENGTHS, ["false", "minimum", "infinity"], TOLERANCES),
@@ -202,7 +189,6 @@ def test_queries_that_see_nothing_are_finite_where_stock_ones_are(grouping, leng
     torch.testing.assert_close(output[sees], stock[sees], atol=tolerance, rtol=tolerance)
 
 
-@compat
 @pytest.mark.parametrize(("grouping", "length", "mask_name"), all_pairs(KEY_HEADS, LENGTHS, MASKS), ids=str)
 def test_keys_and_values_are_not_repeated(grouping, length, mask_name, fused_calls):
     """The fused kernel receives the G key/value heads themselves: no copy, no repetition."""
@@ -217,32 +203,32 @@ def test_keys_and_values_are_not_repeated(grouping, length, mask_name, fused_cal
         assert reached.shape == state.shape and reached.data_ptr() == state.data_ptr()
 
 
-@compat
-@pytest.mark.parametrize(("length", "rows"), [(1, 3), (2, 6), (8, 24), (9, 9), (40, 40)])
-def test_few_tokens_are_packed(length, rows, fused_calls):
-    """Up to 8 tokens, the H / G heads that share a key/value head become rows of one product."""
-    sdpa_attention_forward(
-        make_module(3), *make_states("gqa", length), make_mask("boolean", length, KEYS), scaling=SCALING
-    )
+@pytest.mark.parametrize(
+    ("grouping", "length", "dtype", "amx", "heads", "rows"),
+    [
+        # Up to 8 tokens, the H / G heads that share a key/value head become rows of one product.
+        *(("gqa", length, torch.float64, True, 2, 3 * length) for length in (1, 2, 8)),
+        *(("gqa", length, torch.float64, True, HEADS, length) for length in (9, 40)),
+        # One row in bfloat16 is computed as two on a processor without AMX.
+        ("mha", 1, torch.bfloat16, False, HEADS, 2),
+        ("mha", 1, torch.bfloat16, True, HEADS, 1),
+        *(("mha", 1, torch.float32, has_amx, HEADS, 1) for has_amx in AMX),
+    ],
+    indirect=["amx"],
+    ids=str,
+)
+def test_rows_of_one_product(grouping, length, dtype, amx, heads, rows, fused_calls):
+    """Few tokens of the heads that share a key/value head are packed, and a single row is doubled where it is slow."""
+    mask = make_mask("none" if grouping == "mha" else "boolean", length, KEYS)
+    states = make_states(grouping, length, dtype=dtype)
+    sdpa_attention_forward(make_module(HEADS // KEY_HEADS[grouping]), *states, mask, scaling=SCALING)
     ((query, _, _),) = fused_calls
-    assert query.shape == (BATCH, 2 if length < 9 else HEADS, rows, SIZE)
-
-
-@compat
-@pytest.mark.parametrize(("has_amx", "rows"), [(True, 1), (False, 2)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_one_row_is_doubled_only_in_bfloat16_without_amx(dtype, has_amx, rows, fused_calls, monkeypatch):
-    """One bfloat16 row is computed as two on a processor without AMX, and nothing else is doubled."""
-    monkeypatch.setattr(attention_functions, "CPU_HAS_AMX", has_amx)
-    sdpa_attention_forward(make_module(1), *make_states("mha", 1, dtype=dtype), None, scaling=SCALING)
-    ((query, _, _),) = fused_calls
-    assert query.shape[2] == (rows if dtype == torch.bfloat16 else 1)
+    assert query.shape == (BATCH, heads, rows, SIZE)
 
 
 SPECIAL = {"position_bias": torch.zeros(1, HEADS, 2, KEYS), "cache": object(), "softcap": 30.0}
 
 
-@compat
 @pytest.mark.parametrize("special", [*SPECIAL, "output_attentions", "many tokens without a mask"])
 def test_what_only_the_stock_function_knows_goes_to_it(special, monkeypatch):
     """Arguments that only transformers' `sdpa` understands reach it unchanged, and its result is returned."""
@@ -263,7 +249,6 @@ def test_what_only_the_stock_function_knows_goes_to_it(special, monkeypatch):
     assert kwargs == {"dropout": 0.1, "scaling": SCALING, **extra}
 
 
-@compat
 def test_absent_special_arguments_stay_here(monkeypatch):
     """Special arguments that are `None` do not hand the call to transformers' function."""
     monkeypatch.setattr(attention_functions, "stock_sdpa_attention_forward", None)
@@ -274,7 +259,6 @@ def test_absent_special_arguments_stay_here(monkeypatch):
     torch.testing.assert_close(output, reference(*states, mask), atol=1e-10, rtol=1e-10)
 
 
-@compat
 def test_names_stand_for_the_shared_functions_but_sdpa():
     """Every registered name gives transformers' function, except `sdpa`, which gives ours."""
     shared = modeling_utils.ALL_ATTENTION_FUNCTIONS
@@ -286,7 +270,6 @@ def test_names_stand_for_the_shared_functions_but_sdpa():
     assert ALL_ATTENTION_FUNCTIONS.get_interface("eager", eager_attention_forward) is eager_attention_forward
 
 
-@compat
 @pytest.mark.parametrize("where", ["_global_mapping", "_local_mapping"])
 @pytest.mark.parametrize("name", ["sdpa", "a new one"])
 def test_a_function_that_a_user_registers_wins(name, where, monkeypatch):
@@ -298,11 +281,10 @@ def test_a_function_that_a_user_registers_wins(name, where, monkeypatch):
     shared = modeling_utils.ALL_ATTENTION_FUNCTIONS
     monkeypatch.setattr(shared, where, dict(getattr(shared, where)))
     if where == "_global_mapping":
-        monkeypatch.setattr(
-            modeling_utils.AttentionInterface, where, dict(modeling_utils.AttentionInterface._global_mapping)
-        )
+        interface = modeling_utils.AttentionInterface
+        monkeypatch.setattr(interface, where, dict(interface._global_mapping))
         monkeypatch.delattr(shared, where)
-        modeling_utils.AttentionInterface.register(name, own)
+        interface.register(name, own)
     else:
         shared[name] = own
     assert ALL_ATTENTION_FUNCTIONS[name] is own
@@ -310,7 +292,6 @@ def test_a_function_that_a_user_registers_wins(name, where, monkeypatch):
     assert name in ALL_ATTENTION_FUNCTIONS
 
 
-@compat
 def test_unknown_names_are_refused():
     """An unregistered name raises a KeyError that shows it."""
     for name in ("a new one", "sdp", "paged"):
@@ -355,7 +336,6 @@ def expanded(query, query_rope, latent, key_rope, weight, mask):
     return eager_attention_forward(nn.Module().eval(), query, key, rebuilt[..., NOPE:], mask, scaling=SCALING)
 
 
-@compat
 @pytest.mark.parametrize(
     ("adjacent", "batch", "length", "mask_name", "dtype", "amx"),
     # Whether keys are joined by a copy depends on three of these together.
@@ -377,7 +357,6 @@ def test_absorbed_equals_expanded(adjacent, batch, length, mask_name, dtype, amx
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-@compat
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
 @pytest.mark.parametrize("length", [1, 3, 9])
 @pytest.mark.parametrize("adjacent", [True, False], ids=["adjacent", "separate"])
@@ -392,14 +371,9 @@ def test_gradients_of_absorbed_equal_those_of_expanded(adjacent, length, fused):
     states, mask = (query, query_rope, latent, key_rope, weight), make_mask("boolean", length, KEYS)
     expected, _ = expanded(*states, mask)
     output, _ = absorbed_attention_forward(*states, mask, SCALING, fused=fused)
-    toward = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
-    for actual, exact in zip(
-        torch.autograd.grad(output, leaves, toward), torch.autograd.grad(expected, leaves, toward), strict=True
-    ):
-        torch.testing.assert_close(actual, exact, atol=1e-10, rtol=1e-10)
+    assert_same_gradients(output, expected, leaves)
 
 
-@compat
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_adjacent_keys_are_joined_without_a_copy(dtype, batch, amx):
@@ -412,15 +386,12 @@ def test_adjacent_keys_are_joined_without_a_copy(dtype, batch, amx):
         assert torch.equal(joint, torch.cat((part, part_rope), dim=-1))
 
 
-@compat
-@pytest.mark.parametrize("has_amx", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-def test_separate_keys_are_copied_only_where_products_are_slow(dtype, has_amx, monkeypatch):
+def test_separate_keys_are_copied_only_where_products_are_slow(dtype, amx):
     """Keys that lie apart are joined by a copy only in 16 bits on a processor without AMX."""
-    monkeypatch.setattr(attention_latent, "CPU_HAS_AMX", has_amx)
     _, _, latent, key_rope, _ = make_latent(3, 1, dtype, adjacent=False)
     joint = _joint_keys(latent, key_rope)
-    if has_amx or dtype in (torch.float32, torch.float64):
+    if attention_latent.CPU_HAS_AMX or dtype in (torch.float32, torch.float64):
         assert joint is None
     else:
         assert torch.equal(joint, torch.cat((latent, key_rope), dim=-1))
@@ -452,7 +423,6 @@ def layouts() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     }
 
 
-@compat
 @pytest.mark.parametrize("layout", layouts())
 def test_keys_in_another_layout_are_not_joined(layout, monkeypatch):
     """Layouts that only look adjacent are never joined as a view."""
@@ -460,7 +430,6 @@ def test_keys_in_another_layout_are_not_joined(layout, monkeypatch):
     assert _joint_keys(*layouts()[layout]) is None
 
 
-@compat
 @settings(max_examples=400, deadline=None)
 @given(
     st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),

@@ -3,11 +3,13 @@
 import copy
 import warnings
 
+import accelerate
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import make_config
+from small_models import make_batch, make_config
+from test_generation import NEW_TOKENS, generate, greedy_tokens, make_endless_model
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
@@ -126,14 +128,8 @@ def test_absorbed_equals_expanded(step):
 def test_the_way_with_fewer_operations_is_chosen(sizes, ways, backend):
     """Several tokens absorb exactly where a FLOP counter finds no more operations than for expanding."""
     rank, nope, rope, value = sizes
-    layer = make_layer(
-        backend,
-        num_attention_heads=3,
-        kv_lora_rank=rank,
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope,
-        v_head_dim=value,
-    )
+    fields = {"kv_lora_rank": rank, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value}
+    layer = make_layer(backend, num_attention_heads=3, **fields)
     chosen = set()
     for length, past in [(2, 0), (2, 3), (2, 60), (9, 0), (9, 3), (9, 60), (30, 0), (30, 60)]:
         x = torch.randn(1, length + past, 23, dtype=torch.float64)
@@ -175,34 +171,27 @@ def test_which_way_is_taken(backend, arguments, absorbs):
     assert not layer.train().absorbs(*arguments)
 
 
-def wrapped(layer):
-    layer.kv_b_proj.__class__ = WrappedLinear
-
-
-def adapter(layer):
-    layer.kv_b_proj = nn.Sequential(layer.kv_b_proj)
-
-
-def quantized(layer):
-    layer.kv_b_proj.weight = WrappedParameter(layer.kv_b_proj.weight.data)
-
-
-def offloaded(layer):
-    layer.kv_b_proj.to("meta")
-
-
-def not_a_parameter(layer):
+def with_a_tensor_as_weight(layer):
     weight = layer.kv_b_proj.weight.detach()
     del layer.kv_b_proj.weight
     layer.kv_b_proj.weight = weight
 
 
-@pytest.mark.parametrize("change", [wrapped, adapter, quantized, offloaded, not_a_parameter], ids=lambda f: f.__name__)
+CHANGES = {
+    "wrapped": lambda layer: setattr(layer.kv_b_proj, "__class__", WrappedLinear),
+    "adapted": lambda layer: setattr(layer, "kv_b_proj", nn.Sequential(layer.kv_b_proj)),
+    "quantized": lambda layer: setattr(layer.kv_b_proj, "weight", WrappedParameter(layer.kv_b_proj.weight.data)),
+    "offloaded": lambda layer: layer.kv_b_proj.to("meta"),
+    "not a parameter": with_a_tensor_as_weight,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_projection_that_is_more_than_its_weight_expands(change):
     """A `kv_b_proj` that is wrapped, quantized, offloaded or has a plain tensor as weight is called, not read."""
     layer = small_layer()
     assert layer.absorbs(1, 9, None)
-    change(layer)
+    CHANGES[change](layer)
     assert not layer.absorbs(1, 9, None)
 
 
@@ -225,14 +214,53 @@ def test_padding_the_heads_changes_no_score():
     assert (output[..., 3:] == 0).all()
 
 
-def test_a_wrapped_projection_is_called():
-    """What a wrapper adds to `kv_b_proj` reaches the output of a decoding step."""
-    layer, x = make_layer(num_attention_heads=3, head_dim=4), torch.randn(2, 6, 23, dtype=torch.float64)
-    plain = decode(copy.deepcopy(layer), x, 5, None)[0]
-    layer.kv_b_proj = nn.Sequential(layer.kv_b_proj, nn.Linear(24, 24, bias=False).double())
-    nn.init.eye_(layer.kv_b_proj[1].weight)
-    same, _, calls = decode(layer, x, 5, None)
-    assert calls == 1
-    torch.testing.assert_close(same, plain, atol=1e-10, rtol=1e-10)
-    layer.kv_b_proj[1].weight.data *= 2
-    assert not torch.allclose(decode(layer, x, 5, None)[0], plain)
+def wrap_in_lora(model, folder):
+    import peft
+
+    config = peft.LoraConfig(r=3, target_modules=["kv_b_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).eval().base_model.model
+
+
+def quantize_with_torchao(model, folder):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name.endswith("kv_b_proj"))
+    return model
+
+
+def quantize_with_quanto(model, folder):
+    from optimum.quanto import freeze, qint8, quantize
+
+    quantize(model, weights=qint8, include="*kv_b_proj")
+    freeze(model)
+    return model
+
+
+def offload_to_cpu(model, folder):
+    return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+def offload_to_disk(model, folder):
+    return accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
+
+
+WRAPPERS = [wrap_in_lora, quantize_with_torchao, quantize_with_quanto, offload_to_cpu, offload_to_disk]
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
+@pytest.mark.parametrize("model_name", ["mla", "mla-q-lora", "mixed"])
+def test_projection_that_is_not_plain_is_expanded(model_name, wrap, tmp_path):
+    """A `kv_b_proj` with LoRA, quantized or offloaded is called at every token, because its weight is not all of it."""
+    plain, batch = make_endless_model(model_name), make_batch(padding="left")
+    model = wrap(make_endless_model(model_name), tmp_path)
+    projections = [module for name, module in model.named_modules() if name.endswith("self_attn.kv_b_proj")]
+    assert len(projections) == (1 if model_name == "mixed" else 3)
+    calls = []
+    for projection in projections:
+        projection.register_forward_hook(lambda *_: calls.append(1))
+    tokens = generate(model, batch)
+    assert len(calls) == NEW_TOKENS * len(projections)
+    assert tokens.tolist() == greedy_tokens(model, batch).tolist()
+    with torch.no_grad():
+        same = torch.equal(model(**batch).logits, plain(**batch).logits)
+    assert same is wrap.__name__.startswith("offload"), "only offloading leaves the function as it was"

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import KIND_SIZES, make_batch, make_config, make_model
+from test_caches import decode
 from transformers import DynamicCache, StaticCache, set_seed
 from transformers.cache_utils import DynamicLayer
 
@@ -69,6 +70,21 @@ class Twins:
         return Twins(*(how(layer) for layer in self.layers))
 
 
+@pytest.fixture(params=[1, 3])
+def heads(request) -> int:
+    return request.param
+
+
+@pytest.fixture
+def first(heads) -> Twins:
+    """Layers of 11 tokens and one more."""
+    twins = Twins(DynamicLayer(), GrowingLayer())
+    with torch.no_grad():
+        for tokens in (11, 1):
+            twins.apply(lambda layer, tokens=tokens: append(layer, tokens, heads=heads))
+    return twins
+
+
 DUPLICATES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": pickled}
 
 
@@ -97,7 +113,6 @@ def operations(resets: bool):
     # In older releases of transformers a reset zeroes what others may still look at.
     [pytest.param(False, marks=compat, id="without-reset"), pytest.param(True, id="with-reset")],
 )
-@pytest.mark.parametrize("heads", [1, 3])
 def test_any_operations_leave_what_the_stock_layer_holds(heads, resets):
     """After any sequence of updates, crops, copies and reorders, keys and values equal the stock layer's, tensors that
     were handed out are unchanged, and storage is at most 1.25 times the tokens and a block."""
@@ -137,13 +152,9 @@ def test_any_operations_leave_what_the_stock_layer_holds(heads, resets):
 
 @compat
 @pytest.mark.parametrize("duplicate", DUPLICATES)
-@pytest.mark.parametrize("heads", [1, 3])
-def test_two_continuations_of_one_layer(heads, duplicate):
+def test_two_continuations_of_one_layer(first, heads, duplicate):
     """Two copies of a layer are continued separately; neither writes into the other's tokens."""
     with torch.no_grad():
-        first = Twins(DynamicLayer(), GrowingLayer())
-        for tokens in (11, 1):
-            first.apply(lambda layer, tokens=tokens: append(layer, tokens, heads=heads))
         second = first.duplicate(DUPLICATES[duplicate])
         for tokens in (2, 3, 1):
             first.apply(lambda layer, tokens=tokens: append(layer, tokens, heads=heads))
@@ -153,7 +164,6 @@ def test_two_continuations_of_one_layer(heads, duplicate):
 
 @compat
 @torch.no_grad()
-@pytest.mark.parametrize("heads", [1, 3])
 def test_tools_that_walk_a_layer_see_keys_and_values_alone(heads):
     """`vars` of a layer holds the stock layer's attributes and no alias of its storage."""
     layer = GrowingLayer()
@@ -171,12 +181,8 @@ def test_tools_that_walk_a_layer_see_keys_and_values_alone(heads):
 
 @compat
 @torch.no_grad()
-@pytest.mark.parametrize("heads", [1, 3])
-def test_a_reset_leaves_the_other_continuation(heads):
+def test_a_reset_leaves_the_other_continuation(first, heads):
     """Resetting a layer does not touch the tokens of its copy."""
-    first = Twins(DynamicLayer(), GrowingLayer())
-    for tokens in (11, 1):
-        first.apply(lambda layer, tokens=tokens: append(layer, tokens, heads=heads))
     second = first.duplicate(copy.copy)
     first.apply(lambda layer: append(layer, 1, heads=heads))
     # Not compared with each other: transformers 5.17 keeps zeros.
@@ -189,12 +195,8 @@ def test_a_reset_leaves_the_other_continuation(heads):
 
 @compat
 @torch.no_grad()
-@pytest.mark.parametrize("heads", [1, 3])
-def test_an_append_that_was_interrupted_leaves_no_tokens(heads, monkeypatch):
+def test_an_append_that_was_interrupted_leaves_no_tokens(first, heads, monkeypatch):
     """A KeyboardInterrupt within an append leaves the layer as it was before."""
-    twins = Twins(DynamicLayer(), GrowingLayer())
-    for tokens in (11, 1):
-        twins.apply(lambda layer, tokens=tokens: append(layer, tokens, heads=heads))
 
     def interrupted(buffer, keys, values):
         written(buffer, keys, values)
@@ -204,14 +206,13 @@ def test_an_append_that_was_interrupted_leaves_no_tokens(heads, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(KeyValueBuffer, "append", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            append(twins.layers[1], 2, heads=heads)
-    twins.check()
-    twins.apply(lambda layer: append(layer, 3, heads=heads))
+            append(first.layers[1], 2, heads=heads)
+    first.check()
+    first.apply(lambda layer: append(layer, 3, heads=heads))
 
 
 @compat
 @torch.no_grad()
-@pytest.mark.parametrize("heads", [1, 3])
 def test_appends_in_place_and_seldom_moves(heads):
     """1000 appended tokens move the storage at most 10 times, and only when it is full."""
     layer, addresses = GrowingLayer(), []
@@ -229,7 +230,6 @@ def test_appends_in_place_and_seldom_moves(heads):
 
 @compat
 @torch.no_grad()
-@pytest.mark.parametrize("heads", [1, 3])
 def test_slack_is_a_quarter_and_a_block(heads):
     """Storage never exceeds 1.25 times the tokens and a block; a prompt is kept without any slack."""
     layer, row = GrowingLayer(), 2 * heads * (KEY_SIZE + VALUE_SIZE) * 4
@@ -324,7 +324,6 @@ def test_continues_in_another_mode(modes):
 
 
 @compat
-@pytest.mark.parametrize("heads", [1, 3])
 def test_gradients_flow_as_in_the_stock_layer(heads):
     """Gradients through the states of an update equal the stock layer's."""
     gradients = []
@@ -475,21 +474,6 @@ def test_a_growing_cache_is_continued_by_a_compiled_model(model_name):
     for position, one in ((7, compiled), (8, compiled), (9, model), (10, model)):
         logits = one(ids[:, position : position + 1], past_key_values=cache).logits
         torch.testing.assert_close(logits[:, 0], expected[:, position], rtol=1e-10, atol=1e-10)
-
-
-def decode(model, batch, cache, sizes):
-    logits, start = [], 0
-    for size in sizes:
-        stop = start + size
-        outputs = model(
-            input_ids=batch["input_ids"][:, start:stop],
-            attention_mask=batch["attention_mask"][:, :stop],
-            position_ids=batch["position_ids"][:, start:stop],
-            past_key_values=cache,
-        )
-        logits.append(outputs.logits)
-        start = stop
-    return torch.cat(logits, dim=1)  # (B, T, vocabulary)
 
 
 @pytest.fixture

@@ -5,20 +5,16 @@ Shapes: B batch, T tokens, R kv_lora_rank, P qk_rope_head_dim.
 
 import pytest
 import torch
-from small_models import MODELS, make_batch, make_config, make_model
+from small_models import make_batch, make_model
 from transformers import DynamicCache, StaticCache
-from transformers.cache_utils import QuantizedCache
 
-compat = pytest.mark.compat
+pytestmark = pytest.mark.compat
 
 CACHES = {
     "dynamic": lambda model: DynamicCache(config=model.config),
     "static": lambda model: StaticCache(config=model.config, max_cache_len=24),
 }
 LATENT_MODELS = ["mla", "mla-q-lora", "mla-qk-norm", "mixed"]
-# Powers of two, because quanto quantizes groups of 16 numbers.
-QUANTIZABLE = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "initializer_range": 0.1}
-QUANTIZABLE_LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -70,31 +66,19 @@ def storage_bytes(state) -> int:
     return sum(storage_bytes(getattr(state, name)) for name in names)
 
 
-@compat
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("cache_name", CACHES)
-def test_token_by_token_equals_full_forward(model_name, cache_name, padding, backend):
-    """Tokens given one at a time with a cache get the logits of one forward over all of them."""
-    model = make_exact_model(model_name)
-    model.set_attn_implementation(backend)
-    batch = make_batch(padding=padding)
-    cached = decode(model, batch, CACHES[cache_name](model), [1] * 11)
-    assert_equal_logits(cached, model(**batch, use_cache=False).logits, batch["attention_mask"])
-
-
-@compat
-@pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("cache_name", CACHES)
-@pytest.mark.parametrize("sizes", [(6, 4, 1), (2, 7, 2), (1, 10)], ids=str)
-def test_chunks_equal_full_forward(model_name, cache_name, padding, sizes):
-    """The same in chunks of several tokens, for which MLA may expand or absorb."""
+@pytest.mark.parametrize("sizes", [(1,) * 11, (6, 4, 1), (2, 7, 2), (1, 10)], ids=["token by token", "6", "2", "1"])
+def test_chunks_equal_full_forward(model_name, cache_name, padding, backend, sizes):
+    """Tokens given with a cache, one at a time or several, for which MLA may expand or absorb, get the logits of one
+    forward over all of them."""
     model, batch = make_exact_model(model_name), make_batch(padding=padding)
+    model.set_attn_implementation(backend)
     cached = decode(model, batch, CACHES[cache_name](model), sizes)
     assert_equal_logits(cached, model(**batch, use_cache=False).logits, batch["attention_mask"])
 
 
-@compat
 @pytest.mark.parametrize("cache_name", CACHES)
 def test_positions_and_mask_follow_from_the_cache(model_name, cache_name):
     """Without position ids and mask, a chunk goes on where the cache ends."""
@@ -104,7 +88,6 @@ def test_positions_and_mask_follow_from_the_cache(model_name, cache_name):
     assert_equal_logits(cached, model(ids, use_cache=False).logits, torch.ones_like(ids))
 
 
-@compat
 @pytest.mark.parametrize("padding", ["none", "left"])
 def test_continues_after_crop(model_name, padding):
     """After rejected tokens are cropped, the next ones get the logits of a forward that never saw the rejected."""
@@ -122,7 +105,6 @@ def test_continues_after_crop(model_name, padding):
     assert_equal_logits(cached, model(**batch, use_cache=False).logits[:, 6:], batch["attention_mask"][:, 6:])
 
 
-@compat
 def test_reset_static_cache_starts_anew(model_name):
     model, batch, other = make_exact_model(model_name), make_batch(), make_batch(seed=2)
     cache = CACHES["static"](model)
@@ -132,7 +114,6 @@ def test_reset_static_cache_starts_anew(model_name):
     assert_equal_logits(cached, model(**batch, use_cache=False).logits, batch["attention_mask"])
 
 
-@compat
 @pytest.mark.parametrize("cache_name", CACHES)
 def test_cache_carried_over_turns(model_name, cache_name):
     """A second `generate` with the first one's cache gives the tokens that it gives without a cache."""
@@ -148,7 +129,6 @@ def test_cache_carried_over_turns(model_name, cache_name):
     assert second.tolist() == model.generate(**second_turn, use_cache=False).tolist()
 
 
-@compat
 def test_cache_is_made_unless_refused(model_name):
     model, ids = make_model(model_name), make_batch()["input_ids"]
     for use_cache in (None, True):
@@ -165,7 +145,6 @@ BATCH_OPERATIONS = {
 }
 
 
-@compat
 @pytest.mark.parametrize(
     ("cache_name", "operation"), [*(("dynamic", name) for name in BATCH_OPERATIONS), ("static", "reorder")]
 )
@@ -181,7 +160,6 @@ def test_batch_operations(model_name, cache_name, operation):
     assert_equal_logits(cached, model(**batch, use_cache=False).logits[:, 7:], batch["attention_mask"][:, 7:])
 
 
-@compat
 @pytest.mark.parametrize("cache_name", CACHES)
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
@@ -200,7 +178,6 @@ def test_decoding_is_absorbed(model_name, backend, padding, cache_name):
     assert not calls, "a token is absorbed"
 
 
-@compat
 def test_short_chunk_is_absorbed_and_long_chunk_expanded():
     """After 9 tokens, 2 more are absorbed, and 14 more are expanded: each takes the way with fewer operations."""
     model, batch = make_model("mla"), make_batch(batch=1, length=25)
@@ -212,7 +189,6 @@ def test_short_chunk_is_absorbed_and_long_chunk_expanded():
     assert len(calls) == 2
 
 
-@compat
 def test_training_expands_at_every_step():
     """Absorbing reads the weight of `kv_b_proj` past its hooks, so a model in training mode never does it."""
     model, batch = make_model("mla").train(), make_batch()
@@ -221,7 +197,6 @@ def test_training_expands_at_every_step():
     assert len(calls) == 3
 
 
-@compat
 @pytest.mark.parametrize("latent_norm", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_latent_cache_holds_rank_plus_rotary_key(dtype, latent_norm):
@@ -235,7 +210,6 @@ def test_latent_cache_holds_rank_plus_rotary_key(dtype, latent_norm):
             assert storage_bytes(layer.keys) + storage_bytes(layer.values) == (22 + 6) * tokens * 3 * dtype.itemsize
 
 
-@compat
 @pytest.mark.parametrize("cache_name", CACHES)
 def test_grouped_cache_holds_key_value_heads(cache_name):
     for model_name, heads in {"mha": 6, "mqa": 1, "gqa": 2}.items():
@@ -247,7 +221,6 @@ def test_grouped_cache_holds_key_value_heads(cache_name):
             assert storage_bytes(layer.keys) == storage_bytes(layer.values) == 3 * heads * tokens * 14 * 4
 
 
-@compat
 def test_sliding_cache_holds_the_window():
     model, batch = make_model("mixed-window"), make_batch()
     cache = DynamicCache(config=model.config)
@@ -255,41 +228,6 @@ def test_sliding_cache_holds_the_window():
     assert [layer.keys.shape[2] for layer in cache.layers] == [11, 4, 4]
 
 
-def make_quantized_cache(backend: str, config) -> QuantizedCache:
-    options = {"q_group_size": 16, "residual_length": 4} if backend == "quanto" else {}
-    try:
-        return QuantizedCache(backend, config=config, **options)
-    except ValueError as error:
-        if backend == "fp8" and "Unknown quantization backend" in str(error):
-            pytest.skip("needs a transformers release with an fp8 quantized cache")
-        raise
-
-
-# quanto is not installed beside the oldest transformers.
-@pytest.mark.parametrize(
-    ("backend", "similarity"), [("quanto", 0.97), pytest.param("fp8", 0.99, marks=pytest.mark.compat)]
-)
-@pytest.mark.parametrize("model_name", [name for name in MODELS if make_config(name).sliding_window is None])
-def test_quantized_cache(model_name, backend, similarity):
-    sizes = dict(QUANTIZABLE)
-    if model_name.startswith("mla"):
-        sizes |= QUANTIZABLE_LATENT
-    elif model_name == "mixed":
-        sizes["per_layer_config"] = {0: {"attention_kind": "mla", **QUANTIZABLE_LATENT}, 2: {"attention_kind": "mha"}}
-    model, batch = make_model(model_name, **sizes), make_batch(length=32, padding="left")
-    exact, quantized = DynamicCache(config=model.config), make_quantized_cache(backend, model.config)
-    chunks = [16, *[1] * 16]
-    expected, actual = (decode(model, batch, cache, chunks)[:, 16:] for cache in (exact, quantized))
-    assert not torch.equal(actual, expected), "nothing was quantized"
-    assert torch.cosine_similarity(actual, expected, dim=-1).min() > similarity
-    assert (actual.argmax(-1) == expected.argmax(-1)).float().mean() > 0.7
-    for exact_layer, layer in zip(exact.layers, quantized.layers, strict=True):
-        states = (layer._quantized_keys, layer._quantized_values, layer.keys, layer.values)
-        ours = sum(storage_bytes(state) for state in states)
-        assert ours < 0.4 * (storage_bytes(exact_layer.keys) + storage_bytes(exact_layer.values))
-
-
-@compat
 def test_the_cache_is_taken_by_the_name_of_later_releases(kind):
     """transformers 5.24 hands the cache to a model as `cache`, which must not be overlooked."""
     model, ids = make_exact_model(kind), make_batch()["input_ids"]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given, settings
-from random_configurations import sound
-from small_models import KIND_SIZES, MODELS, make_batch, make_config, make_model
+from random_configurations import ARRIVALS, sound
+from small_models import KIND_SIZES, MODELS, ROPES, SIZES, make_batch, make_config, make_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM
@@ -19,16 +19,6 @@ from modeling_gqa.configuration_checks import ATTENTION_KINDS, MLA_FIELDS
 pytestmark = pytest.mark.compat
 
 MLA = KIND_SIZES["mla"]
-# What each rope type needs, for heads of 14.
-ROPES = {
-    "default": {},
-    "linear": {"factor": 3.0},
-    "dynamic": {"factor": 3.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 20.0},
-    "longrope": {"factor": 4.0, "short_factor": [1.5] * 7, "long_factor": [2.0] * 7},
-    "llama3": {"factor": 4.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 2.0},
-    "proportional": {"factor": 2.0},
-}  # fmt: skip
 
 
 def layers_of(config) -> list[tuple]:
@@ -114,32 +104,17 @@ BY_LAYER = {
 }  # fmt: skip
 
 
-def by_attribute(model, overrides, folder):
-    config = make_config(model)
-    config.per_layer_config = overrides
-    return config
+def by_rewriting(given, change):
+    """Stored with overrides, which others replace when it is loaded."""
+    return ARRIVALS["keyword"]({**given, "per_layer_config": {0: {"attention_kind": "mla"}}}, change)
 
 
-def by_keyword(model, overrides, folder):
-    make_config(model).save_pretrained(folder)
-    return GQAConfig.from_pretrained(folder, per_layer_config=overrides)
-
-
-def by_rewriting(model, overrides, folder):
-    make_config(model, per_layer_config={0: {"attention_kind": "mla"}}).save_pretrained(folder)
-    return GQAConfig.from_pretrained(folder, per_layer_config=overrides)
-
-
-def by_constructor(model, overrides, folder):
-    return make_config(model, per_layer_config=overrides)
-
-
-@pytest.mark.parametrize("arrival", [by_constructor, by_attribute, by_keyword, by_rewriting], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("arrival", [*ARRIVALS.values(), by_rewriting], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", BY_LAYER)
 def test_layers_tell_the_truth_however_overrides_arrive(name, arrival, tmp_path):
     """`per_layer_config` gives the same sizes by constructor, assignment and loading, and modules have these sizes."""
     model, overrides, expected = BY_LAYER[name]
-    config = arrival(model, overrides, tmp_path / "saved")
+    config = arrival({**SIZES, **MODELS[model]}, {"per_layer_config": overrides})
     assert layers_of(config) == expected
     config.save_pretrained(tmp_path)
     assert same(GQAConfig.from_pretrained(tmp_path), config)
@@ -149,17 +124,13 @@ def test_layers_tell_the_truth_however_overrides_arrive(name, arrival, tmp_path)
 
 
 def test_copies_are_equal(model_name):
+    """`==` works where layers differ, too, although transformers raises when such fields are read."""
     config = make_config(model_name)
-    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config
-
-
-def test_equality_of_mixed_models():
-    """`==` works where layers differ, although transformers raises when such fields are read."""
-    assert make_config("mixed") == make_config("mixed")
-    assert make_config("mixed") != make_config("gqa")
-    config = make_config("mixed")
-    config.per_layer_config = None
-    assert config == make_config("gqa")
+    assert copy.deepcopy(config) == pickle.loads(pickle.dumps(config)) == config == make_config(model_name)
+    assert (config == make_config("gqa")) == (model_name == "gqa")
+    if model_name == "mixed":
+        config.per_layer_config = None
+        assert config == make_config("gqa")
 
 
 @pytest.mark.parametrize("new", ATTENTION_CLASSES)

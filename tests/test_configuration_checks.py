@@ -12,7 +12,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import KIND_SIZES, make_config
+from small_models import KIND_SIZES, ROPES, make_config
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
 
@@ -22,15 +22,12 @@ from modeling_gqa.configuration_checks import ROPE_NEEDS
 pytestmark = pytest.mark.compat
 
 MLA = KIND_SIZES["mla"]
-LONGROPE: dict[str, Any] = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 7, "long_factor": [1.0] * 7}
-LONGROPE |= {"original_max_position_embeddings": 16, "rope_theta": 1e4}
 NAN, INF = float("nan"), float("inf")
 ROPE: dict[str, dict[str, Any]] = {
-    kind: {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0} for kind in ("linear", "dynamic", "yarn")
+    kind: {"rope_type": kind, "rope_theta": 1e4, **needed} for kind, needed in ROPES.items()
 }
-ROPE["yarn"] |= {"original_max_position_embeddings": 16, "beta_fast": 9.0, "mscale": 1.0, "attention_factor": 1.0}
-ROPE["llama3"] = {**ROPE["yarn"], "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 2.0}
-ROPE["longrope"] = LONGROPE
+ROPE["yarn"] = {**ROPE["yarn"], "mscale": 1.0, "attention_factor": 1.0}
+LONGROPE = ROPE["longrope"]
 NO_ROPE_VALUES: tuple[Any, ...] = (NAN, INF, -INF, None, "4", True, 0, -1.0, 1e39, [], {})
 ROPE_KEYS = [("linear", "rope_theta"), ("linear", "factor"), ("dynamic", "factor"), ("llama3", "high_freq_factor")]
 ROPE_KEYS += [("yarn", key) for key in ROPE["yarn"] if key not in ("rope_type", "rope_theta")]
@@ -73,7 +70,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("gqa", {"rope_parameters": {"rope_type": "spiral"}}),
     ("gqa", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
     *(("gqa", {"rope_parameters": {**ROPE[kind], key: value}}) for kind, key in ROPE_KEYS for value in NO_ROPE_VALUES
-      if not (value is None and key in ("beta_fast", "mscale", "attention_factor"))
+      if not (value is None and key in ("beta_fast", "beta_slow", "mscale", "attention_factor"))
       if not (value == 0 and key == "mscale")),
     ("gqa", {"rope_parameters": {**ROPE["llama3"], "low_freq_factor": 2.0}}),
     ("gqa", {"head_dim": 2, "rope_parameters": ROPE["dynamic"]}),

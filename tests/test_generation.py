@@ -2,7 +2,6 @@
 
 import re
 
-import accelerate
 import pytest
 import torch
 from pairs import all_pairs
@@ -21,7 +20,7 @@ from transformers import (
 
 from modeling_gqa import ATTENTION_CLASSES
 
-compat = pytest.mark.compat
+pytestmark = pytest.mark.compat
 
 NEW_TOKENS = 7
 # Each fills the cache in its own way; `use_cache=False` needs none and is what they are compared with.
@@ -65,7 +64,6 @@ def greedy_tokens(model, batch) -> torch.Tensor:
     return ids[:, -NEW_TOKENS:]
 
 
-@compat
 @pytest.mark.parametrize(
     ("model_name", "cache", "padding"), all_pairs(MODELS, ["none", *CACHE_ARGUMENTS], ["none", "left"])
 )
@@ -75,7 +73,6 @@ def test_greedy_equals_full_forwards(model_name, cache, padding):
     assert generate(model, batch, **arguments).tolist() == greedy_tokens(model, batch).tolist()
 
 
-@compat
 @pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "greedy"])
 def test_every_cache_gives_the_same_tokens(model_name, strategy):
     model, batch = make_endless_model(model_name), make_batch(padding="left")
@@ -86,7 +83,6 @@ def test_every_cache_gives_the_same_tokens(model_name, strategy):
         assert tokens.tolist() == expected.tolist(), cache
 
 
-@compat
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_left_padded_rows_equal_each_row_alone(model_name, cache):
     """Each row of a left-padded batch generates the tokens that it generates alone, without padding."""
@@ -98,7 +94,6 @@ def test_left_padded_rows_equal_each_row_alone(model_name, cache):
         assert generate(model, alone, **CACHE_ARGUMENTS[cache]).tolist() == together[row : row + 1].tolist()
 
 
-@compat
 def test_rows_stop_at_their_own_end_token(model_name):
     model, batch = make_endless_model(model_name), make_batch()
     endless = generate(model, batch)
@@ -112,29 +107,20 @@ def test_rows_stop_at_their_own_end_token(model_name):
         assert stopped[1, 3:].tolist() == [SIZES["pad_token_id"]] * (stopped.shape[1] - 3)
 
 
-@compat
-def test_prompt_lookup_equals_greedy(model_name):
-    model, batch = make_endless_model(model_name), make_batch(batch=1)
-    # A repeated prompt, so that there is something to look up.
-    batch = {"input_ids": batch["input_ids"].repeat(1, 2), "attention_mask": batch["attention_mask"].repeat(1, 2)}
-    calls = count_forwards(model)
-    tokens = generate(model, batch, prompt_lookup_num_tokens=3, max_matching_ngram_size=1)
-    assert calls[0] > batch["input_ids"].shape[1], "no candidates were proposed with the prompt"
-    assert tokens.tolist() == greedy_tokens(model, batch).tolist()
-
-
-@compat
-@pytest.mark.parametrize("assistant", ["gqa", "mla", "mixed"])
+@pytest.mark.parametrize("assistant", ["prompt lookup", "gqa", "mla", "mixed"])
 def test_assisted_equals_greedy(model_name, assistant):
     model, batch = make_endless_model(model_name), make_batch(batch=1)
-    helper = make_endless_model(assistant, seed=5, intermediate_size=26)
+    if assistant == "prompt lookup":  # a repeated prompt, so that there is something to look up
+        batch = {name: batch[name].repeat(1, 2) for name in ("input_ids", "attention_mask")}
+        arguments = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}
+    else:
+        arguments = {"assistant_model": make_endless_model(assistant, seed=5, intermediate_size=26)}
     calls = count_forwards(model)
-    tokens = generate(model, batch, assistant_model=helper)
-    assert calls[0] > batch["input_ids"].shape[1], "the assistant proposed nothing"
+    tokens = generate(model, batch, **arguments)
+    assert calls[0] > batch["input_ids"].shape[1], "nothing was proposed"
     assert tokens.tolist() == greedy_tokens(model, batch).tolist()
 
 
-@compat
 # transformers 5.17 cannot draft several tokens with a sliding cache.
 @pytest.mark.parametrize("model_name", [name for name in MODELS if name != "mixed-window"])
 def test_assistant_that_is_right_is_accepted(model_name):
@@ -160,7 +146,6 @@ def count_forwards(model) -> list[int]:
     return calls
 
 
-@compat
 @pytest.mark.parametrize(
     ("cache", "kind"),
     [({}, DynamicCache), ({"cache_implementation": "static"}, StaticCache)],
@@ -178,7 +163,6 @@ def test_prompt_is_read_once(model_name, cache, kind):
     assert calls == [4, 4, 3, 1, 1]
 
 
-@compat
 def test_scores_and_attentions_of_generated_tokens(model_name):
     model, batch = make_endless_model(model_name), make_batch()
     model.set_attn_implementation("eager")
@@ -205,7 +189,6 @@ def test_scores_and_attentions_of_generated_tokens(model_name):
             torch.testing.assert_close(states, expected_states[:, position : position + 1], rtol=1e-4, atol=1e-4)
 
 
-@compat
 def test_weights_of_a_static_cache_are_as_wide_as_stock_ones(model_name):
     """Attention weights have a column for each place of a static cache, as Llama's have; unfilled places get 0."""
     model, batch = make_endless_model(model_name), make_batch(padding="left")
@@ -228,7 +211,6 @@ def test_weights_of_a_static_cache_are_as_wide_as_stock_ones(model_name):
 
 
 # In float32 the tokens of the dynamic cache, too; bfloat16 rounds them differently.
-@compat
 @pytest.mark.parametrize(
     ("model_name", "dtype"),
     [(name, torch.bfloat16) for name in ATTENTION_CLASSES]
@@ -247,7 +229,6 @@ def test_static_cache_decodes_in_one_graph_that_is_not_compiled_again(model_name
         assert generate(model, batch, cache_implementation="static").tolist() == first.tolist()
 
 
-@compat
 @pytest.mark.parametrize("given", ["input_ids", "inputs_embeds"])
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_a_prompt_without_tokens_is_refused_in_one_line(kind, rows, given):
@@ -270,7 +251,6 @@ def test_a_prompt_without_tokens_is_refused_in_one_line(kind, rows, given):
         model(**{given: empty})
 
 
-@compat
 def test_without_a_prompt_generation_begins_with_bos():
     model = make_endless_model("mixed")
     assert torch.equal(model.generate(max_new_tokens=3)[:, 0], torch.tensor([1]))
@@ -279,7 +259,6 @@ def test_without_a_prompt_generation_begins_with_bos():
     assert torch.equal(model.generate(torch.zeros(3, 0).long(), inputs_embeds=embeddings, max_new_tokens=3), expected)
 
 
-@compat
 def test_generation_config_survives_saving(tmp_path):
     model, batch = make_endless_model("mixed"), make_batch()
     model.generation_config = GenerationConfig(do_sample=True, top_k=7, max_new_tokens=5, pad_token_id=0)
@@ -302,7 +281,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-@compat
 @pytest.mark.parametrize("model_name", MODELS)
 def test_pipeline(model_name, tokenizer):
     model = make_endless_model(model_name)
@@ -317,55 +295,3 @@ def test_pipeline(model_name, tokenizer):
         assert [output["generated_text"] for [output] in outputs] == tokenizer.batch_decode(
             expected, skip_special_tokens=True
         )
-
-
-def wrap_in_lora(model, folder):
-    import peft
-
-    config = peft.LoraConfig(r=3, target_modules=["kv_b_proj"], init_lora_weights=False)
-    return peft.get_peft_model(model, config).eval().base_model.model
-
-
-def quantize_with_torchao(model, folder):
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name.endswith("kv_b_proj"))
-    return model
-
-
-def quantize_with_quanto(model, folder):
-    from optimum.quanto import freeze, qint8, quantize
-
-    quantize(model, weights=qint8, include="*kv_b_proj")
-    freeze(model)
-    return model
-
-
-def offload_to_cpu(model, folder):
-    return accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-
-
-def offload_to_disk(model, folder):
-    return accelerate.disk_offload(model, folder, execution_device=torch.device("cpu"))
-
-
-WRAPPERS = [wrap_in_lora, quantize_with_torchao, quantize_with_quanto, offload_to_cpu, offload_to_disk]
-
-
-@pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda wrap: wrap.__name__)
-@pytest.mark.parametrize("model_name", ["mla", "mla-q-lora", "mixed"])
-def test_projection_that_is_not_plain_is_expanded(model_name, wrap, tmp_path):
-    """A `kv_b_proj` with LoRA, quantized or offloaded is called at every token, because its weight is not all of it."""
-    plain, batch = make_endless_model(model_name), make_batch(padding="left")
-    model = wrap(make_endless_model(model_name), tmp_path)
-    projections = [module for name, module in model.named_modules() if name.endswith("self_attn.kv_b_proj")]
-    assert len(projections) == (1 if model_name == "mixed" else 3)
-    calls = []
-    for projection in projections:
-        projection.register_forward_hook(lambda *_: calls.append(1))
-    tokens = generate(model, batch)
-    assert len(calls) == NEW_TOKENS * len(projections)
-    assert tokens.tolist() == greedy_tokens(model, batch).tolist()
-    with torch.no_grad():
-        same = torch.equal(model(**batch).logits, plain(**batch).logits)
-    assert same is wrap.__name__.startswith("offload"), "only offloading leaves the function as it was"

@@ -11,7 +11,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from modeling_gqa.layers import chunked_causal_lm_loss
 
-compat = pytest.mark.compat
+pytestmark = pytest.mark.compat
 
 # 33 tokens of 101 logits come in chunks of 9, 9, 9 and 6 tokens.
 AT_ONCE, ROWS = 1000, 9
@@ -76,7 +76,6 @@ ARGUMENTS = {
 }
 
 
-@compat
 @pytest.mark.parametrize("arguments", ARGUMENTS)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_loss_and_gradients_equal_those_of_full_logits(tied, arguments, chunk_sizes):
@@ -90,17 +89,20 @@ def test_loss_and_gradients_equal_those_of_full_logits(tied, arguments, chunk_si
     assert len(chunk_sizes) == 1
 
 
-@compat
-def test_every_model_trains_in_chunks(model_name):
-    """The chunked step gives every parameter of every model its gradient."""
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
+def test_every_model_trains_in_chunks(model_name, checkpointing):
+    """The chunked step gives every parameter of every model its gradient, with gradient checkpointing too."""
     model, inputs = make_model(model_name).train(), make_inputs()
+    full = step(model, None, **inputs)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    assert model.model.gradient_checkpointing == checkpointing
     chunked = step(model, AT_ONCE, **inputs)
     assert chunked[1].keys() == dict(model.named_parameters()).keys()
-    assert_same_step(chunked, step(model, None, **inputs), tolerance=1e-5)
+    assert_same_step(chunked, full, tolerance=1e-5)
 
 
-@compat
-@pytest.mark.parametrize(("at_once", "rows"), [(1, 1), (100, 1), (101, 1), (202, 2), (3332, 32)])
+@pytest.mark.parametrize(("at_once", "rows"), [(1, 1), (100, 1), (101, 1), (202, 2), (33 * 101 - 1, 32)])
 def test_no_more_logits_than_allowed_at_once(at_once, rows, chunk_sizes):
     """A chunk has `logits_at_once // vocabulary` tokens, at least one, and the head module is not called."""
     model, inputs, calls = make_training_model(), make_inputs(), []
@@ -110,30 +112,20 @@ def test_no_more_logits_than_allowed_at_once(at_once, rows, chunk_sizes):
     assert_same_step(chunked, step(model, None, **inputs))
 
 
-@compat
 @pytest.mark.parametrize("items", [None, 17], ids=["mean", "sum"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"], ids=str)
 def test_reduced_precision(dtype, items):
-    """In bfloat16 and float16 the chunked step equals the full one to 2e-2."""
-    model, inputs = make_training_model().to(dtype), make_inputs()
-    inputs["num_items_in_batch"] = items
-    assert_same_step(step(model, AT_ONCE, **inputs), step(model, None, **inputs), tolerance=2e-2)
-
-
-@compat
-@pytest.mark.parametrize("items", [None, 17], ids=["mean", "sum"])
-def test_autocast(items):
-    """Under autocast the chunked step computes in bfloat16 like the full one."""
+    """In bfloat16, float16 and under autocast the chunked step equals the full one to 2e-2, and not the exact one."""
     model, inputs = make_training_model(), make_inputs()
     inputs["num_items_in_batch"] = items
     exact = step(model, None, **inputs)
-    with torch.autocast("cpu", torch.bfloat16):
+    model.to(torch.float32 if dtype == "autocast" else dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
         chunked, full = step(model, AT_ONCE, **inputs), step(model, None, **inputs)
     assert_same_step(chunked, full, tolerance=2e-2)
-    assert (full[0] - exact[0]).abs() > 0, "autocast did nothing"
+    assert (full[0] - exact[0]).abs() > 0, "nothing was rounded"
 
 
-@compat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_sum_over_many_tokens_is_not_rounded(dtype):
     """In float16 the sum over 20000 tokens would be infinite, in bfloat16 it would lose three digits."""
@@ -151,7 +143,6 @@ def test_the_sum_over_many_tokens_is_not_rounded(dtype):
         torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
 
 
-@compat
 def test_no_label_with_a_loss():
     """Without any label the mean is nan and a given number of items makes the loss 0, as with full logits."""
     model, inputs = make_training_model(), make_inputs()
@@ -161,7 +152,6 @@ def test_no_label_with_a_loss():
     assert model(**inputs, num_items_in_batch=17).loss == 0
 
 
-@compat
 @pytest.mark.parametrize("at_once", [AT_ONCE, 100, None], ids=str)
 @pytest.mark.parametrize("arguments", [{"logits_to_keep": 5}, {"shift_labels": SHIFTED[:, :-1].contiguous()}], ids=str)
 def test_labels_of_another_number_than_logits_are_refused(arguments, at_once):
@@ -172,7 +162,6 @@ def test_labels_of_another_number_than_logits_are_refused(arguments, at_once):
         model(**make_inputs(), **arguments)
 
 
-@compat
 @pytest.mark.parametrize("label", [101, -1])
 def test_labels_beyond_the_vocabulary_are_refused(label):
     """A label outside the vocabulary raises an error instead of reading other memory."""
@@ -183,7 +172,6 @@ def test_labels_beyond_the_vocabulary_are_refused(label):
         model(**inputs)
 
 
-@compat
 @pytest.mark.parametrize("frozen", ["lm_head", "model"])
 def test_frozen_weights(frozen):
     """A frozen head or a frozen model gets no gradients, and the rest gets the same ones."""
@@ -194,7 +182,6 @@ def test_frozen_weights(frozen):
     assert_same_step(chunked, step(model, None, **inputs))
 
 
-@compat
 @pytest.mark.parametrize("at_once", [AT_ONCE, None], ids=str)
 def test_accumulated_micro_batches_equal_one_batch(at_once):
     """Micro-batches that share `num_items_in_batch` add up to the loss and gradients of one batch."""
@@ -215,17 +202,6 @@ def test_accumulated_micro_batches_equal_one_batch(at_once):
     torch.testing.assert_close(plain_mean, loss, rtol=1e-6, atol=0)
 
 
-@compat
-def test_gradient_checkpointing():
-    """The chunked loss goes together with gradient checkpointing."""
-    model, inputs = make_training_model(num_hidden_layers=3), make_inputs()
-    full = step(model, None, **inputs)
-    model.gradient_checkpointing_enable()
-    assert model.model.gradient_checkpointing
-    assert_same_step(step(model, AT_ONCE, **inputs), full, tolerance=1e-5)
-
-
-@compat
 def test_given_embeddings_get_the_same_gradients():
     """`inputs_embeds` receive the gradients that full logits give."""
     model, inputs = make_training_model(), make_inputs()
@@ -238,60 +214,23 @@ def test_given_embeddings_get_the_same_gradients():
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
 
 
-def in_evaluation(model):
-    model.eval()
-    return {}
+class OtherHead(nn.Linear):
+    """A head that may do more than its weight says."""
 
 
-def unlimited(model):
-    model.logits_at_once = None
-    return {}
+# What makes a training step return its logits: a change of the model, or arguments.
+FULL = {
+    "evaluation": (lambda model: model.eval(), {}),
+    "no limit": (lambda model: setattr(model, "logits_at_once", None), {}),
+    "a small step": (lambda model: setattr(model, "logits_at_once", 33 * 101), {}),
+    "asked for": (lambda model: None, {"output_logits": True}),
+    "no labels": (lambda model: None, {"labels": None}),
+    "a head of another class": (lambda model: setattr(model.lm_head, "__class__", OtherHead), {}),
+    "a wrapped head": (lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head)), {}),
+    "a head with a bias": (lambda model: setattr(model.lm_head, "bias", nn.Parameter(torch.zeros(101))), {}),
+}
 
 
-def small_enough(model):
-    model.logits_at_once = 33 * 101
-    return {}
-
-
-def asked_for(model):
-    return {"output_logits": True}
-
-
-def without_labels(model):
-    return {"labels": None}
-
-
-def head_of_another_class(model):
-    class Head(nn.Linear):
-        pass
-
-    model.lm_head.__class__ = Head
-    return {}
-
-
-def head_that_is_wrapped(model):
-    model.lm_head = nn.Sequential(model.lm_head)
-    return {}
-
-
-def head_with_a_bias(model):
-    model.lm_head.bias = nn.Parameter(torch.zeros(101))
-    return {}
-
-
-FULL = [
-    in_evaluation,
-    unlimited,
-    small_enough,
-    asked_for,
-    without_labels,
-    head_of_another_class,
-    head_that_is_wrapped,
-    head_with_a_bias,
-]
-
-
-@compat
 def test_logits_that_were_not_computed_say_so():
     """Whoever reads them is told how to get them; whoever asks whether there are any is told no."""
     model, inputs = make_training_model(), make_inputs()
@@ -306,30 +245,23 @@ def test_logits_that_were_not_computed_say_so():
     assert [x.shape for x in model(**inputs, use_cache=False, return_dict=False)] == [()]
 
 
-@compat
-@pytest.mark.parametrize("change", FULL, ids=lambda change: change.__name__)
-def test_where_logits_are_returned(change, chunk_sizes):
+@pytest.mark.parametrize(("change", "arguments"), FULL.values(), ids=FULL)
+def test_where_logits_are_returned(change, arguments, chunk_sizes):
     """Evaluation, small steps, `output_logits` and unusual heads return logits and the same loss."""
     model, inputs = make_training_model(tie_word_embeddings=False), make_inputs()
+    assert model(**inputs).logits is not None, "the default limit leaves small models' logits in the output"
     model.logits_at_once = AT_ONCE
     expected = model(**inputs)
     assert "logits" not in expected and len(chunk_sizes) == 1
-    outputs = model(**{**inputs, **change(model)})
+    change(model)
+    outputs = model(**{**inputs, **arguments})
     assert outputs.logits.shape == (3, 11, 101) and len(chunk_sizes) == 1
-    if change is without_labels:
+    if arguments == FULL["no labels"][1]:
         assert outputs.loss is None
     else:
         torch.testing.assert_close(outputs.loss, expected.loss, rtol=1e-6, atol=0)
 
 
-@compat
-def test_one_logit_more_than_allowed_is_chunked():
-    """The limit is exact: one logit above it is chunked."""
-    model = make_training_model()
-    step(model, 33 * 101 - 1, **make_inputs())
-
-
-@compat
 def test_torch_without_a_chunked_loss(monkeypatch):
     """With a torch before 2.13 the model trains through full logits."""
     monkeypatch.delattr(nn.functional, "linear_cross_entropy")
@@ -338,13 +270,6 @@ def test_torch_without_a_chunked_loss(monkeypatch):
     assert model(**make_inputs()).logits.shape == (3, 11, 101)
 
 
-@compat
-def test_by_default_small_steps_return_logits():
-    """The default limit leaves small models' logits in the output."""
-    assert make_training_model()(**make_inputs()).logits is not None
-
-
-@compat
 def test_a_custom_loss_function_is_called_with_logits(chunk_sizes):
     """A loss function of the user's is called with full logits and all its arguments."""
     calls = []
@@ -361,7 +286,6 @@ def test_a_custom_loss_function_is_called_with_logits(chunk_sizes):
     assert torch.equal(outputs.loss, outputs.logits.pow(2).mean())
 
 
-@compat
 def test_a_tuple_holds_no_logits():
     """`return_dict=False` gives a tuple of the loss alone, unless logits are asked for."""
     model, inputs = make_training_model(), make_inputs()
@@ -409,7 +333,6 @@ def train(path, at_once: int | None):
     return moved, loss, metrics, shapes
 
 
-@compat
 def test_trainer_trains_in_chunks_and_evaluates_with_logits(tmp_path, chunk_sizes):
     """A Trainer's steps, losses and metrics are those of full logits, and evaluation has logits."""
     moved, loss, metrics, shapes = train(tmp_path / "chunked", AT_ONCE)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_models import KIND_SIZES, SIZES, make_batch, make_config
+from small_models import KIND_SIZES, ROPES, SIZES, make_batch, make_config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
@@ -55,26 +55,6 @@ TWINS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "mla-deepseek-biases": ("mla", "DeepseekV3", {"attention_bias": True}, {"query_bias": False}),
     "mla-deepseek-eps": ("mla", "DeepseekV3", {"rms_norm_eps": 0.3, "q_lora_rank": 17}, {}),
     "mla-deepseek-yarn": ("mla", "DeepseekV3", {"rope_parameters": YARN}, {}),
-}
-# What each rope type needs.
-ROPES = {
-    "default": {},
-    "linear": {"factor": 3.0},
-    "dynamic": {"factor": 3.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 20.0, "beta_slow": 0.5},
-    "longrope": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6],
-        "long_factor": [2.0, 2.2, 2.4, 2.6, 2.8, 3.0, 3.2],
-    },
-    "llama3": {
-        "factor": 4.0,
-        "original_max_position_embeddings": 16,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 2.0,
-    },
-    "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
 }
 
 
@@ -135,6 +115,8 @@ def test_logits_and_gradients(name, backend, padding):
 def test_rope_types_below_and_beyond_the_original_length(rope_type):
     """Every rotary type agrees with the twin below and beyond the original length, and is not the default type."""
     rope = {"rope_type": rope_type, "rope_theta": 500.0, **ROPES[rope_type]}
+    if rope_type == "proportional":
+        rope["partial_rotary_factor"] = 0.5
     sizes = {"max_position_embeddings": 20, "rope_parameters": rope}
     model, twin = make_twins("gqa-llama", **sizes)
     for length in (9, 31, 9):

@@ -98,15 +98,20 @@ def generate(directory: Path, prompts: list[list[int]], new_tokens: int, loader=
 
 
 def serve(directory: Path, prompts: list[list[int]], new_tokens: int = 0, variables=None, **options) -> dict[str, Any]:
-    """What vLLM answers: see `worker.py`; `variables` are of the environment, `options` of vLLM's `LLM`.
+    """What vLLM answers: see `worker.py`; `variables` are of the environment, `options` of vLLM's `LLM`."""
+    job = {"model": str(directory), "prompts": prompts, "new_tokens": new_tokens, "options": options}
+    return answer_of("worker.py", given=json.dumps(job), variables=variables)
+
+
+def answer_of(program: str, *arguments: str, given: str | None = None, variables=None) -> dict[str, Any]:
+    """What a program of this folder prints behind `ANSWER`, with `given` as its input.
 
     Raises:
-        RuntimeError: the worker failed; the message is the end of what it printed.
+        RuntimeError: it printed no answer; the message is the end of what it printed.
     """
-    job = {"model": str(directory), "prompts": prompts, "new_tokens": new_tokens, "options": options}
     ran = subprocess.run(
-        [sys.executable, Path(__file__).parent / "worker.py"],
-        input=json.dumps(job),
+        [sys.executable, Path(__file__).parent / program, *arguments],
+        input=given,
         env={**os.environ, **VARIABLES, **(variables or {})},
         capture_output=True,
         text=True,

@@ -2,16 +2,13 @@
 
 import ast
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from models import VARIABLES
+from models import answer_of
 
 from modeling_gqa_vllm import kernels, model
 
@@ -78,11 +75,7 @@ HEADS = {
 def on_gpu(request) -> dict:
     """What vLLM and the plugin choose with this capability; see `gpu.py`."""
     sizes = [",".join(map(str, size)) for size in HEADS]
-    command = [sys.executable, Path(__file__).parent / "gpu.py", request.param, *sizes]
-    ran = subprocess.run(command, env={**os.environ, **VARIABLES}, capture_output=True, text=True, timeout=200)
-    answer = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert answer, ran.stderr[-3000:]
-    return json.loads(answer[0].removeprefix("ANSWER ")) | {"generation": GENERATIONS[request.param]}
+    return answer_of("gpu.py", request.param, *sizes) | {"generation": GENERATIONS[request.param]}
 
 
 def test_kernels_of_a_generation_are_those_that_vllm_takes_for_valid(on_gpu):

@@ -36,12 +36,24 @@ def test_tokens_equal_those_of_generate_and_caches_hold_what_layers_store(name, 
     assert latent == [kind == "mla" for kind in kinds]
 
 
-@pytest.mark.parametrize("name", REMOTE)
-def test_tokens_without_the_plugin_equal_those_of_generate(name, tmp_path):
-    """By trust in the repository's own code; MLA caches expanded heads."""
+OTHERWISE = [
+    # By trust in the repository's own code; MLA caches expanded heads.
+    *((name, NO_PLUGIN, {"trust_remote_code": True}) for name in REMOTE),
+    # By the rules that the model carries for transformers' tensor parallelism.
+    *(
+        (name, NO_PLUGIN, {"trust_remote_code": True, "tensor_parallel_size": 2})
+        for name in ("mqa", "mla", "mla-q-lora")
+    ),
+    # vLLM compiles the decoder unless `--enforce-eager` is given.
+    ("all-mixed", None, {"enforce_eager": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "variables", "options"), OTHERWISE, ids=str)
+def test_tokens_equal_those_of_generate(name, variables, options, tmp_path):
+    """Without the plugin, on one rank and on two, and with a compiled model."""
     model = save_model(name, tmp_path)
-    answer = serve(model, PROMPTS, 32, NO_PLUGIN, trust_remote_code=True)
-    assert answer["tokens"] == generate(model, PROMPTS, 32)
+    assert serve(model, PROMPTS, 32, variables, **options)["tokens"] == generate(model, PROMPTS, 32)
 
 
 @pytest.mark.parametrize("name", ["mqa", "gqa-norm-bias", "mla-q-lora", "mla-qk-norm", "all-mixed"])
@@ -52,14 +64,6 @@ def test_two_ranks_give_the_same_tokens(name, tmp_path):
     assert answer["tokens"] == generate(model, PROMPTS, 32)
     for caches in answer["caches"]:
         assert [size for _, size in caches.values()] == cached_bytes(model, 2)
-
-
-@pytest.mark.parametrize("name", ["mqa", "mla", "mla-q-lora"])
-def test_two_ranks_without_the_plugin_give_the_same_tokens(name, tmp_path):
-    """By the rules that the model carries for transformers' tensor parallelism."""
-    model = save_model(name, tmp_path)
-    answer = serve(model, PROMPTS, 32, NO_PLUGIN, trust_remote_code=True, tensor_parallel_size=2)
-    assert answer["tokens"] == generate(model, PROMPTS, 32)
 
 
 def test_heads_that_do_not_divide_are_refused(tmp_path):
@@ -75,13 +79,6 @@ def test_a_cache_of_another_dtype_is_refused_on_a_cpu(dtype, tmp_path):
     model = save_model("mla-576", tmp_path)
     with pytest.raises(RuntimeError, match=f"ValueError: kv_cache_dtype='{dtype}': attention over the latent on a CPU"):
         serve(model, PROMPTS, 4, kv_cache_dtype=dtype)
-
-
-def test_compiled_model_gives_the_same_tokens(tmp_path):
-    """vLLM compiles the decoder unless `--enforce-eager` is given."""
-    model = save_model("all-mixed", tmp_path)
-    answer = serve(model, PROMPTS, 32, enforce_eager=False)
-    assert answer["tokens"] == generate(model, PROMPTS, 32)
 
 
 @pytest.mark.parametrize("name", ["mla-qk-norm", "all-mixed"])
