@@ -26,7 +26,6 @@ from .fitting import LEARNING_RATES, examples, fit, refine, steps
 from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
 from .layers.latent import ALPHAS, to_latent
 from .layers.moments import Moments, Statistics, blank_statistics, compute_moments
-from .layers.normed import latent_source
 from .streams import Streams, streams
 from .targets import Fields, changed_layers, configuration, divided, is_exact, latent_fields, layer_fields
 
@@ -106,7 +105,6 @@ def convert_layers(
     fields, before = layer_fields(target), layer_fields(model.config)
     changed = changed_layers(model.config, target)
     lossy = [index for index in changed if not is_exact(model.config, target, index)]
-    blank = blank_statistics(model.config, changed, model.device)
     last = max((index for index in lossy if text and index not in done), default=-1)  # that needs the text
     with streams(model, text) if text and last >= 0 else nullcontext() as streaming:
         for index in progress(range(len(fields)) if text and lossy else changed):
@@ -115,7 +113,8 @@ def convert_layers(
                 if streaming and index in lossy and index <= last:
                     new = convert_on_text(model, index, fields[index], streaming, setting, known)
                 elif known is None:
-                    new = convert_layer(model, index, fields[index], blank[index], setting, index in lossy)
+                    blank = blank_statistics(model.config, index, model.device)
+                    new = convert_layer(model, index, fields[index], blank, setting, index in lossy)
                 if known is None:
                     done[index] = new
                 fields[index] = {**fields[index], **new.fields}
@@ -238,9 +237,14 @@ def convert_layer(
 
 
 def read_latent_source(model: GQAForCausalLM, index: int, statistics: Statistics, setting: Setting) -> LatentSource:
-    """Return what `latent_source` makes of layer `index`."""
+    """Return the heads of layer `index` that `to_latent` converts, and their moments."""
     with living_layer(index):
-        return latent_source(read_heads(model, index), statistics, setting.metric)
+        heads = read_heads(model, index)
+        if heads.k_norm is None:
+            return heads, compute_moments(heads, statistics, setting.metric)
+        from .layers.normed import latent_source
+
+        return latent_source(heads, statistics, setting.metric)
 
 
 def new_attention(model: GQAForCausalLM, index: int, new: NewLayer) -> Attention:

@@ -4,7 +4,6 @@ Shapes: E hidden size, H query heads, G key/value heads, D head size, n rotary p
 head), S lags.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,14 +58,11 @@ def windows(config: GQAConfig) -> list[int | None]:
     return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
 
 
-def blank_statistics(config: GQAConfig, layers: Iterable[int], device: torch.device) -> dict[int, Statistics]:
-    """Return the statistics of `layers` where there is no text; layers that are alike share one object."""
+def blank_statistics(config: GQAConfig, index: int, device: torch.device) -> Statistics:
+    """Return the statistics of layer `index` where there is no text."""
     length = min(config.max_position_embeddings, LONGEST_ASSUMED)
-    heads = [layer.num_attention_heads for layer in config.per_layer_config]
-    kinds = list(zip(heads, windows(config), strict=True))
-    hidden = config.hidden_size
-    blank = {(number, window): without_data(hidden, number, length, device, window) for number, window in set(kinds)}
-    return {index: blank[kinds[index]] for index in layers}
+    heads = config.per_layer_config[index].num_attention_heads
+    return without_data(config.hidden_size, heads, length, device, windows(config)[index])
 
 
 def without_data(hidden: int, heads: int, length: int, device: torch.device, window: int | None = None) -> Statistics:

@@ -55,20 +55,17 @@ class NormedSums:
 
 
 def latent_source(heads: Heads, statistics: Statistics, metric: str = "full") -> tuple[Heads, Moments]:
-    """Return the heads that `to_latent` converts, and their moments.
-
-    They are the layer's own, or without qk_norm `heads` themselves: with it, `behind_norms`.
+    """Return the heads `behind_norms` of a layer with qk_norm, which `to_latent` converts, and their moments.
 
     Args:
         heads: the layer's weights.
-        statistics: of its input; with qk_norm `normed` says what was seen behind the norms.
+        statistics: of its input; `normed` says what was seen behind the norms.
         metric: the name that `Statistics.metric` is asked for.
     """
-    if heads.k_norm is None:
-        return heads, compute_moments(heads, statistics, metric)
-    if statistics.normed is None or metric == "identity":
-        return behind_norms(heads), compute_moments(behind_norms(heads), assumed(heads, statistics, metric))
-    return behind_norms(heads), compute_moments(behind_norms(heads), statistics.normed, metric)
+    behind, seen = behind_norms(heads), statistics.normed
+    if seen is None or metric == "identity":
+        return behind, compute_moments(behind, assumed(heads, statistics, metric))
+    return behind, compute_moments(behind, seen, metric)
 
 
 def behind_norms(heads: Heads) -> Heads:
