@@ -175,7 +175,7 @@ def check_same_model(source: GQAConfig, target: GQAConfig) -> None:
         grouped = all(layer.attention_kind != "mla" for layer in layers)
         before, after = (
             {name: getattr(layer, name) for name in [*names, *["head_dim"] * grouped]}
-            | ({"frequencies": layer_frequencies(layer)} if grouped else {})
+            | ({"rotary frequencies": layer_frequencies(layer)} if grouped else {})
             for layer in layers
         )
         compared.append((f"layer {index}: ", before, after))
