@@ -15,7 +15,6 @@ from modeling_gqa_cli.paths import refuse_mistyped
 
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
-from .families import find_family, import_config
 from .files import (
     WEIGHTS,
     LazyTensor,
@@ -115,10 +114,13 @@ def open_checkpoint(
         except (HfHubHTTPError, ValueError, OSError):
             folder = local_folder(source)  # which says what is wrong
     stock_config = read_config(folder)
-    ours = isinstance(stock_config, GQAConfig) and not foreign
-    if ours and ignore_fields:
+    config: Any = stock_config
+    if foreign or not isinstance(stock_config, GQAConfig):
+        from .families import import_config
+
+        config = import_config(stock_config, ignore_fields=ignore_fields)
+    elif ignore_fields:
         raise UserError(f"{source} is a modeling_gqa model, of which no field is refused: ignore none")
-    config: Any = stock_config if ours else import_config(stock_config, ignore_fields=ignore_fields)
     tensors: dict[str, LazyTensor] = {}
     if complete:
         if companions:
@@ -137,7 +139,8 @@ def open_checkpoint(
 def _open_gguf(
     source: str | Path, dtype: torch.dtype | None, companions: bool, ignore_fields: Collection[str]
 ) -> Checkpoint:
-    from .gguf import GGUFFile  # few checkpoints are one
+    from .families import import_config
+    from .gguf import GGUFFile
 
     file = GGUFFile(source, dtype)
     stock_config = file.read_config(ignore_fields)
@@ -202,9 +205,12 @@ def read_config(folder: Path) -> PreTrainedConfig:
         )
     if fields.get("transformers_weights") is not None:
         raise UserError(f"{path} names other weights (transformers_weights): call them {WEIGHTS}, and remove the field")
+    config_class: type[PreTrainedConfig] = GQAConfig
     if model_type != GQAConfig.model_type:
+        from .families import find_family
+
         find_family(model_type)
-    config_class = GQAConfig if model_type == GQAConfig.model_type else CONFIG_MAPPING[model_type]
+        config_class = CONFIG_MAPPING[model_type]
     try:
         return config_class.from_pretrained(folder)
     except Exception as error:  # each class checks its own way, or not at all

@@ -24,9 +24,8 @@ from .checkpoint import meta_model, open_checkpoint, own_tensors
 from .export_blockers import EXPORT_FAMILIES, FOR_TRANSFORMERS, export_blockers, misreadings, scale_ratio
 from .families import SHARED
 from .files import is_gguf
-from .overwriting import new_checkpoint, new_gguf, refuse_overlap
 from .stock_tensors import stock_tensors
-from .writing import MAX_SHARD_SIZE, write_checkpoint
+from .writing import MAX_SHARD_SIZE, new_checkpoint, refuse_overlap, write_checkpoint
 
 # The way out where MLA was converted: also exact MLA repeats each frequency for each key/value head of its source.
 CHOSEN_FREQUENCIES = (
@@ -164,7 +163,7 @@ def export_checkpoint(
     model = meta_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(stock)], stock)  # type: ignore[arg-type]
     tensors = own_tensors(model, stock_tensors(config, stock, checkpoint.tensors))
     if is_gguf(target):
-        from .gguf_writing import read_vocabulary, refuse_for_llama_cpp, write_gguf
+        from .gguf_writing import new_gguf, read_vocabulary, refuse_for_llama_cpp, write_gguf
 
         refuse_for_llama_cpp(config, stock)
         vocabulary = read_vocabulary(checkpoint.folder, stock.vocab_size)

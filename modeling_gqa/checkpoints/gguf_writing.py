@@ -7,6 +7,7 @@ import errno
 import json
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from modeling_gqa_cli.errors import UserError, install_extra, one_line
 
+from ..common.atomic import written_aside
 from ..common.progress import BySize, Progress
 from ..configuration_gqa import GQAConfig
 from .files import LazyTensor, check_finite
@@ -31,6 +33,7 @@ DTYPES = {
     torch.float16: ("F16", "MOSTLY_F16"),
     torch.bfloat16: ("BF16", "MOSTLY_BF16"),
 }
+GGUF_MAGIC = b"GGUF"  # with which such a file begins
 # Divides the frequency of each rotary plane; of these architectures llama.cpp reads it in Llama's alone.
 FREQUENCY_FACTORS = "rope_freqs.weight"
 # What a word is to Llama 3: at most three digits, and line ends go with what is before them.
@@ -58,6 +61,27 @@ PRE_TOKENIZERS: dict[str, tuple[list[dict[str, Any]], bool]] = {
 }
 # Kinds of tokens, by the numbers that GGUF gives them.
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+
+
+def new_gguf(target: str | Path, force: bool = False) -> AbstractContextManager[Path]:
+    """Return `written_aside` of a file; with `force` a GGUF file at `target` is replaced."""
+    return written_aside(target, lambda path: check_file(path, force), is_file=True)
+
+
+def check_file(target: Path, force: bool) -> None:
+    """Raise `UserError` for a target that no file can be written to; GGUF files are replaced if `force` is."""
+    if not target.exists():
+        return
+    if target.is_dir():
+        raise UserError(f"{target} is a folder: give a file to write to")
+    if not force:
+        raise UserError(f"{target} exists already: choose another target, or overwrite it with force (--force)")
+    begins = b""
+    if target.is_file():
+        with target.open("rb") as file:
+            begins = file.read(len(GGUF_MAGIC))
+    if begins != GGUF_MAGIC:
+        raise UserError(f"{target} is no GGUF file, which force (--force) does not replace: choose another target")
 
 
 def refuse_for_llama_cpp(config: GQAConfig, stock: PreTrainedConfig) -> None:

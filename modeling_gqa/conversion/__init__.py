@@ -15,20 +15,17 @@ if TYPE_CHECKING:
     from .measuring import compare_predictions, layer_errors
     from .targets import target_config
 
-# Each public name and the module that has it, which is loaded when the name is first asked for.
+# The public names by the module that has them, which is loaded when one of them is first asked for.
 _HOMES = {
-    "METHODS": ".convert",
-    "UserError": "modeling_gqa_cli.errors",
-    "allocate": ".allocation",
-    "compare_predictions": ".measuring",
-    "convert_model": ".convert",
-    "export_checkpoint": "..checkpoints.exporting",
-    "export_config": "..checkpoints.exporting",
-    "import_checkpoint": "..checkpoints.writing",
-    "import_config": "..checkpoints.families",
-    "layer_errors": ".measuring",
-    "load_source": "..checkpoints.checkpoint",
-    "target_config": ".targets",
+    "modeling_gqa_cli.errors": ("UserError",),
+    "..checkpoints.checkpoint": ("load_source",),
+    "..checkpoints.exporting": ("export_checkpoint", "export_config"),
+    "..checkpoints.families": ("import_config",),
+    "..checkpoints.writing": ("import_checkpoint",),
+    ".allocation": ("allocate",),
+    ".convert": ("METHODS", "convert_model"),
+    ".measuring": ("compare_predictions", "layer_errors"),
+    ".targets": ("target_config",),
 }
 __all__ = [
     "METHODS",
@@ -47,6 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name], __name__), name)
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(module, __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

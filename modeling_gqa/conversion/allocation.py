@@ -198,7 +198,7 @@ def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.T
     """
     model, statistics = text.model, text.collect(index)
     own, sizes = layer_fields(model.config)[index], layer_sizes(model.config, index, kind)
-    source = read_latent_source(model, index, statistics, FITTED) if kind == "mla" else None
+    source = read_latent_source(model, index, statistics) if kind == "mla" else None
 
     def tried(fields: Fields) -> tuple[float, Attention]:
         new = convert_layer(model, index, own | fields, statistics, FITTED, True, source=source)

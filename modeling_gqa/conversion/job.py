@@ -21,8 +21,7 @@ from modeling_gqa_vllm.kernels import FAST_SIZES
 
 from .. import __version__
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
-from ..checkpoints.overwriting import check_target, new_checkpoint, refuse_overlap
-from ..checkpoints.writing import write_model
+from ..checkpoints.writing import check_target, new_checkpoint, refuse_overlap, write_model
 from ..common.batches import Batch
 from ..common.progress import ShowProgress
 from ..configuration_gqa import GQAConfig
@@ -30,9 +29,8 @@ from ..costs import CostedModel, cache_bytes_per_token, count_parameters
 from ..data.packing import read_batches
 from ..data.tokenizer import load_tokenizer
 from ..modeling_gqa import GQAForCausalLM
-from .convert import SELECTION_TOKENS, convert_model
+from .convert import SELECTION_TOKENS, choose_target, convert_model, layers_folder, resumable_folder
 from .fitting import STEP_TOKENS
-from .layer_store import choose_target, layers_folder, resumable_folder
 from .measuring import TOKENS_AT_ONCE, compare_predictions, layer_errors
 from .options import Goal, Options, expected_target, find_goal, layers_after
 from .report import FORMAT_VERSION, Report, vllm_kernels, write_conversion_card, write_report

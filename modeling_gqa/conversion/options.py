@@ -12,7 +12,7 @@ from modeling_gqa_cli import options as declared
 from modeling_gqa_cli.errors import UsageError, UserError
 from modeling_gqa_vllm.kernels import FAST_SIZES
 
-from ..checkpoints.overwriting import refuse_overlap
+from ..checkpoints.writing import refuse_overlap
 from ..common.batches import usable_device
 from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token

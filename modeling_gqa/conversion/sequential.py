@@ -26,7 +26,6 @@ from .fitting import LEARNING_RATES, examples, fit, refine, steps
 from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
 from .layers.latent import ALPHAS, to_latent
 from .layers.moments import Moments, Statistics, blank_statistics, compute_moments
-from .layers.normed import latent_source
 from .streams import Streams, streams
 from .targets import Fields, changed_layers, configuration, divided, is_exact, latent_fields, layer_fields
 
@@ -61,7 +60,7 @@ class Setting:
 
     Args:
         method: how heads are merged: a key of `layers.merging.MERGES`.
-        metric: of the layers' input; see `Statistics.metric`.
+        metric: of the layers' input, as reports name it: "full", what text shows, or "identity", uncorrelated inputs.
         weighted: whether the errors of keys are weighted by the queries that read them when heads are merged.
         regroup: whether heads may be merged with others than their neighbours.
         alpha: weight of the keys' errors against the values' in MLA's latent.
@@ -106,7 +105,6 @@ def convert_layers(
     fields, before = layer_fields(target), layer_fields(model.config)
     changed = changed_layers(model.config, target)
     lossy = [index for index in changed if not is_exact(model.config, target, index)]
-    blank = blank_statistics(model.config, changed, model.device)
     last = max((index for index in lossy if text and index not in done), default=-1)  # that needs the text
     with streams(model, text) if text and last >= 0 else nullcontext() as streaming:
         for index in progress(range(len(fields)) if text and lossy else changed):
@@ -115,7 +113,8 @@ def convert_layers(
                 if streaming and index in lossy and index <= last:
                     new = convert_on_text(model, index, fields[index], streaming, setting, known)
                 elif known is None:
-                    new = convert_layer(model, index, fields[index], blank[index], setting, index in lossy)
+                    blank = blank_statistics(model.config, index, model.device)
+                    new = convert_layer(model, index, fields[index], blank, setting, index in lossy)
                 if known is None:
                     done[index] = new
                 fields[index] = {**fields[index], **new.fields}
@@ -179,7 +178,7 @@ def best_division(
     P begins as `divided` has it, and grows or else shrinks by `ROTARY_STEP` as long as that helps. Returns the factor
     of P in `divided`, and the new layer, not yet fitted.
     """
-    source = read_latent_source(text.model, index, statistics, setting)
+    source = read_latent_source(text.model, index, statistics)
 
     @cache
     def tried(factor: float) -> tuple[float, NewLayer]:
@@ -214,7 +213,7 @@ def convert_layer(
     before = model.config.per_layer_config[index]
     with living_layer(index) as computed:
         if fields["attention_kind"] == "mla":
-            heads, moments = source or read_latent_source(model, index, statistics, setting)
+            heads, moments = source or read_latent_source(model, index, statistics)
             rank, size = fields["kv_lora_rank"], fields["qk_rope_head_dim"]
             if setting.divide_cache and lossy:
                 rank, size = divided(rank + size, before, factor)
@@ -237,10 +236,15 @@ def convert_layer(
     return NewLayer(state, {**fields, **found}, loss)
 
 
-def read_latent_source(model: GQAForCausalLM, index: int, statistics: Statistics, setting: Setting) -> LatentSource:
-    """Return what `latent_source` makes of layer `index`."""
+def read_latent_source(model: GQAForCausalLM, index: int, statistics: Statistics) -> LatentSource:
+    """Return the heads of layer `index` that `to_latent` converts, and their moments."""
     with living_layer(index):
-        return latent_source(read_heads(model, index), statistics, setting.metric)
+        heads = read_heads(model, index)
+        if heads.k_norm is None:
+            return heads, compute_moments(heads, statistics)
+        from .layers.normed import latent_source
+
+        return latent_source(heads, statistics)
 
 
 def new_attention(model: GQAForCausalLM, index: int, new: NewLayer) -> Attention:
@@ -286,7 +290,7 @@ def fewer_heads(
     # Where neither number divides the other, heads are repeated up to a common multiple first, which is exact.
     heads = repeat_heads(heads, math.lcm(len(heads.k), number))
     output_bias = heads.biases[2] or bool(fields["output_bias"])
-    moments = compute_moments(heads, statistics, setting.metric, setting.weighted, centered=output_bias)
+    moments = compute_moments(heads, statistics, setting.weighted, centered=output_bias)
     partition = regrouped(moments, number, setting.seed) if setting.regroup else contiguous(len(heads.k), number)
     return merge_heads(heads, moments, partition, setting.method, output_bias, std, seed)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from io import BytesIO
 from tempfile import TemporaryFile, gettempdir
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
@@ -23,8 +23,10 @@ from ..attention import Attention, GroupedAttention
 from ..common.batches import MODEL_INPUTS, Batch, evaluating, hooks
 from ..modeling_gqa import GQAForCausalLM
 from .layers.moments import Statistics, product, windows
-from .layers.normed import NormedSums
 from .measuring import not_finite
+
+if TYPE_CHECKING:
+    from .layers.normed import NormedSums
 
 # The first token of a document counts as this share of the document's tokens, and as one at least. Most heads give it
 # much of their attention, and in many models its states grow a thousandfold in one layer (massive activations,
@@ -297,6 +299,8 @@ class Streams:
         heads = self.model.config.per_layer_config[index].num_attention_heads
         sums = Sums(heads, self.model.config.hidden_size, window, self.model.device)
         if isinstance(layer.self_attn, GroupedAttention) and layer.self_attn.k_norm is not None:
+            from .layers.normed import NormedSums
+
             sums.normed = NormedSums(layer.self_attn)
         for passage in self.passages():
             arguments, (hidden, *source) = passage.arguments[index], passage.states

@@ -11,7 +11,9 @@ although kernels may skip what a causal mask or a window hides. Heads that are p
 padding.
 """
 
-from .bounds import Machine, decode_bytes, decode_seconds, faster_contexts, largest_batch, longest_context
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .counts import (
     CostedModel,
     Experts,
@@ -24,8 +26,16 @@ from .counts import (
     prefill_flops,
     training_flops,
 )
-from .report import ContextCost, CostReport, LayerCost, report
 
+if TYPE_CHECKING:
+    from .bounds import Machine, decode_bytes, decode_seconds, faster_contexts, largest_batch, longest_context
+    from .summary import ContextCost, CostReport, LayerCost, report
+
+# Modules that are loaded when one of these names is first asked for: counts need none of them.
+_LATER = {
+    ".bounds": ("Machine", "decode_bytes", "decode_seconds", "faster_contexts", "largest_batch", "longest_context"),
+    ".summary": ("ContextCost", "CostReport", "LayerCost", "report"),
+}
 __all__ = [
     "ContextCost",
     "CostReport",
@@ -48,3 +58,10 @@ __all__ = [
     "report",
     "training_flops",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _LATER.items():
+        if name in names:
+            return getattr(import_module(module, __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ from ..common.pictures import line_styles, name_lines, new_figure, tidy
 from ..common.tables import Table, cached, in_bytes, runs, share, three_digits, with_prefix
 from . import CostedModel, CostReport, LayerCost, Machine, cache_bytes, decode_seconds, faster_contexts
 from .measuring import MeasuredToken
-from .report import ContextCost
+from .summary import ContextCost
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from modeling_gqa.checkpoints.overwriting import check_target, new_checkpoint, new_gguf, refuse_overlap, why_kept
+from modeling_gqa.checkpoints.gguf_writing import new_gguf
+from modeling_gqa.checkpoints.writing import check_target, new_checkpoint, refuse_overlap, why_kept
 from modeling_gqa.common.atomic import read_object, replacing, write_text
 from modeling_gqa_cli.errors import UserError
 

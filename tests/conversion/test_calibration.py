@@ -169,14 +169,9 @@ def test_no_text_is_refused(batches):
         collected(random_model("gqa"), batches)
 
 
-def test_metrics():
-    """The two metrics are the covariance and the identity."""
+def test_covariance():
     statistics = collected(random_model("gqa"), CALIBRATION)[1]
-    full, mean = statistics.metric("full")
-    assert torch.equal(mean, statistics.mean)
-    assert torch.allclose(full, statistics.second - torch.outer(mean, mean))
-    identity, zero = statistics.metric("identity")
-    assert torch.equal(identity, torch.eye(66, dtype=torch.float64)) and not zero.any()
+    assert torch.allclose(statistics.covariance, statistics.second - torch.outer(statistics.mean, statistics.mean))
 
 
 @pytest.mark.parametrize(("index", "window"), [(0, 24), (1, 5)])
@@ -195,7 +190,7 @@ def test_mean_rotation_is_mostly_that_of_attention_and_else_that_of_all_pairs(in
 def test_without_data_nothing_is_known():
     """Without text inputs are white, and all pairs count alike."""
     statistics = without_data(hidden=5, heads=3, length=4, device=torch.device("cpu"))
-    assert torch.equal(statistics.metric("full")[0], torch.eye(5, dtype=torch.float64)) and not statistics.mean.any()
+    assert torch.equal(statistics.covariance, torch.eye(5, dtype=torch.float64)) and not statistics.mean.any()
     assert torch.allclose(statistics.lags, torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).expand(3, -1))
     omega = torch.tensor([1.0, 0.1], dtype=torch.float64)
     expected = sum(torch.exp(1j * omega * lag) * (4 - lag) / 10 for lag in range(4))

@@ -14,7 +14,6 @@ import torch
 
 from .heads import Heads, rotary_fields
 from .moments import DAMPING, Moments, square_root
-from .normed import add_norms
 
 # Weights of the keys' errors against the values' in the latent that a search tries; the first is the default.
 ALPHAS = (1.0, 0.3)
@@ -179,7 +178,11 @@ def write_latent(
         state["o_proj.bias"] = heads.o_bias + torch.einsum("hed,hd->e", heads.o, latent.offset[shared])
     biases = {"query_bias": query_bias, "key_value_bias": key_value_bias, "output_bias": output_bias}
     fields = {**written_sizes(heads, rotary, rank, nope), **biases}
-    return (state, fields) if heads.before_norms is None else add_norms(heads.before_norms, state, fields)
+    if heads.before_norms is None:
+        return state, fields
+    from .normed import add_norms
+
+    return add_norms(heads.before_norms, state, fields)
 
 
 def written_sizes(heads: Heads, rotary: RotaryKey, rank: int, nope: int) -> dict[str, Any]:

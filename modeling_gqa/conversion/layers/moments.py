@@ -4,7 +4,6 @@ Shapes: E hidden size, H query heads, G key/value heads, D head size, n rotary p
 head), S lags.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,15 +42,10 @@ class Statistics:
     normed: "Statistics | None" = None
     queries: torch.Tensor | None = None
 
-    def metric(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the covariance (E, E) and mean (E,) of the input that a conversion should assume.
-
-        Args:
-            name: "full" for what was seen; "identity" for uncorrelated inputs of mean zero.
-        """
-        if name == "identity":
-            return torch.eye(len(self.mean), dtype=torch.float64, device=self.mean.device), torch.zeros_like(self.mean)
-        return self.second - torch.outer(self.mean, self.mean), self.mean
+    @property
+    def covariance(self) -> torch.Tensor:
+        """The covariance (E, E) of the input."""
+        return self.second - torch.outer(self.mean, self.mean)
 
 
 def windows(config: GQAConfig) -> list[int | None]:
@@ -59,14 +53,11 @@ def windows(config: GQAConfig) -> list[int | None]:
     return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
 
 
-def blank_statistics(config: GQAConfig, layers: Iterable[int], device: torch.device) -> dict[int, Statistics]:
-    """Return the statistics of `layers` where there is no text; layers that are alike share one object."""
+def blank_statistics(config: GQAConfig, index: int, device: torch.device) -> Statistics:
+    """Return the statistics of layer `index` where there is no text."""
     length = min(config.max_position_embeddings, LONGEST_ASSUMED)
-    heads = [layer.num_attention_heads for layer in config.per_layer_config]
-    kinds = list(zip(heads, windows(config), strict=True))
-    hidden = config.hidden_size
-    blank = {(number, window): without_data(hidden, number, length, device, window) for number, window in set(kinds)}
-    return {index: blank[kinds[index]] for index in layers}
+    heads = config.per_layer_config[index].num_attention_heads
+    return without_data(config.hidden_size, heads, length, device, windows(config)[index])
 
 
 def without_data(hidden: int, heads: int, length: int, device: torch.device, window: int | None = None) -> Statistics:
@@ -100,20 +91,20 @@ class Moments:
     A metric is the matrix M for which an error e of a vector changes the layer's output by the square e^T M e.
 
     Args:
-        key_mean: (G, D) under the chosen metric of the input, as all of these but `value_offset` and `input_mean`.
+        key_mean: (G, D) mean of the keys.
         key_rest: (G, D - 2 n, G, D - 2 n) covariance of the key dimensions that are not rotated.
         plane_covariance: (n, G, G) covariance over the heads of the keys' complex planes z_i = x_i + j x_(i + n).
         plane_mean: (n, G) mean of these planes.
         value_covariance: (G, D, G, D) covariance of the values, or their second moments: see `compute_moments`.
-        value_offset: (G, D) the values' mean over the text.
+        value_offset: (G, D) the values' mean.
         query_metric: (H, D, D) metric of the key that a query head reads: scale^2 T_h E[q q^T].
         key_metric: (G, D, D) the same summed over the query heads that read a key.
         value_metric: (G, D, D) metric of a value: the sum of W_o^T W_o over its query heads.
         plane_weight: (G, n) metric of a complex plane of a key: scale^2 / 2 sum T_h E|q|^2.
         rotation: (H, n) mean of e^{j omega lag} over the lags that a head looks at.
         key_scale: (G,) what brings keys to a mean square of one, as their RMSNorm does; ones without a norm.
-        input_covariance: (E, E) under the metric.
-        input_mean: (E,) over the text.
+        input_covariance: (E, E) of the layer's input.
+        input_mean: (E,) of the layer's input.
     """
 
     key_mean: torch.Tensor
@@ -148,19 +139,16 @@ class Moments:
         return square_root(self.rest_metric, DAMPING)
 
 
-def compute_moments(
-    heads: Heads, statistics: Statistics, metric: str = "full", weighted: bool = True, centered: bool = True
-) -> Moments:
+def compute_moments(heads: Heads, statistics: Statistics, weighted: bool = True, centered: bool = True) -> Moments:
     """Compute the moments of a layer's queries, keys and values.
 
     Args:
         heads: the layer's weights.
         statistics: of its input.
-        metric: the name that `Statistics.metric` is asked for.
         weighted: whether keys count by the queries that read them; else all count alike.
         centered: whether the values' mean is left out of `value_covariance`, because an output bias takes it up.
     """
-    covariance, mean = statistics.metric(metric)
+    covariance, mean = statistics.covariance, statistics.mean
     n, groups = heads.planes, heads.groups
     k, k_bias, key_scale = norm_rows(heads.k, heads.k_bias, heads.k_norm, covariance, mean)
     if statistics.queries is not None:
@@ -170,11 +158,11 @@ def compute_moments(
         query_mean = q @ mean + q_bias  # (H, D)
         query_second = q @ covariance @ q.mT + query_mean[:, :, None] * query_mean[:, None, :]  # (H, D, D)
     value_covariance = _covariance(heads.v, covariance)
-    value_mean = heads.v @ mean + heads.v_bias
+    value_offset = heads.v @ mean + heads.v_bias
     value_metric = heads.o.mT @ heads.o  # (H, D, D)
     own = value_covariance.diagonal(dim1=0, dim2=2).permute(2, 0, 1)[heads.key_heads]  # (H, D, D)
     if not centered:
-        value_covariance = value_covariance + torch.einsum("ai,bj->aibj", value_mean, value_mean)
+        value_covariance = value_covariance + torch.einsum("ai,bj->aibj", value_offset, value_offset)
     importance = (value_metric * own).sum((1, 2))  # T_h, (H,)
     if not weighted:
         importance = torch.ones_like(importance)
@@ -190,7 +178,7 @@ def compute_moments(
         plane_covariance=_plane_covariance(key_covariance, n),
         plane_mean=plane_rows(key_mean, n).mT,
         value_covariance=value_covariance,
-        value_offset=heads.v @ statistics.mean + heads.v_bias,
+        value_offset=value_offset,
         query_metric=query_metric,
         key_metric=query_metric.unflatten(0, (len(key_mean), -1)).sum(1),
         value_metric=value_metric.unflatten(0, (-1, groups)).sum(1),
@@ -198,7 +186,7 @@ def compute_moments(
         rotation=mean_rotation(statistics, heads.inv_freq),
         key_scale=key_scale,
         input_covariance=covariance,
-        input_mean=statistics.mean,
+        input_mean=mean,
     )
 
 

@@ -54,21 +54,15 @@ class NormedSums:
         return replace(of_input, second=second, mean=mean, queries=queries)
 
 
-def latent_source(heads: Heads, statistics: Statistics, metric: str = "full") -> tuple[Heads, Moments]:
-    """Return the heads that `to_latent` converts, and their moments.
-
-    They are the layer's own, or without qk_norm `heads` themselves: with it, `behind_norms`.
+def latent_source(heads: Heads, statistics: Statistics) -> tuple[Heads, Moments]:
+    """Return the heads `behind_norms` of a layer with qk_norm, which `to_latent` converts, and their moments.
 
     Args:
         heads: the layer's weights.
-        statistics: of its input; with qk_norm `normed` says what was seen behind the norms.
-        metric: the name that `Statistics.metric` is asked for.
+        statistics: of its input; `normed` says what was seen behind the norms, `None` without text.
     """
-    if heads.k_norm is None:
-        return heads, compute_moments(heads, statistics, metric)
-    if statistics.normed is None or metric == "identity":
-        return behind_norms(heads), compute_moments(behind_norms(heads), assumed(heads, statistics, metric))
-    return behind_norms(heads), compute_moments(behind_norms(heads), statistics.normed, metric)
+    behind = behind_norms(heads)
+    return behind, compute_moments(behind, statistics.normed or assumed(heads, statistics))
 
 
 def behind_norms(heads: Heads) -> Heads:
@@ -92,28 +86,24 @@ def behind_norms(heads: Heads) -> Heads:
     )
 
 
-def assumed(heads: Heads, statistics: Statistics, metric: str) -> Statistics:
+def assumed(heads: Heads, statistics: Statistics) -> Statistics:
     """Return the statistics of y and the queries where norms scale as they do on average.
 
     Args:
         heads: the layer's weights.
         statistics: of its input.
-        metric: the name that `Statistics.metric` is asked for.
     """
-    covariance, mean = statistics.metric(metric)
+    covariance, mean = statistics.covariance, statistics.mean
     query, query_bias, _ = norm_rows(heads.q, heads.q_bias, heads.q_norm, covariance, mean)
     key, key_bias, _ = norm_rows(heads.k, heads.k_bias, heads.k_norm, covariance, mean)
     rows = torch.cat((key, heads.v)).flatten(0, 1)  # (M, E)
     query_mean = query @ mean + query_bias  # (H, D)
     y_mean = rows @ mean + torch.cat((key_bias, heads.v_bias)).flatten()
-    if statistics.normed is not None:
-        y_mean = statistics.normed.mean
     return replace(
         statistics,
         second=rows @ covariance @ rows.T + torch.outer(y_mean, y_mean),
         mean=y_mean,
         queries=query @ covariance @ query.mT + query_mean[:, :, None] * query_mean[:, None, :],
-        normed=None,
     )
 
 
