@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from modeling_gqa.common.atomic import to_json
-from modeling_gqa.common.console import err, out, printable, progress_bars, saved, user_errors
+from modeling_gqa.common.console import err, out, printable, saved, user_errors
+from modeling_gqa.common.progress import progress_bars
 from modeling_gqa.common.tables import Table, cached, runs, share
 
 

@@ -7,8 +7,9 @@ import torch
 
 from modeling_gqa.common.atomic import to_json
 from modeling_gqa.common.batches import usable_device
-from modeling_gqa.common.console import out, printable, progress_bars, user_errors
+from modeling_gqa.common.console import out, printable, user_errors
 from modeling_gqa.common.pictures import check_picture, save
+from modeling_gqa.common.progress import progress_bars
 from modeling_gqa.common.tables import Table
 from modeling_gqa.costs import CostedModel, Machine
 from modeling_gqa.costs import report as cost_report

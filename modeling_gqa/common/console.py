@@ -1,4 +1,4 @@
-"""What all commands print: lines, progress bars, and errors in one line."""
+"""What all commands print: lines, and errors in one line."""
 
 import errno
 import re
@@ -6,24 +6,19 @@ import shutil
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as ProgressBars
 from safetensors import SafetensorError
 from transformers.utils import logging
 
 from modeling_gqa_cli.errors import UserError, is_main, missing_package, printable, stop
 
-from .progress import Progress, ShowProgress, followed, progress_lines
-
-__all__ = ["Interrupted", "err", "is_main", "out", "printable", "progress_bars", "say", "stop", "user_errors", "warn"]
+__all__ = ["Interrupted", "err", "is_main", "out", "printable", "say", "stop", "user_errors", "warn"]
 
 # Paths may hold brackets and colons, so markup and emoji are off.
 out = Console(soft_wrap=False, markup=False, emoji=False)
@@ -159,43 +154,6 @@ def failed_to_write(error: Exception, folder: Path) -> str | None:
     while not folder.exists():
         folder = folder.parent
     return f"{reason} ({shutil.disk_usage(folder).free / 2**20:,.0f} MiB are free in {folder})"
-
-
-@contextmanager
-def progress_bars() -> Iterator[ShowProgress]:
-    """Show progress on stderr, in bars where it is a terminal and else in a line every half minute.
-
-    Yields:
-        A function from a description to what wraps an iterable.
-    """
-    if not err.is_terminal:
-        yield progress_lines(lambda line: err.print(line, soft_wrap=True))
-        return
-    before, after = (TextColumn(f"{{task.fields[{name}]}}") for name in ("steps", "left"))
-    progress = ProgressBars(
-        TextColumn("{task.description}"), BarColumn(), before, TimeElapsedColumn(), after, console=err
-    )
-
-    def bar(description: str, items: Iterable) -> Iterator:
-        task = progress.add_task(description, total=None, steps="", left="")
-        number = 0
-        for item, step in followed(items):
-            steps = f"{step.number}/{step.total}" if step.total else f"{step.number}"
-            whole = 1 if step.total else None
-            progress.update(task, total=whole, completed=step.share, refresh=True, steps=steps, left=step.left)
-            yield item
-            number = step.number + 1
-        progress.update(task, total=1, completed=1, steps=f"{number}/{number}", left="")
-
-    def show_progress(description: str) -> Progress:
-        progress.start()
-        return partial(bar, description)
-
-    try:
-        yield show_progress
-    finally:
-        if progress.live.is_started:
-            progress.stop()
 
 
 def saved(target: Path, what: str) -> None:

@@ -1,17 +1,21 @@
-"""How long loops show their progress: functions take a wrapper for what they loop over."""
+"""How long loops show their progress: functions take a wrapper for what they loop over.
 
+Nothing but what shows the progress, `progress_bars`, imports rich.
+"""
+
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
 
 # Wraps an iterable and yields its items; `iter` shows nothing.
 Progress = Callable[[Iterable], Iterable]
 # Returns the wrapper of a loop, given the loop's description.
 ShowProgress = Callable[[str], Progress]
 
-
 FIRST = 3  # steps after which it is said how long a loop still takes
+BETWEEN_LINES = 30.0  # seconds
 
 
 class BySize(list):
@@ -27,67 +31,57 @@ class BySize(list):
         self.sizes = list(sizes)
 
 
-class Step(NamedTuple):
-    """How far a loop is before one of its steps.
-
-    Args:
-        number: of steps that are done.
-        total: of all steps; `None` where it is not known.
-        share: of the sizes that are done, 0 to 1.
-        left: such as `about 2 min left`; "" for the first `FIRST` steps.
-    """
-
-    number: int
-    total: int | None
-    share: float
-    left: str
-
-
-def followed(items: Iterable) -> Iterator[tuple[Any, Step]]:
-    """Yield each item, and how far the loop is before it.
-
-    The pace is that of the steps behind the first, in which files are opened, unpacked or compiled.
-    """
-    total = len(items) if isinstance(items, Sized) else None
-    sizes = items.sizes if isinstance(items, BySize) else [1.0] * (total or 0)
-    whole, done, began, left = sum(sizes) or 1.0, 0.0, 0.0, ""
-    for number, item in enumerate(items):
-        now = time.monotonic()
-        if number == 1:
-            began = now
-        if total and number >= FIRST and (measured := done - sizes[0]) > 0:
-            left = f"about {duration((now - began) / measured * (whole - done))} left"
-        yield item, Step(number, total, done / whole, left)
-        done += sizes[number] if total else 0.0
-
-
 def no_progress(description: str) -> Progress:
     """The `ShowProgress` that shows nothing."""
     return iter
 
 
-def progress_lines(write: Callable[[str], None], seconds: float = 30.0) -> ShowProgress:
-    """Return the `ShowProgress` that writes a line such as `measuring: 4 of 8, 61 s, about 2 min left` now and then.
+@contextmanager
+def progress_bars() -> Iterator[ShowProgress]:
+    """Show progress on stderr: in bars where it is a terminal, else in lines such as `measuring: 4 of 8, 61 s`.
 
-    The seconds are those since this call; what is left is the loop's.
+    A line is written every half minute, of whatever loops then, and its seconds are those since this call. What is left
+    is the loop's, at the pace of the steps behind the first, in which files are opened, unpacked or compiled.
 
-    Args:
-        write: is given each line.
-        seconds: between two lines, of whatever loops; loops that end sooner write none.
+    Yields:
+        A function from a description to what wraps an iterable.
     """
+    from rich import progress as bars
+
+    from .console import err
+
+    texts = [bars.TextColumn(f"{{task.fields[{name}]}}") for name in ("steps", "left")]
+    columns = bars.TextColumn("{task.description}"), bars.BarColumn(), texts[0], bars.TimeElapsedColumn(), texts[1]
+    # Times are measured from the end of the first step on, however long ago that was.
+    shown = bars.Progress(*columns, console=err, get_time=time.monotonic, speed_estimate_period=math.inf)
     begin = last = time.monotonic()
 
-    def lines(description: str, items: Iterable) -> Iterator:
+    def loop(description: str, items: Iterable) -> Iterator:
         nonlocal last
-        for item, step in followed(items):
+        total = len(items) if isinstance(items, Sized) else None
+        sizes = items.sizes if isinstance(items, BySize) else [1.0] * (total or 0)
+        if err.is_terminal:
+            shown.start()
+        shown.add_task(description, total=sum(sizes) or None, steps="", left="")
+        task, of, number = shown.tasks[-1], f" of {total}" if total else "", 0
+        for number, item in enumerate(items, 1):
+            seconds = task.time_remaining if number > FIRST else None
+            left = f"about {duration(seconds)} left" if seconds else ""
+            shown.update(task.id, steps=f"{number - 1}{of}", left=left, refresh=True)
             now = time.monotonic()
-            if now - last >= seconds:
+            if not err.is_terminal and now - last >= BETWEEN_LINES:
                 last = now
-                of = f" of {step.total}" if step.total else ""
-                write(f"{description}: {step.number}{of}, {now - begin:.0f} s{step.left and ', '}{step.left}")
+                line = f"{description}: {number - 1}{of}, {now - begin:.0f} s{left and ', '}{left}"
+                err.print(line, soft_wrap=True)
             yield item
+            shown.advance(task.id, sizes[number - 1] if total else 0)
+        shown.update(task.id, total=1, completed=1, steps=f"{number} of {number}", left="")
 
-    return lambda description: partial(lines, description)
+    try:
+        yield lambda description: partial(loop, description)
+    finally:
+        if shown.live.is_started:
+            shown.stop()
 
 
 def duration(seconds: float) -> str:

@@ -8,16 +8,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from modeling_gqa_cli.errors import UserError, install_extra
 
-from ..common.progress import ShowProgress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from . import CostedModel, Machine, cache_bytes, count_parameters
+
+if TYPE_CHECKING:
+    from ..common.progress import ShowProgress
 
 GIB = 2**30
 STEPS, MOST_ROUNDS = 4, 31
@@ -127,7 +129,7 @@ def measure_decoding(
     batch_sizes: Sequence[int],
     dtype: torch.dtype,
     device: str,
-    show_progress: ShowProgress,
+    show_progress: "ShowProgress",
     budget: float = 4.0,
 ) -> list[MeasuredToken]:
     """Build models with random weights and let them decode in turn from caches of random numbers.

@@ -5,7 +5,6 @@ long file is never in memory as a whole. A hash of its text assigns it to traini
 is always held out.
 """
 
-import glob
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ import numpy as np
 from modeling_gqa_cli.errors import UserError, one_line
 from modeling_gqa_cli.recipes import TextOptions, public_name
 
-from .reading import Document, TextFiles, find_files, read_documents, row_text
+from .reading import Document, find_files, read_documents, row_text
 
 # Tests repeat themselves, installed packages have other licences, and lib2to3's test data is broken on purpose.
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -65,7 +64,7 @@ def open_source(options: TextOptions, seed: int = 0) -> Source:
         return Source(public_name(options.dataset_name), options.license, lambda: hub_documents(options, seed))
     if options.data_files:
         name = ", ".join(os.path.basename(os.path.abspath(path)) for path in options.data_files)
-        found = cache(lambda: list_files(options.data_files, column))
+        found = cache(lambda: find_files(options.data_files, column))
         return Source(name, options.license, lambda: file_documents(found().paths, column), lambda: found().notes)
     return Source("the Python standard library's source code", options.license or "PSF-2.0", stdlib_documents)
 
@@ -77,24 +76,6 @@ def stdlib_documents() -> Iterator[Document]:
             text = path.read_bytes().decode("utf-8", errors="replace")
             if text.strip():
                 yield partial(iter, (text,))
-
-
-def list_files(patterns: list[str], text_column: str) -> TextFiles:
-    """Return the files that paths, folders and globs stand for, in a fixed order; raises `UserError` for none."""
-    named, matched = [], []
-    for pattern in patterns:
-        try:
-            path = Path(pattern).expanduser()
-            files = [] if path.exists() else [Path(item) for item in glob.glob(str(path), recursive=True)]
-        except (OSError, RuntimeError) as error:  # a name too long, a folder that is shut, an unknown ~user
-            raise UserError(f"data_files: nothing to read at {pattern[:200]}: {error}") from error
-        files = [item for item in files if item.is_file()]
-        matched += files
-        named += [] if files else [path]
-    found = find_files(named, text_column, matched)
-    if not found.paths:
-        raise UserError(f"data_files: nothing to read at {', '.join(patterns)} ({'; '.join(found.notes)})")
-    return found
 
 
 def file_documents(paths: list[Path], text_column: str) -> Iterator[Document]:

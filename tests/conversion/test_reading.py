@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from modeling_gqa.conversion import UserError
-from modeling_gqa.data import formats
+from modeling_gqa.data import reading
 from modeling_gqa.data.reading import find_files, read_documents
 
 TEXTS = ["one\r\ntwo — 漢字 🙂\n", "three", '"four" \\ {[,]}\t', "  "]
@@ -62,7 +62,7 @@ def test_upper_case_and_a_byte_order_mark(name, tmp_path):
 
 @pytest.mark.parametrize("packing", PACKERS)
 def test_text_of_every_packing(packing, tmp_path, monkeypatch):
-    monkeypatch.setattr(formats, "CHUNK", 1000)
+    monkeypatch.setattr(reading, "CHUNK", 1000)
     text = "\n".join(f"line {number} — 漢" for number in range(1000))
     path = tmp_path / f"a.txt{packing}"
     path.write_bytes(PACKERS[packing](b"\xef\xbb\xbf" + text.encode()))
@@ -86,7 +86,7 @@ def test_rows_of_parquet(tmp_path):
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_json_is_read_in_chunks_of_any_size(chunk, tmp_path, monkeypatch):
     """Values that are cut anywhere by the end of a chunk are read whole."""
-    monkeypatch.setattr(formats, "CHUNK", chunk)
+    monkeypatch.setattr(reading, "CHUNK", chunk)
     values = [{"text": "a" * 100, "n": -1.5e300, "b": [True, False, None, "\\"]}, "\U0001f642", {"text": "\n"}]
     for name, content in (("a.json", json.dumps(values)), ("b.json", "\n".join(map(json.dumps, values)))):
         (tmp_path / name).write_text(content)
@@ -157,7 +157,7 @@ ENDS = {
 @pytest.mark.parametrize(("end", "message"), ENDS.values(), ids=ENDS)
 def test_a_cut_file_is_refused_before_its_first_row(end, message, tmp_path, monkeypatch):
     """Whoever stops reading when there is enough text would not see it."""
-    monkeypatch.setattr(formats, "CHUNK", 100)
+    monkeypatch.setattr(reading, "CHUNK", 100)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n' * 1000 + end)
     with pytest.raises(UserError, match="a.jsonl" + message):
@@ -167,10 +167,10 @@ def test_a_cut_file_is_refused_before_its_first_row(end, message, tmp_path, monk
 @pytest.mark.parametrize("end", [b"", b"\n\n", b"\r\n \n", b'\n{"text": "' + b"x" * 5000 + b'"}'])
 def test_a_whole_file_is_not_read_to_learn_so(end, tmp_path, monkeypatch):
     """Its last character closes a row, and that alone is looked at."""
-    monkeypatch.setattr(formats, "CHUNK", 100)
+    monkeypatch.setattr(reading, "CHUNK", 100)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n".join([b'{"text": "a"}'] * 3000) + end)
-    monkeypatch.setattr(formats, "deque", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr(reading, "deque", lambda *_, **__: pytest.fail("it was read"))
     assert len(list(read_documents(path, "text"))) == 3000 + (end[-1:] == b"}")
 
 
@@ -199,7 +199,7 @@ def test_an_unreadable_file_and_folder_are_named(tmp_path, monkeypatch):
     def refuse(path, *_, **__):
         raise PermissionError(13, "Permission denied", os.fspath(path))
 
-    monkeypatch.setattr(formats, "open", refuse, raising=False)
+    monkeypatch.setattr(reading, "open", refuse, raising=False)
     with pytest.raises(UserError, match=r"^cannot read .*a.txt: Permission denied$"):
         read(tmp_path / "a.txt")
     scandir = os.scandir
