@@ -14,7 +14,8 @@ from modeling_gqa.checkpoints.files import local_folder
 from modeling_gqa.common.atomic import read_object
 from modeling_gqa.common.console import say
 from modeling_gqa.conversion import convert_model, load_source
-from modeling_gqa.data.blocks import pack, tokenize
+from modeling_gqa.data.blocks import tokenize
+from modeling_gqa.data.packing import pack
 from modeling_gqa.data.source import open_source, split_source
 from modeling_gqa.data.tokenizer import load_tokenizer
 from modeling_gqa.training.comparison.runs import Runs

@@ -20,36 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.recipes import TextOptions
 
+from .packing import TextEncoder, pack
 from .source import SPLIT_RECORD, Split
 
 BATCH = 2**20  # characters tokenized at a time
-PACKED_AT_ONCE = 2**16  # tokens
-
-
-class TextEncoder:
-    """Turns texts into token ids; a special token written in a text, such as "</s>", is read as plain text.
-
-    Some tokenizers (Unigram, WordLevel) read it as the special token nonetheless. With these, a text that holds one
-    raises `UserError`. `options` are further arguments of each call to the tokenizer.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, **options: bool) -> None:
-        self.tokenizer, self.options, self.found_anyway = tokenizer, {"verbose": False, **options}, []
-        if type(tokenizer).__name__ == "MistralCommonBackend":  # does so itself, and refuses to be told
-            return
-        self.options["split_special_tokens"] = True
-        for number, token in tokenizer.added_tokens_decoder.items():
-            if token.special and str(token) != tokenizer.unk_token:
-                probe = tokenizer(f"{token} {token}", add_special_tokens=False, split_special_tokens=True)["input_ids"]
-                self.found_anyway += [str(token)] * (number in probe)
-
-    def __call__(self, texts: list[str]) -> list[list[int]]:
-        for token in self.found_anyway:
-            if any(token in text for text in texts):
-                raise UserError(
-                    f"the text holds {token!r}, which this tokenizer takes for its special token: take it out of there"
-                )
-        return self.tokenizer(texts, **self.options)["input_ids"]
 
 
 def tokenize(
@@ -76,48 +50,6 @@ def batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def pack(documents: Iterable[tuple[list[int], bool]], length: int) -> Iterator[np.ndarray]:
-    """Lay documents end to end and cut them into blocks; an incomplete last block is dropped.
-
-    Args:
-        documents: token ids, and whether a document ends with them.
-        length: tokens L of a block.
-
-    Yields:
-        (2, L) arrays: token ids, and position ids, which restart at every document and every block.
-
-    Example:
-        ```python
-        from modeling_gqa.data.blocks import pack
-
-        (block,) = pack([([5, 6, 0], True), ([7, 0], True)], length=4)
-        assert block.tolist() == [[5, 6, 0, 7], [0, 1, 2, 0]]
-        ```
-    """
-    ids: list[int] = []
-    starts = [0]
-    for document, ends in documents:
-        ids += document
-        if ends:
-            starts.append(len(ids))
-        if len(ids) >= max(length, PACKED_AT_ONCE):
-            yield from _blocks(ids, starts, length)
-            done = len(ids) - len(ids) % length
-            ids, starts = ids[done:], [start - done for start in starts if start >= done]
-    yield from _blocks(ids, starts, length)
-
-
-def _blocks(ids: list[int], starts: list[int], length: int) -> Iterator[np.ndarray]:
-    done = len(ids) - len(ids) % length
-    index = np.arange(length, dtype=np.int32)
-    begins = np.zeros(len(ids) + 1, bool)
-    begins[starts] = True
-    first = begins[:done].reshape(-1, length)  # (blocks, L)
-    positions = index - np.maximum.accumulate(np.where(first, index, 0), axis=1)
-    tokens = np.array(ids[:done], np.int32).reshape(-1, length)  # (blocks, L)
-    yield from np.stack([tokens, positions], axis=1)  # (blocks, 2, L)
 
 
 def example(block: np.ndarray) -> dict[str, torch.Tensor]:

@@ -19,18 +19,17 @@ from training_texts import MODEL, make_texts
 from transformers import EvalPrediction, PreTrainedTokenizerFast
 
 from modeling_gqa.checkpoints.gguf_writing import LLAMA3_WORDS
-from modeling_gqa.data import blocks as data_blocks
-from modeling_gqa.data import reading
+from modeling_gqa.data import packing, reading
 from modeling_gqa.data.blocks import (
     PackedBlocks,
     example,
     load_blocks,
-    pack,
     read_blocks,
     save_blocks,
     tokenize,
     write_blocks,
 )
+from modeling_gqa.data.packing import pack
 from modeling_gqa.data.source import BOUNDARY, Source, cut_text, load_split, open_source, split_source
 from modeling_gqa.data.tokenizer import LONGEST_WORD, train_tokenizer
 from modeling_gqa.training.recipe import Recipe
@@ -204,7 +203,7 @@ def test_packing_documents_in_any_pieces(documents, length, chunk):
     pieces = [(ids, ids is document[-1]) for document in documents for ids in document]
     flat = [(token, n) for document in documents for n, token in enumerate(chain.from_iterable(document))]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data_blocks, "PACKED_AT_ONCE", chunk)
+        patch.setattr(packing, "PACKED_AT_ONCE", chunk)
         blocks = list(pack(pieces, length))
     assert len(blocks) == len(flat) // length
     for number, (ids, positions) in enumerate(blocks):
