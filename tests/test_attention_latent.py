@@ -123,6 +123,19 @@ def test_absorbed_equals_expanded(step):
         torch.testing.assert_close(weights, expected_weights, atol=1e-10, rtol=1e-10)
 
 
+def test_a_wrapped_projection_is_called():
+    """What a wrapper adds to `kv_b_proj` reaches the output of a decoding step."""
+    layer, x = make_layer(num_attention_heads=3, head_dim=4), torch.randn(2, 6, 23, dtype=torch.float64)
+    plain = decode(copy.deepcopy(layer), x, 5, None)[0]
+    layer.kv_b_proj = nn.Sequential(layer.kv_b_proj, nn.Linear(24, 24, bias=False).double())
+    nn.init.eye_(layer.kv_b_proj[1].weight)
+    same, _, calls = decode(layer, x, 5, None)
+    assert calls == 1
+    torch.testing.assert_close(same, plain, atol=1e-10, rtol=1e-10)
+    layer.kv_b_proj[1].weight.data *= 2
+    assert not torch.allclose(decode(layer, x, 5, None)[0], plain)
+
+
 @pytest.mark.parametrize(("sizes", "ways"), [((40, 3, 2, 5), {True, False}), ((7, 10, 6, 13), {True})], ids=str)
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 def test_the_way_with_fewer_operations_is_chosen(sizes, ways, backend):

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from modeling_gqa_cli.errors import UserError
 
-from ..common.batches import Batch
 from .reading import find_files, read_documents
 
 SHUFFLE_WINDOW = 1000  # rows of one file that are shuffled at a time
@@ -106,7 +105,7 @@ class Part:
     documents: list[list[int]] = field(default_factory=list)
     tokens: int = 0
 
-    def batches(self, length: int, batch_size: int) -> list[Batch]:
+    def batches(self, length: int, batch_size: int) -> list[dict[str, torch.Tensor]]:
         """Pack the documents into batches of at most `batch_size` blocks of `length` tokens."""
         count = min(self.tokens, self.wanted) // length
         if not count:
@@ -130,7 +129,7 @@ def read_batches(
     evaluation_paths: Sequence[Path] = (),
     text_column: str = "text",
     seed: int = 0,
-) -> dict[str, list[Batch]]:
+) -> dict[str, list[dict[str, torch.Tensor]]]:
     """Read, tokenize and pack text into parts of which no two share a passage.
 
     Each document goes to the part that has the smallest share of its wanted tokens, so a short text is divided in
