@@ -1,7 +1,8 @@
 """A study's report: a table, JSON, and pictures in the form of the paper's figures 3 to 6."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 from modeling_gqa.common.atomic import write_json, write_text
@@ -11,10 +12,10 @@ from modeling_gqa.common.tables import Table
 from modeling_gqa.costs import cache_bytes_per_token
 from modeling_gqa.costs.speeds import measure_speeds, where_measured
 from modeling_gqa.training.comparison.runs import Runs
-from modeling_gqa.training.comparison.spread import Sample, Spread
+from modeling_gqa.training.comparison.spread import Spread, pooled
 from modeling_gqa_cli.errors import UserError
 
-from .study import Point, Student, Study, spread_of
+from .study import Point, Student, Study
 
 # What may differ when a study goes on: none of it changes what a finished run has found.
 FREE = {
@@ -78,16 +79,12 @@ def write_report(study: Study, runs: Runs) -> None:
     say(findings.table.to_markdown())
 
 
-def shown(sample: Sample | None, spread: Spread | None = None) -> str:
+def shown(losses: Sequence[float], spread: Spread | None = None) -> str:
     """Return a mean, with the deviation over seeds where there is one."""
-    if sample is None:
+    if not losses:
         return "failed"
-    deviates = spread and spread.freedom and len(sample.values) > 1
-    return f"{sample.mean:.4f}" + (f" ± {spread.deviation:.4f}" if spread and deviates else "")
-
-
-def values(sample: Sample | None) -> Any:
-    return sample.values if sample else None
+    deviates = spread and spread.freedom and len(losses) > 1
+    return f"{fmean(losses):.4f}" + (f" ± {spread.deviation:.4f}" if spread and deviates else "")
 
 
 def in_percent(share: float) -> str:
@@ -106,7 +103,7 @@ def conversion(study: Study) -> Findings:
     points = {method: Point(Student(1, method), study.recipe.share) for method in study.recipe.methods}
     before = {method: study.losses(point, "initial_validation_loss") for method, point in points.items()}
     after = {method: study.losses(point) for method, point in points.items()}
-    spread, share = spread_of(after.values()), in_percent(study.recipe.share)
+    spread, share = pooled(after.values()), in_percent(study.recipe.share)
     rows = [[method, shown(before[method]), shown(after[method], spread)] for method in points]
     table = Table(["conversion to MQA", "loss before uptraining", f"loss after {share} of the tokens"], rows)
     figure = new_figure(figsize=(6.5, 3.6))
@@ -115,34 +112,34 @@ def conversion(study: Study) -> Findings:
         (-0.2, before, "0.75", "before uptraining"),
         (0.2, after, COLORS["mqa"], f"after {share}"),
     ):
-        drawn = {place + offset: x.mean for place, x in enumerate(samples.values()) if x}
+        drawn = {place + offset: fmean(x) for place, x in enumerate(samples.values()) if x}
         bars = axis.bar(list(drawn), list(drawn.values()), 0.38, color=shade, label=label)
         axis.bar_label(bars, fmt="%.2f", fontsize=8)
     axis.set_xticks(range(len(points)), labels=list(points))
     axis.set(ylabel=LOSS, xlabel="how the heads become one (MQA)")
     axis.legend(fontsize=8, frameon=False)
     tidy(axis)
-    numbers = {method: {"before": values(before[method]), "after": values(after[method])} for method in points}
+    numbers = {method: {"before": before[method] or None, "after": after[method] or None} for method in points}
     return Findings("Method of conversion against quality", table, numbers, {"conversion.png": figure})
 
 
 def uptraining(study: Study) -> Findings:
     """Share of the pretraining tokens against quality: the paper's figure 5."""
     curves = {study.label(heads): study.curve(heads) for heads in study.compared_heads()}
-    spread = spread_of(sample for curve in curves.values() for share, sample in curve.items() if share)
+    spread = pooled(losses for curve in curves.values() for share, losses in curve.items() if share)
     rows = [
-        [in_percent(share), *(shown(curve.get(share), spread if share else None) for curve in curves.values())]
+        [in_percent(share), *(shown(curve.get(share, []), spread if share else None) for curve in curves.values())]
         for share in (0.0, *study.recipe.shares)
     ]
     figure = new_figure(figsize=(6.5, 3.6))
     axis = figure.subplots()
-    drawn = {label: [(100 * share, x.mean) for share, x in sorted(curve.items())] for label, curve in curves.items()}
+    drawn = {label: [(100 * share, fmean(x)) for share, x in sorted(curve.items())] for label, curve in curves.items()}
     for label, line in drawn.items():
         axis.plot([x for x, _ in line], [y for _, y in line], "o-", markersize=4, color=color_of(label))
     axis.set(xlabel="share of the pretraining tokens (%)", ylabel=LOSS)
     tidy(axis)
     name_lines(axis, [(*line[-1], label, color_of(label)) for label, line in drawn.items() if line])
-    numbers = {label: {f"{share:g}": x.values for share, x in curve.items()} for label, curve in curves.items()}
+    numbers = {label: {f"{share:g}": x for share, x in curve.items()} for label, curve in curves.items()}
     table = Table(["share of the tokens", *curves], rows)
     return Findings("Share of the pretraining tokens against quality", table, numbers, {"uptraining.png": figure})
 
@@ -151,7 +148,7 @@ def groups(study: Study, times: Mapping[int, Times]) -> Findings:
     """Number of key/value heads against time and quality: the paper's figures 6 and 3."""
     samples = {heads: study.losses(Point(study.student(heads), study.recipe.share)) for heads in times}
     caches = {heads: cache_bytes_per_token(study.config_with(heads)) for heads in times}
-    spread, many = spread_of(samples.values()), f"{study.recipe.batch_size:,} samples"
+    spread, many = pooled(samples.values()), f"{study.recipe.batch_size:,} samples"
     header = ["", "key/value heads", "cache, bytes per token", "ms a token", f"s for {many}", "times MQA's"]
     header += [f"loss after {in_percent(study.recipe.share)}"]
     rows, numbers = [], {}
@@ -167,7 +164,7 @@ def groups(study: Study, times: Mapping[int, Times]) -> Findings:
             "cache_bytes_per_token": caches[heads],
             "token_milliseconds": took.token,
             "sample_seconds": took.sample,
-            "losses": values(samples[heads]),
+            "losses": samples[heads] or None,
         }
     figure = new_figure(figsize=(8.4, 3.2))
     axes = figure.subplots(1, 2)
@@ -181,10 +178,10 @@ def groups(study: Study, times: Mapping[int, Times]) -> Findings:
         tidy(axis)
     trade = new_figure(figsize=(6.5, 3.6))
     axis = trade.subplots()
-    for heads, sample in samples.items():
-        if sample:
+    for heads, losses in samples.items():
+        if losses:
             color, label = color_of(study.label(heads)), study.label(heads)
-            place = (times[heads].sample, sample.mean)
+            place = (times[heads].sample, fmean(losses))
             axis.scatter(*place, s=400 * caches[heads] / max(caches.values()), color=color, alpha=0.7)
             axis.annotate(label, place, (9, 6), textcoords="offset points", fontsize=8)
     axis.set(xlabel=f"s for {many}", ylabel=LOSS)

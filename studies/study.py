@@ -1,6 +1,6 @@
 """Which models a study trains, for how long, and with which losses."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +8,6 @@ from modeling_gqa import GQAConfig
 from modeling_gqa.common.atomic import read_object
 from modeling_gqa.conversion import target_config
 from modeling_gqa.training.comparison.runs import Run, is_finite
-from modeling_gqa.training.comparison.spread import Sample, Spread, pooled
 from modeling_gqa.training.results import RESULTS
 from modeling_gqa_cli.errors import UserError
 
@@ -129,24 +128,18 @@ class Study:
         }
         return Run(point.run_name(seed), "uptrain", self.recipe.uptraining, options, size=point.share)
 
-    def losses(self, point: Point, field: str = "validation_loss") -> Sample | None:
-        """Return a loss of results.json over seeds, of the runs that did not fail; `None` where all did."""
+    def losses(self, point: Point, field: str = "validation_loss") -> list[float]:
+        """Return a loss of results.json over seeds, of the runs that did not fail."""
         paths = [self.folder / "runs" / point.run_name(seed) / RESULTS for seed in self.seeds()]
-        found = [loss for path in paths if is_finite(loss := (read_object(path) or {}).get(field))]
-        return Sample(point.student.name, found) if found else None
+        return [loss for path in paths if is_finite(loss := (read_object(path) or {}).get(field))]
 
-    def curve(self, heads: int) -> dict[float, Sample]:
+    def curve(self, heads: int) -> dict[float, list[float]]:
         """Return losses by share, 0 included, of the model with these heads."""
         points = [point for point in self.points() if point.student == self.student(heads)]
         # All of them begin alike, and the first may have failed.
         known = (self.losses(point, "initial_validation_loss") for point in points)
-        curve = {0.0: next(filter(None, known), None)} | {point.share: self.losses(point) for point in points}
-        return {share: sample for share, sample in curve.items() if sample is not None}
-
-
-def spread_of(samples: Iterable[Sample | None]) -> Spread:
-    """Return the spread over seeds, pooled over these."""
-    return pooled([sample.values for sample in samples if sample])
+        curve = {0.0: next(filter(None, known), [])} | {point.share: self.losses(point) for point in points}
+        return {share: losses for share, losses in curve.items() if losses}
 
 
 def check_source(config: GQAConfig, recipe: StudyRecipe) -> None:

@@ -24,7 +24,7 @@ from ..run_folder import checkpoints
 from .models import MATCHED, CompareRecipe
 from .plan import Comparison, Trial
 from .runs import Runs
-from .spread import Sample, Spread, pooled
+from .spread import Spread, pooled
 
 REPORT = "report.md"
 LOSS = "validation loss (nats per token)"
@@ -91,19 +91,19 @@ class Entry:
     speed: Speed = field(default_factory=Speed)
 
     @property
-    def sample(self) -> Sample:
-        """The losses of the runs that did not fail."""
-        return Sample(self.name, usable(self.losses))
+    def usable(self) -> list[float]:
+        """The losses of the runs that neither failed nor diverged."""
+        return [loss for loss in self.losses.values() if isfinite(loss)]
 
     @property
     def loss(self) -> float:
         """The mean over the seeds that did not fail; nan where there are none."""
-        return self.sample.mean if self.sample.values else nan
+        return statistics.fmean(self.usable) if self.usable else nan
 
     @property
     def deviation(self) -> float:
         """The standard deviation over seeds; nan below two seeds."""
-        return statistics.stdev(self.sample.values) if len(self.sample.values) > 1 else nan
+        return statistics.stdev(self.usable) if len(self.usable) > 1 else nan
 
     @property
     def at_edge(self) -> bool:
@@ -133,7 +133,7 @@ class Outcome:
     @property
     def spread(self) -> Spread:
         """How far runs of different seeds part, pooled over the models."""
-        return pooled(usable(entry.losses) for entry in self.finished)
+        return pooled(entry.usable for entry in self.finished)
 
     def bits_per_byte(self, loss: float) -> float:
         """Return a loss in bits per byte of the validation text."""
@@ -141,7 +141,7 @@ class Outcome:
 
     def margin(self, one: Entry, other: Entry) -> float:
         """Return half of the 95 % interval of the difference of two means; nan without a spread."""
-        return self.spread.margin(sqrt(sum(1 / len(entry.sample.values) for entry in (one, other))))
+        return self.spread.margin(sqrt(sum(1 / len(entry.usable) for entry in (one, other))))
 
     def differ(self, one: Entry, other: Entry) -> bool:
         """Return whether two means are further apart than the margin of their difference."""
@@ -204,11 +204,6 @@ def bytes_per_token(run: Path) -> float:
     ids = load_blocks(run / "data", "validation").blocks[:, 0]
     texts = AutoTokenizer.from_pretrained(run / "tokenizer").batch_decode(ids, skip_special_tokens=True)
     return sum(len(text.encode()) for text in texts) / ids.size
-
-
-def usable(losses: Mapping[int, float]) -> list[float]:
-    """Return the losses of runs that neither failed nor diverged."""
-    return [loss for loss in losses.values() if isfinite(loss)]
 
 
 # -- The report
@@ -277,7 +272,7 @@ def losses_table(outcome: Outcome, seeds: int) -> Table:
         if best and entry not in best and isfinite(entry.loss):
             above = f"{entry.loss - best[0].loss:.4f} ± {number(outcome.margin(entry, best[0]))}"
         rate = "-" if entry.rate is None else f"{entry.rate:.2e}{' (edge)' if entry.at_edge else ''}"
-        ended = f"{len(entry.sample.values)} of {seeds}"
+        ended = f"{len(entry.usable)} of {seeds}"
         bits = number(outcome.bits_per_byte(entry.loss))
         losses = [loss_in_words(entry.loss), above, bits, number(entry.deviation), ended, rate]
         sizes = [

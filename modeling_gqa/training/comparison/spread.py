@@ -1,4 +1,4 @@
-"""Means over seeds, and how far runs that differ in the seed alone part."""
+"""How far runs that differ in the seed alone part."""
 
 import math
 import statistics
@@ -6,18 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from scipy import stats
-
-
-@dataclass(frozen=True)
-class Sample:
-    """The losses of one model over seeds: at least one, of runs that did not fail."""
-
-    name: str
-    values: Sequence[float]
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values)
 
 
 @dataclass(frozen=True)
