@@ -93,6 +93,21 @@ def read(path: Path) -> tuple[dict, dict]:
     return entries, tensors
 
 
+def export(folder: Path, **fields) -> Path:
+    """Save a model as `write_own` does and export it; returns the file."""
+    write_own(folder / "ours", **fields)
+    export_checkpoint(folder / "ours", folder / "model.gguf")
+    return folder / "model.gguf"
+
+
+def refuse(reason: str, folder: Path) -> None:
+    """The model in `ours` is not exported, for a reason said in one line, and nothing is written."""
+    with pytest.raises(UserError, match=reason) as raised:
+        export_checkpoint(folder / "ours", folder / "model.gguf")
+    assert "\n" not in str(raised.value)
+    assert [path.name for path in folder.iterdir()] == ["ours"]
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
@@ -147,9 +162,7 @@ def test_every_tensor_holds_the_same_bits(name, dtype, tmp_path):
 
 
 def test_the_entries_are_the_configurations(tmp_path):
-    write_own(tmp_path / "ours", rope_parameters=LINEAR)
-    export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
-    entries, tensors = read(tmp_path / "model.gguf")
+    entries, tensors = read(export(tmp_path, rope_parameters=LINEAR))
     expected = {
         "context_length": 40,
         "embedding_length": 66,
@@ -172,11 +185,9 @@ def test_the_entries_are_the_configurations(tmp_path):
 
 
 def test_llama3s_frequencies_are_divided(tmp_path):
-    write_own(tmp_path / "ours", rope_parameters=LLAMA3)
-    export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
+    factors, kind = read(export(tmp_path, rope_parameters=LLAMA3))[1]["rope_freqs.weight"]
     export_checkpoint(tmp_path / "ours", tmp_path / "stock")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
-    factors, kind = read(tmp_path / "model.gguf")[1]["rope_freqs.weight"]
     default = 500.0 ** (-torch.arange(0, 14, 2) / 14)
     torch.testing.assert_close(default / factors, stock.model.rotary_emb.inv_freq)
     assert kind == "F32" and factors.unique().numel() > 2
@@ -191,7 +202,6 @@ def test_a_file_can_be_imported_again(tmp_path):
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
-    write_own(tmp_path / "ours", dtype=torch.bfloat16)
     seen: list[weakref.ref] = []
 
     def look(name, tensor):
@@ -199,8 +209,8 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
         seen.append(weakref.ref(tensor))
 
     monkeypatch.setattr(gguf_writing, "check_finite", look)
-    export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
-    assert len(seen) == len(read(tmp_path / "model.gguf")[1])
+    path = export(tmp_path, dtype=torch.bfloat16)
+    assert len(seen) == len(read(path)[1])
 
 
 REFUSED = {
@@ -230,10 +240,7 @@ REFUSED = {
 def test_what_llama_cpp_does_not_compute_is_refused(name, tmp_path):
     fields, reason = REFUSED[name]
     write_own(tmp_path / "ours", **fields)
-    with pytest.raises(UserError, match=reason) as raised:
-        export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
-    assert "\n" not in str(raised.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+    refuse(reason, tmp_path)
 
 
 # -- the tokenizer
@@ -270,10 +277,8 @@ def with_token(**options) -> PreTrainedTokenizerFast:
 
 
 def test_tokens_merges_and_special_tokens(tmp_path):
-    write_own(tmp_path / "ours")
+    entries, _ = read(export(tmp_path))
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "ours")
-    export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
-    entries, _ = read(tmp_path / "model.gguf")
     own = {name.removeprefix("tokenizer."): value for name, value in entries.items() if name.startswith("tokenizer.")}
     assert (own["ggml.model"], own["ggml.pre"], own["chat_template"]) == ("gpt2", "gpt-2", CHAT_TEMPLATE)
     ids = tokenizer.get_vocab()
@@ -334,15 +339,12 @@ TOKENIZERS = {
 def test_a_tokenizer_that_llama_cpp_reads_otherwise_is_refused(name, tmp_path):
     make, reason = TOKENIZERS[name]
     write_own(tmp_path / "ours", make())
-    with pytest.raises(UserError, match=f"llama.cpp would not tokenize as .* because {reason}") as raised:
-        export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
-    assert "\n" not in str(raised.value) and not (tmp_path / "model.gguf").exists()
+    refuse(f"llama.cpp would not tokenize as .* because {reason}", tmp_path)
 
 
 def test_a_model_without_a_tokenizer_is_refused(tmp_path):
     own_model().save_pretrained(tmp_path / "ours")
-    with pytest.raises(UserError, match=r"a GGUF file needs the tokenizer of .*ours, which cannot be loaded"):
-        export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
+    refuse("a GGUF file needs the tokenizer of .*ours, which cannot be loaded", tmp_path)
 
 
 # -- the command, and the file
@@ -392,6 +394,4 @@ def test_a_full_disk_is_one_line(tmp_path):
 def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     write_own(tmp_path / "ours")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match=r"needs gguf, which is not installed: pip install '\.\[conversion\]'"):
-        export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
-    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+    refuse(r"needs gguf, which is not installed: pip install '\.\[conversion\]'", tmp_path)

@@ -314,22 +314,19 @@ def test_a_failure_while_writing_leaves_the_target_alone(saved, tmp_path):
 
 
 def test_a_target_that_exists_is_replaced_only_by_force(saved, tmp_path):
+    """Which folders force replaces, test_atomic.py says of `new_checkpoint`."""
     source, target = saved(), tmp_path / "target"
     target.mkdir()
-    (target / "old").touch()
-    with pytest.raises(UserError, match="exists already"):
-        import_checkpoint(source, target)
-    with pytest.raises(UserError, match="holds other things than a checkpoint"):
-        import_checkpoint(source, target, force=True)
-    assert [path.name for path in target.iterdir()] == ["old"]
-    (target / "old").unlink()
     (target / "config.json").write_text('{"model_type": "old"}')
-    with pytest.raises(UserError, match="is no checkpoint"):
-        import_checkpoint(source, target, force=True)
     (target / "pytorch_model.bin").touch()
+    (target / "mine").touch()
+    for force, reason in ((False, "exists already"), (True, "holds other things than a checkpoint")):
+        with pytest.raises(UserError, match=reason):
+            import_checkpoint(source, target, force=force)
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "mine", "pytorch_model.bin"]
+    (target / "mine").unlink()
     import_checkpoint(source, target, force=True)
-    assert not (target / "pytorch_model.bin").exists()
-    assert (target / "config.json").exists()
+    assert not (target / "pytorch_model.bin").exists() and (target / "model.safetensors").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
 
 
