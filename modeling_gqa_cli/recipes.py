@@ -295,12 +295,10 @@ def read_values(argv: list[str], recipe_class: Any, prog: str) -> dict[str, Any]
             raise UsageError(f"{path}: {key} has no value; give one, or leave the line out")
         if value is None or value == [] or (value is True and {bool, str} <= set(get_args(hints[key]))):
             unchecked[key] = value
-        elif isinstance(value, list) and isinstance(defaults[key], list):
-            arguments += [f"--{key}", *map(str, value)]
-        elif isinstance(value, list):
+        elif isinstance(value, list) and not isinstance(defaults[key], list):
             arguments.append(f"--{key}={','.join(map(str, value))}")
         else:
-            arguments.append(f"--{key}={json.dumps(value) if isinstance(value, dict) else value}")
+            arguments += as_arguments({key: value})
     parser.set_defaults(**unchecked)  # values that no option can be given
     # The recipe's values go in front of the command line's, so that types are checked alike and the latter win.
     values = {name: getattr(value, "value", value) for name, value in parser.parse([*arguments, *options]).items()}
@@ -313,6 +311,17 @@ def read_values(argv: list[str], recipe_class: Any, prog: str) -> dict[str, Any]
     output = values["output_dir"] or str(Path("runs") / path.stem)
     values["output_dir"] = os.path.expanduser(output.replace("{preset}", public_name(values.get("preset") or "")))
     return values
+
+
+def as_arguments(options: dict[str, Any]) -> list[str]:
+    """Return options as arguments, such as `["--max_steps=5", "--data_files", "a", "b"]`."""
+    arguments: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, list):
+            arguments += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            arguments.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+    return arguments
 
 
 def as_declared(argument: str, known: Container[str]) -> str:

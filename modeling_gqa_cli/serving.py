@@ -4,7 +4,8 @@ import signal
 import time
 from typing import Any
 
-from modeling_gqa.common.console import stop
+from .errors import UserError, install_extra, one_line, stop
+from .paths import refuse_mistyped
 
 
 def serve(name: str, arguments: list[str]) -> None:
@@ -19,8 +20,6 @@ def serve(name: str, arguments: list[str]) -> None:
         signal.signal(number, signal.SIG_DFL)
 
     from modeling_gqa.modeling_gqa import AUTO_CLASSES
-
-    from .errors import install_extra, one_line
 
     # `transformers serve` looks a model's class up by its name among these.
     for model_class in AUTO_CLASSES.values():
@@ -49,9 +48,6 @@ def served_models(manager: Any) -> Any:
     """Return a class like transformers' of a server's models, which refuses mistyped paths and lists what it serves."""
     from fastapi import HTTPException
     from huggingface_hub.errors import CacheNotFound
-
-    from .errors import UserError
-    from .paths import refuse_mistyped
 
     started = int(time.time())
 

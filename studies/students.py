@@ -19,11 +19,12 @@ from modeling_gqa.data.packing import pack
 from modeling_gqa.data.source import open_source, split_source
 from modeling_gqa.data.tokenizer import load_tokenizer
 from modeling_gqa.training.comparison.runs import Runs
-from modeling_gqa.training.recipe import as_arguments, load_recipe
+from modeling_gqa.training.recipe import load_recipe
 from modeling_gqa.training.results import RESULTS
 from modeling_gqa.training.run_setup import fingerprint
 from modeling_gqa.training.uptraining import UptrainRecipe
 from modeling_gqa_cli.errors import UserError
+from modeling_gqa_cli.recipes import as_arguments
 
 from .recipe import SET_IN_RUNS, StudyRecipe
 from .study import Student, Study, check_source

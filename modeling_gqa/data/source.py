@@ -44,14 +44,18 @@ class Source:
     Attributes:
         name: of the data set, or of the files and folders without their paths.
         license: of the text; `None` where the options do not say.
-        documents: reads the text; it raises `UserError` where it cannot.
+        read: yields the documents; it raises `UserError` where it cannot.
         notes: returns a line for each reason why files are left out.
     """
 
     name: str
     license: str | None
-    documents: Callable[[], Iterator[Document]]
+    read: Callable[[], Iterator[Document]]
     notes: Callable[[], list[str]] = list
+
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents that are not blank."""
+        return (text for text in self.read() if any(piece.strip() for piece in text()))
 
 
 def open_source(options: TextOptions, seed: int = 0) -> Source:
@@ -65,7 +69,11 @@ def open_source(options: TextOptions, seed: int = 0) -> Source:
     if options.data_files:
         name = ", ".join(os.path.basename(os.path.abspath(path)) for path in options.data_files)
         found = cache(lambda: find_files(options.data_files, column))
-        return Source(name, options.license, lambda: file_documents(found().paths, column), lambda: found().notes)
+
+        def read() -> Iterator[Document]:
+            return chain.from_iterable(read_documents(path, column) for path in found().paths)
+
+        return Source(name, options.license, read, lambda: found().notes)
     return Source("the Python standard library's source code", options.license or "PSF-2.0", stdlib_documents)
 
 
@@ -73,15 +81,7 @@ def stdlib_documents() -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         if not STDLIB_SKIPPED.intersection(path.relative_to(root).parts):
-            text = path.read_bytes().decode("utf-8", errors="replace")
-            if text.strip():
-                yield partial(iter, (text,))
-
-
-def file_documents(paths: list[Path], text_column: str) -> Iterator[Document]:
-    """Yield the documents of files that are not blank."""
-    documents = chain.from_iterable(read_documents(path, text_column) for path in paths)
-    return (text for text in documents if any(piece.strip() for piece in text()))
+            yield partial(iter, (path.read_bytes().decode("utf-8", errors="replace"),))
 
 
 def hub_documents(options: TextOptions, seed: int) -> Iterator[Document]:
@@ -95,9 +95,7 @@ def hub_documents(options: TextOptions, seed: int) -> Iterator[Document]:
         if options.streaming:
             rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
         for number, row in enumerate(rows, 1):
-            text = row_text(row, options.text_column, f"{name}, row {number}")
-            if text.strip():
-                yield partial(iter, (text,))
+            yield partial(iter, (row_text(row, options.text_column, f"{name}, row {number}"),))
     except UserError:
         raise
     except Exception as error:  # the network, the name, access rights: each has its own class

@@ -5,7 +5,7 @@ outputs of every layer, stage 2 the predictions. Shapes: B batch, T tokens, E hi
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -189,9 +189,12 @@ def layerwise_loss(
         # DDP looks for the parameters that were used in the result of the forward.
         return {"loss": torch.stack(losses).sum()}
 
-    with ExitStack() as hooks, no_checkpointing(student):
+    with ExitStack() as hooks:
         hooks.enter_context(student.register_forward_hook(answer))
         for layer, (source, target) in zip(student.model.layers, seen, strict=True):
+            # Checkpointing would compute a layer again without its hooks, and get another graph.
+            hooks.callback(setattr, layer, "gradient_checkpointing", layer.gradient_checkpointing)
+            layer.gradient_checkpointing = False
             regress_layer(layer, source, target, losses, hooks)
         return model(**model_inputs(inputs), logits_to_keep=1)["loss"]
 
@@ -223,19 +226,6 @@ def regress_layer(
     # The next layer is given the teacher's input, and not the result of this MLP.
     hooks.enter_context(layer.mlp.register_forward_pre_hook(take_no_tokens))
     hooks.enter_context(layer.mlp.register_forward_hook(add_nothing))
-
-
-@contextmanager
-def no_checkpointing(model: PreTrainedModel) -> Iterator[None]:
-    """Switch activation checkpointing off: it would compute a layer again without its hooks, and get another graph."""
-    before = [layer.gradient_checkpointing for layer in model.model.layers]
-    try:
-        for layer in model.model.layers:
-            layer.gradient_checkpointing = False
-        yield
-    finally:
-        for layer, value in zip(model.model.layers, before, strict=True):
-            layer.gradient_checkpointing = value
 
 
 # -- Stage 2

@@ -269,17 +269,6 @@ def as_object(name: str, value: dict | str | None) -> dict[str, Any]:
     return found
 
 
-def as_arguments(options: dict[str, Any]) -> list[str]:
-    """Return options as arguments, such as `["--max_steps=5", "--data_files", "a", "b"]`."""
-    arguments: list[str] = []
-    for name, value in options.items():
-        if isinstance(value, list):
-            arguments += [f"--{name}", *map(str, value)]
-        elif value is not None:
-            arguments.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
-    return arguments
-
-
 # -- Trackers, such as TensorBoard
 
 

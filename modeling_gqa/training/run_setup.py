@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from accelerate.utils import broadcast_object_list
 from huggingface_hub import get_token
 from torch.utils.data import Dataset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -96,8 +97,10 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
                 checkpoint, mark = setup.resume()
             else:
                 setup.begin()
-        if recipe.world_size > 1:
-            checkpoint = from_main_process(checkpoint)
+        try:  # waits until the main process has prepared the run
+            (checkpoint,) = broadcast_object_list([checkpoint])
+        except RuntimeError as error:
+            raise UserError("the main process has stopped; it says why") from error
         with trackers_in(output):
             text, seconds = load_text(recipe, source, mark), mark.get("training_seconds", 0.0)
             yield OpenRun(source, *text, folder, checkpoint, seconds, upload)
@@ -130,16 +133,6 @@ def describe_attention(config: Any) -> str:
     layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
     kinds = runs(ATTENTION_CLASSES[layer.attention_kind].describe(layer) for layer in layers)
     return kinds[0][1] if len(kinds) == 1 else "; ".join(f"layers {where}: {what}" for where, what in kinds)
-
-
-def from_main_process(checkpoint: Path | None) -> Path | None:
-    """Wait until the main process has prepared the run, and return the checkpoint that it has found."""
-    found = [checkpoint]
-    try:
-        torch.distributed.broadcast_object_list(found)
-    except RuntimeError as error:
-        raise UserError("the main process has stopped; it says why") from error
-    return found[0]
 
 
 def load_text(

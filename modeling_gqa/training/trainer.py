@@ -67,7 +67,7 @@ class PretrainTrainer(Trainer):
             model=model,
             args=args,
             data_collator=default_data_collator,
-            compute_metrics=sum_losses,
+            compute_metrics=mean_losses,
             preprocess_logits_for_metrics=losses_of_sequences,
             **kwargs,
         )
@@ -223,16 +223,19 @@ class PretrainTrainer(Trainer):
 
 
 def losses_of_sequences(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Reduce logits (B, T, V) to the summed loss and the number of predicted tokens of every sequence: (B, 2)."""
+    """Reduce logits (B, T, V) to the number of predicted tokens of every sequence and their summed loss: (B, 2)."""
     targets = labels[:, 1:]  # (B, T - 1)
     losses = cross_entropy(logits[:, :-1].float().transpose(1, 2), targets, reduction="none")  # (B, T - 1)
-    return torch.stack([losses.sum(-1), targets.ne(-100).sum(-1)], dim=-1)  # (B, 2)
+    return torch.stack([targets.ne(-100).sum(-1), losses.sum(-1)], dim=-1)  # (B, 2)
 
 
-def sum_losses(prediction: EvalPrediction) -> dict[str, float]:
-    """Return the mean loss over all predicted tokens, from the sums of every sequence."""
-    total, tokens = np.asarray(prediction.predictions, dtype=np.float64).sum(axis=0)
-    return {"token_loss": float(total / tokens)}
+def mean_losses(prediction: EvalPrediction) -> dict[str, float]:
+    """Return means over all predicted tokens, from the number of tokens and the sums of every sequence.
+
+    The sums are one, the loss, or the three of `prediction_losses`.
+    """
+    tokens, *sums = np.asarray(prediction.predictions, dtype=np.float64).sum(axis=0)
+    return {name: float(x / tokens) for name, x in zip(("token_loss", "kl", "teacher_loss"), sums, strict=False)}
 
 
 def perplexity(loss: float) -> float:

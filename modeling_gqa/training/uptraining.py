@@ -9,9 +9,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import EvalPrediction, PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
+from accelerate.utils import broadcast_object_list
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
 
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.recipes import UptrainOptions, public_name
@@ -169,7 +169,7 @@ class UptrainTrainer(PretrainTrainer):
         self.teacher = teacher
         if teacher is not None:
             teacher.to(device=args.device).eval().requires_grad_(False)
-            self.preprocess_logits_for_metrics, self.compute_metrics = None, mean_losses
+            self.preprocess_logits_for_metrics = None
             self.add_callback(LogStages(self))
         if teacher is not None or args.trainable != "all":
             self.throughput.config = None
@@ -289,10 +289,7 @@ class UptrainTrainer(PretrainTrainer):
         whole = (
             log for log in self.best_evaluations() if log["step"] == 0 or is_whole(folder / f"checkpoint-{log['step']}")
         )
-        found = [next(whole) if self.folder else {}]
-        if self.args.world_size > 1:
-            torch.distributed.broadcast_object_list(found)
-        return found[0]
+        return broadcast_object_list([next(whole) if self.folder else {}])[0]
 
     def further_results(self, metrics: dict[str, float]) -> Results:
         """Return the results of the model before training, and of the teacher, on the same validation text."""
@@ -313,12 +310,6 @@ class UptrainTrainer(PretrainTrainer):
         if gap > 0:
             results["gap_closed"] = (before["eval_perplexity"] - metrics["eval_perplexity"]) / gap
         return results
-
-
-def mean_losses(prediction: EvalPrediction) -> dict[str, float]:
-    """Return the means over all predicted tokens of the three sums of `prediction_losses`."""
-    tokens, *sums = np.asarray(prediction.predictions, dtype=np.float64).sum(axis=0)
-    return dict(zip(("token_loss", "kl", "teacher_loss"), (float(x / tokens) for x in sums), strict=True))
 
 
 class LogStages(TrainerCallback):

@@ -34,7 +34,7 @@ from modeling_gqa.data.source import BOUNDARY, Source, cut_text, load_split, ope
 from modeling_gqa.data.tokenizer import LONGEST_WORD, train_tokenizer
 from modeling_gqa.training.recipe import Recipe
 from modeling_gqa.training.results import bigram_loss
-from modeling_gqa.training.trainer import losses_of_sequences, sum_losses
+from modeling_gqa.training.trainer import losses_of_sequences, mean_losses
 from modeling_gqa_cli.errors import UserError
 from training.pretrain import pretrain
 
@@ -336,7 +336,7 @@ def test_bigram_loss_by_counting():
 def test_validation_loss_counts_every_token_alike():
     logits, labels = torch.randn(3, 7, 11), torch.randint(0, 11, (3, 7))
     labels[0, 2:] = -100
-    measured = sum_losses(EvalPrediction(losses_of_sequences(logits, labels).numpy(), labels.numpy()))["token_loss"]
+    measured = mean_losses(EvalPrediction(losses_of_sequences(logits, labels).numpy(), labels.numpy()))["token_loss"]
     expected = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 11), labels[:, 1:].reshape(-1))
     assert measured == pytest.approx(expected.item(), abs=1e-6)
 

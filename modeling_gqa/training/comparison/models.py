@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, ClassVar
 
 from modeling_gqa_cli.errors import UserError
-from modeling_gqa_cli.recipes import CompareOptions
+from modeling_gqa_cli.recipes import CompareOptions, as_arguments
 
 from ... import GQAConfig
 from ...common.tables import Table, with_prefix
 from ...costs import cache_bytes_per_token, count_parameters, training_flops
-from ..recipe import Recipe, as_arguments, as_object, check_trackers, check_training, load_config, load_recipe
+from ..recipe import Recipe, as_object, check_trackers, check_training, load_config, load_recipe
 
 MATCHED = {
     "parameters": "All models have the parameters of the first, by the width of the MLP.",

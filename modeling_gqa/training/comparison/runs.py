@@ -27,12 +27,13 @@ import torch
 from filelock import FileLock, Timeout
 
 from modeling_gqa_cli.errors import UserError
+from modeling_gqa_cli.recipes import as_arguments
 
 from ...common.atomic import read_object, write_text
 from ...common.console import Interrupted, failed_to_write, say
 from ...common.pictures import new_figure
 from ...common.progress import duration
-from ..recipe import FREE_ON_RESUME, as_arguments
+from ..recipe import FREE_ON_RESUME
 from ..results import NON_FINITE, RESULTS
 from ..run_folder import SAVED_RECIPE
 
