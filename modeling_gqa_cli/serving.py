@@ -4,8 +4,7 @@ import signal
 import time
 from typing import Any
 
-from .errors import UserError, install_extra, one_line, stop
-from .paths import refuse_mistyped
+from modeling_gqa.common.console import stop
 
 
 def serve(name: str, arguments: list[str]) -> None:
@@ -20,6 +19,8 @@ def serve(name: str, arguments: list[str]) -> None:
         signal.signal(number, signal.SIG_DFL)
 
     from modeling_gqa.modeling_gqa import AUTO_CLASSES
+
+    from .errors import install_extra, one_line
 
     # `transformers serve` looks a model's class up by its name among these.
     for model_class in AUTO_CLASSES.values():
@@ -48,6 +49,9 @@ def served_models(manager: Any) -> Any:
     """Return a class like transformers' of a server's models, which refuses mistyped paths and lists what it serves."""
     from fastapi import HTTPException
     from huggingface_hub.errors import CacheNotFound
+
+    from .errors import UserError
+    from .paths import refuse_mistyped
 
     started = int(time.time())
 
