@@ -15,8 +15,8 @@ from modeling_gqa.common.tables import Table, cached, runs, share
 
 def convert(target: str, dry_run: bool, force: bool, **options: Any) -> None:
     """Give a trained model another attention, measure what that cost, and save it as a Hub repository."""
-    from modeling_gqa.conversion.convert import layers_folder
     from modeling_gqa.conversion.job import Job
+    from modeling_gqa.conversion.layer_store import layers_folder
     from modeling_gqa.conversion.report import describe_cost, warning
 
     path = Path(target)

@@ -22,7 +22,8 @@ from small_models import make_batch, make_config, make_model
 
 from benchmarks.layerwise import collect
 from modeling_gqa.conversion import METHODS, UserError, allocate, compare_predictions, convert_model, target_config
-from modeling_gqa.conversion.convert import LayerStore, Search
+from modeling_gqa.conversion.convert import Search
+from modeling_gqa.conversion.layer_store import LayerStore
 from modeling_gqa.conversion.sequential import Setting, convert_layer
 from modeling_gqa.conversion.streams import FIRST_SHARE
 from modeling_gqa.conversion.targets import layer_fields

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from modeling_gqa.conversion import UserError, allocation, job, sequential
-from modeling_gqa.conversion.convert import LayerFiles, LayerStore, resumable_folder
 from modeling_gqa.conversion.job import Job
+from modeling_gqa.conversion.layer_store import LayerFiles, LayerStore, resumable_folder
 from modeling_gqa.conversion.sequential import NewLayer, Setting
 
 GQA: dict[str, Any] = {"attention_kind": "gqa", "num_key_value_heads": 3}
