@@ -9,7 +9,7 @@ GROUPS = training docs processes ranks faults real
 
 help:
 	@echo "make quickstart   pretrain a small model on real text, save it, load it back and generate (about 5 minutes)"
-	@echo "make test         run the tests that take seconds: no training, no processes, no real model (about 3 minutes)"
+	@echo "make test         run the tests that take seconds: no training, no processes, no real model (about 4 minutes)"
 	@echo "make test-GROUP   run the tests of a group: $(GROUPS)"
 	@echo "make test-groups  run all of these groups"
 	@echo "make test-all     test, test-groups and serve-test"
