@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, target_config
-from modeling_gqa.conversion.measuring import predicted_states
+from modeling_gqa.conversion.divergence import predicted_states
 from modeling_gqa.conversion.sequential import assemble
 from modeling_gqa.conversion.targets import configuration, layer_fields
 from modeling_gqa.costs import cache_bytes_per_token

@@ -28,7 +28,7 @@ from transformers import AutoTokenizer
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.common.batches import Batch, evaluating
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, load_source, target_config
-from modeling_gqa.conversion.measuring import predicted_states
+from modeling_gqa.conversion.divergence import predicted_states
 from modeling_gqa.costs import cache_bytes_per_token
 from modeling_gqa.data.packing import read_batches
 from modeling_gqa_cli.errors import UserError

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..checkpoints.writing import import_checkpoint
     from .allocation import allocate
     from .convert import METHODS, convert_model
-    from .measuring import compare_predictions, layer_errors
+    from .divergence import compare_predictions, layer_errors
     from .targets import target_config
 
 # The public names by the module that has them, which is loaded when one of them is first asked for.
@@ -24,7 +24,7 @@ _HOMES = {
     "..checkpoints.writing": ("import_checkpoint",),
     ".allocation": ("allocate",),
     ".convert": ("METHODS", "convert_model"),
-    ".measuring": ("compare_predictions", "layer_errors"),
+    ".divergence": ("compare_predictions", "layer_errors"),
     ".targets": ("target_config",),
 }
 __all__ = [

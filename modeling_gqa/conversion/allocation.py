@@ -24,8 +24,8 @@ from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token
 from ..modeling_gqa import GQAForCausalLM
+from .divergence import compare_states, predicted_positions, predicted_states, require_one_device
 from .fitting import fit
-from .measuring import compare_states, predicted_positions, predicted_states, require_one_device
 from .sequential import Setting, best_division, convert_layer, new_attention, read_latent_source
 from .streams import Streams, streams
 from .targets import (

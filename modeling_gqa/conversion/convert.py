@@ -17,9 +17,9 @@ from ..common.progress import ShowProgress, no_progress
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 from ..modeling_gqa import GQAForCausalLM
+from .divergence import compare_predictions, predicted_states, require_one_device
 from .layer_store import LayerStore
 from .layers.latent import ALPHAS
-from .measuring import compare_predictions, predicted_states, require_one_device
 from .sequential import NewLayer, Setting, assemble, convert_layers
 from .streams import scratch
 from .targets import BOOKKEEPING_FIELDS, check_ours, configuration, describe, layer_frequencies, lossy_layers

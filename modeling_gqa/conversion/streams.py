@@ -22,8 +22,8 @@ from modeling_gqa_cli.errors import UserError
 from ..attention import Attention, GroupedAttention
 from ..common.batches import MODEL_INPUTS, Batch, evaluating, hooks
 from ..modeling_gqa import GQAForCausalLM
+from .divergence import not_finite
 from .layers.moments import Statistics, product, windows
-from .measuring import not_finite
 
 if TYPE_CHECKING:
     from .layers.normed import NormedSums

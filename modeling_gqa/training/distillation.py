@@ -1,18 +1,16 @@
-"""Student and teacher of an uptraining run: how both are loaded, and the losses that compare them.
+"""Student and teacher of an uptraining run: how both are loaded, and the loss of stage 1.
 
 The student is a converted model, the teacher the model that it was converted from. Stage 1 compares the attention
-outputs of every layer, stage 2 the predictions. Shapes: B batch, T tokens, E hidden size, V vocabulary.
+outputs of every layer; stage 2 compares the predictions by `conversion.divergence.prediction_losses`.
+Shapes: B batch, T tokens, E hidden size.
 """
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from modeling_gqa_cli.errors import UserError
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
     from .uptraining import UptrainRecipe
 
 MUST_MATCH = ("hidden_size", "num_hidden_layers", "vocab_size", "layer_types", "sliding_window")
-# Number of the teacher's logits, and of float32 copies of the student's, that are in memory at a time.
-LOGITS_AT_ONCE = 2**25
 
 
 def is_trained(name: str, trainable: str) -> bool:
@@ -226,107 +222,3 @@ def regress_layer(
     # The next layer is given the teacher's input, and not the result of this MLP.
     hooks.enter_context(layer.mlp.register_forward_pre_hook(take_no_tokens))
     hooks.enter_context(layer.mlp.register_forward_hook(add_nothing))
-
-
-# -- Stage 2
-
-
-def prediction_losses(
-    logits: torch.Tensor,
-    teacher_states: torch.Tensor,
-    teacher_head: nn.Module,
-    labels: torch.Tensor,
-    temperature: float = 1.0,
-) -> torch.Tensor:
-    """Return three sums over the predicted tokens: next-token loss, KL(teacher || student), and the teacher's loss.
-
-    Args:
-        logits: the student's (B, T, V).
-        teacher_states: (B, T, E), of which `teacher_head` makes logits, a part of the tokens at a time.
-        labels: (B, T), shifted here; -100 at the start of a document, which the text before does not predict.
-        temperature: both logits are divided by it for the KL, which is multiplied by its square (1503.02531).
-    """
-    targets = pad(labels[:, 1:], (0, 1), value=-100).flatten()  # (B T,)
-    # On a CPU, parts that stay in its caches take half the time.
-    tokens = max(1, LOGITS_AT_ONCE // (4 if logits.device.type == "cpu" else 1) // logits.shape[-1])
-    return PredictionSums.apply(
-        logits.flatten(0, 1), teacher_states.flatten(0, 1), targets, teacher_head, temperature, tokens
-    )
-
-
-class PredictionSums(torch.autograd.Function):
-    """The three sums of `prediction_losses`, and the gradient of the first two by the logits.
-
-    With s and t the logits of student and teacher, and y the next token, the sums are of log sum exp s - s_y, of
-    KL(p || q) for p = softmax(t / temperature) and q = softmax(s / temperature), and of log sum exp t - t_y. The
-    gradient by s of the first is softmax(s) - onehot(y), that of the second, times temperature^2, is
-    temperature * (q - p). The softmaxes of a part of the tokens are computed in the forward pass and again in the
-    backward pass, from their normalizers, and never exist together.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        states: torch.Tensor,
-        targets: torch.Tensor,
-        head: nn.Module,
-        temperature: float,
-        part: int,
-    ) -> torch.Tensor:
-        """Return the sums of n tokens: logits (n, V), states (n, E) of the teacher, targets (n,), `part` at a time."""
-        ctx.save_for_backward(logits, states, targets)
-        kind = logits.device.type
-        autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind)}
-        ctx.autocast = autocast | {"enabled": torch.is_autocast_enabled(kind)}
-        ctx.head, ctx.temperature, ctx.part = head, temperature, part
-        ctx.normalizers = []
-        total = torch.zeros(3, device=logits.device)
-        for student, teacher, target in parts((logits, states, targets), head, part):
-            predicted = target >= 0
-            chosen = target.clamp(min=0)[:, None]
-            losses = [x.logsumexp(-1) - x.gather(1, chosen)[:, 0] for x in (student, teacher)]
-            if temperature != 1:
-                student, teacher = student / temperature, teacher / temperature
-            ours, theirs = (x.logsumexp(-1, keepdim=True) for x in (student, teacher))
-            weights = torch.sub(teacher, theirs).exp_()
-            # The logits' difference first: its weighted sum is small where the models agree.
-            kl = weights.mul_(teacher.sub_(student)).sum(-1) + (ours - theirs)[:, 0]
-            sums = (losses[0], kl * temperature**2, losses[1])
-            total = total + torch.stack([x[predicted].sum() for x in sums])
-            ctx.normalizers.append((ours, theirs))
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        """Return the gradient by the logits; `gradient` (3,) is that by the sums."""
-        of_loss, of_kl, _ = gradient.tolist()
-        of_kl *= ctx.temperature
-        result = torch.empty_like(ctx.saved_tensors[0])
-        with torch.autocast(**ctx.autocast), torch.no_grad():
-            read = parts(ctx.saved_tensors, ctx.head, ctx.part)
-            found = zip(result.split(ctx.part), read, ctx.normalizers, strict=True)
-            for place, (student, teacher, target), (ours, theirs) in found:
-                chosen = target.clamp(min=0)[:, None]
-                if ctx.temperature == 1:
-                    change = torch.sub(student, ours).exp_().mul_(of_loss + of_kl)
-                else:
-                    change = student.softmax(-1).mul_(of_loss)
-                    change.add_(torch.sub(student / ctx.temperature, ours).exp_(), alpha=of_kl)
-                change.sub_((teacher / ctx.temperature).sub_(theirs).exp_(), alpha=of_kl)
-                change.scatter_add_(1, chosen, torch.full_like(ours, -of_loss))
-                place.copy_(change.mul_((target >= 0)[:, None]))
-        return result, None, None, None, None, None
-
-
-def parts(
-    tensors: tuple[torch.Tensor, ...], head: nn.Module, part: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield both models' logits (n, V), in at least float32, and the targets (n,), of n = `part` tokens at a time.
-
-    `tensors` are the student's logits, the teacher's states, of which `head` makes its logits, and the targets.
-    """
-    for logits, states, targets in zip(*(x.split(part) for x in tensors), strict=True):
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        yield logits.to(dtype), head(states).to(dtype), targets

@@ -20,8 +20,8 @@ from modeling_gqa.conversion.allocation import (
     spend,
     spread,
 )
+from modeling_gqa.conversion.divergence import predicted_states
 from modeling_gqa.conversion.fitting import fit
-from modeling_gqa.conversion.measuring import predicted_states
 from modeling_gqa.conversion.sequential import ROTARY_STEP, assemble, best_division, convert_layer, new_attention
 from modeling_gqa.conversion.streams import streams
 from modeling_gqa.conversion.targets import cached_numbers, configuration, layer_fields

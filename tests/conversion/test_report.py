@@ -9,8 +9,8 @@ from huggingface_hub import metadata_load
 from small_models import make_batch, make_model
 
 from modeling_gqa.common.tables import runs
-from modeling_gqa.conversion import UserError, measuring
-from modeling_gqa.conversion.measuring import compare_predictions, layer_errors, predicted_states
+from modeling_gqa.conversion import UserError, divergence
+from modeling_gqa.conversion.divergence import compare_predictions, layer_errors, predicted_states
 from modeling_gqa.conversion.report import MUCH, MUCH_KL, UNMEASURED, warning, write_conversion_card, write_report
 
 
@@ -72,7 +72,7 @@ BATCHES = {
 @pytest.mark.parametrize("batches", BATCHES.values(), ids=BATCHES)
 def test_measure_is_the_formula(batches, monkeypatch):
     """Perplexities, KL and agreement equal sums over tokens in Python, each document computed alone in float64."""
-    monkeypatch.setattr(measuring, "TOKENS_AT_ONCE", 7)  # several chunks, the last one shorter
+    monkeypatch.setattr(divergence, "TOKENS_AT_ONCE", 7)  # several chunks, the last one shorter
     source, converted = make_model("mha"), make_model("mla", seed=3)
     measured = compare_predictions(source, converted, batches)
     assert measured == pytest.approx(expected_measurement(source, converted, batches), rel=1e-4)
