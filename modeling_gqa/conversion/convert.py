@@ -20,6 +20,7 @@ from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_predictions, predicted_states, require_one_device
 from .layer_store import LayerStore
 from .layers.latent import ALPHAS
+from .options import FITTED_METHODS
 from .sequential import NewLayer, Setting, assemble, convert_layers
 from .streams import scratch
 from .targets import BOOKKEEPING_FIELDS, check_ours, configuration, describe, layer_frequencies, lossy_layers
@@ -29,8 +30,6 @@ SELECTION_TOKENS = 16384
 # Tokens that a setting is tried on where trials are made without gradient steps.
 CANDIDATE_TOKENS = 16384
 METHODS = ("lowrank", "auto", "procrustes", "mean", "first", "random")
-# Methods whose output projections are fitted on text where nothing else is said; the others are the GQA paper's.
-FITTED_METHODS = ("lowrank", "auto", "procrustes")
 
 
 def convert_model(
@@ -43,6 +42,7 @@ def convert_model(
     regroup: bool | None = None,
     refit: bool | None = None,
     refine: int | None = None,
+    polish: int = 0,
     divide_cache: bool = False,
     share_weights: bool = False,
     seed: int = 0,
@@ -74,6 +74,9 @@ def convert_model(
         refine: passes over `calibration` in which each converted layer's attention is trained by gradient steps before
             the fit; `None`: one where it is fitted, else none. The last quarter of the documents judges both: in each
             layer each is kept only where it lowers the error there, by which learning rate and ridge are chosen too.
+        polish: tokens on which the new attention of all lossy layers is trained at the end on the source's predictions,
+            in passes over `calibration`; see `polish.polish`. What does not lower the KL on the last quarter of the
+            documents is not kept.
         divide_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: where it is
             fitted by the error that is left on text, else by a rule.
         share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
@@ -83,8 +86,8 @@ def convert_model(
         show_progress: returns, for a description, what wraps an iterable to show progress.
 
     Returns:
-        The converted model, and what was done: {"exact", "method", "setting", "layers", "candidates"}, the entries of
-        that name in `conversion.json`.
+        The converted model, and what was done: {"exact", "method", "setting", "layers", "candidates", "polish"}, the
+        entries of that name in `conversion.json`.
 
     Raises:
         UserError: this cannot be converted, and why.
@@ -115,11 +118,11 @@ def convert_model(
         calibration, selection = hold_out(calibration)
     after = [target_config.per_layer_config[index] for index in lossy]
     to_mla = {layer.attention_kind == "mla" for layer in after}
-    for name, value in (("refit", refit), ("refine", refine)):
+    for name, value in (("refit", refit), ("refine", refine), ("polish", polish)):
         if value and lossy and not calibration:
             raise UserError(f"{name} needs calibration text")
-    if refine is not None and refine < 0:
-        raise UserError(f"refine={refine} must not be negative")
+        if value is not None and value < 0:
+            raise UserError(f"{name}={value} must not be negative")
     if to_mla == {True} and method not in ("auto", "lowrank"):
         raise UserError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
     if all(layer.num_key_value_heads == 1 for layer in after):
@@ -139,12 +142,18 @@ def convert_model(
         if method == "auto" and lossy and selection:
             setting = search.run(setting, to_mla, regroup)
         converted, layers = search.converted(setting, share=share_weights)
+    polished = None
+    if polish and lossy and calibration:
+        from .polish import polish as train
+
+        polished = train(model, converted, calibration, lossy, polish, show_progress, seed)
     done = {
         "exact": not lossy,
         "method": setting.method if lossy else "exact",
         "setting": setting.as_json() if lossy else None,
         "layers": describe_changes(model.config, converted.config, layers),
         "candidates": [{"name": str(tried), "kl": kl} for kl, tried in search.tried],
+        "polish": polished,
     }
     return converted, done
 

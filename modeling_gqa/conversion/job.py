@@ -215,6 +215,7 @@ class Job(Options):
             regroup=self.regroup,
             refit=self.refit,
             refine=self.refine,
+            polish=self.polish_tokens,
             divide_cache=goal.options.divides_cache,
             share_weights=True,
             seed=self.seed,
@@ -233,7 +234,7 @@ class Job(Options):
                 tokens.update(batch[name].numpy().tobytes())
         return [
             __version__,
-            self.as_json(),
+            self.as_json() | {"polish": None},  # which comes after the layers
             target and target.to_json_string(use_diff=False),
             model.config.to_json_string(use_diff=False),
             weights.hexdigest(),

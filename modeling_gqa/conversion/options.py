@@ -33,9 +33,20 @@ from .targets import (
 )
 
 SIZES = declared.SIZES
+# Tokens that a conversion with text is polished on, where nothing else is said.
+POLISH_TOKENS = 65536
+# Methods whose output projections are fitted on text where nothing else is said; the others are the GQA paper's.
+FITTED_METHODS = ("lowrank", "auto", "procrustes")
 # A cache that is asked for may become larger by this share of it where a fast kernel of vLLM takes that.
 MORE = 1 / 8
-LEAST = {"refine": 0, "calibration_tokens": 1, "evaluation_tokens": 1, "sequence_length": 2, "batch_size": 1}
+LEAST = {
+    "refine": 0,
+    "polish": 0,
+    "calibration_tokens": 1,
+    "evaluation_tokens": 1,
+    "sequence_length": 2,
+    "batch_size": 1,
+}
 
 
 @dataclass
@@ -67,7 +78,7 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
             raise UserError(f"--budget has nothing to choose for {self.attention_kind}: give gqa or mla")
         if self.budget is not None and not self.text:
             raise UserError("--budget needs --text: without it no layer's loss is known")
-        for name in ("refit", "refine"):
+        for name in ("refit", "refine", "polish"):
             if getattr(self, name) and not self.text:
                 raise UserError(f"{spelled(name)} needs --text: the layers are fitted on it")
         for name, least in LEAST.items():
@@ -90,6 +101,13 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
         """Whether the conversion divides the cache between R and P; they may be given, and a budget chooses them."""
         given = (self.kv_lora_rank, self.qk_rope_head_dim, self.budget) != (None, None, None)
         return self.attention_kind == "mla" and not given and bool(self.text)
+
+    @property
+    def polish_tokens(self) -> int:
+        """The tokens to polish on; where nothing is said, none without text, and none for the GQA paper's methods."""
+        if self.polish is None:
+            return POLISH_TOKENS if self.text and self.method in FITTED_METHODS and self.refit is not False else 0
+        return self.polish
 
     def as_json(self) -> dict[str, Any]:
         """Return the options in types that JSON has; files and folders by their names, without this machine's paths."""

@@ -23,7 +23,7 @@ FORMAT_VERSION = 1
 MUCH_KL = 0.1
 MUCH = (
     f"KL is more than {MUCH_KL} nats per token. Less is lost with a larger cache, fewer layers (--layers), sizes by "
-    "layer (--budget) and more passes over the text (--refine 4); or train the result: modeling-gqa uptrain"
+    "layer (--budget) and more text or training (--calibration-tokens, --polish); or train on: modeling-gqa uptrain"
 )
 UNMEASURED = (
     "the weights alone decided, and nothing was measured. This can lose nearly all that a model knows; with --text "
@@ -40,7 +40,7 @@ Report = dict[str, Any]
 
 CARD = """# {title}
 
-{source} with its attention changed by `modeling_gqa`, without training: {change}.
+{source} with its attention changed by `modeling_gqa`: {change}.
 
 ```python
 from transformers import AutoModelForCausalLM{tokenizer}
@@ -145,6 +145,9 @@ def describe_cost(report: Report) -> str:
         if setting.get(name):
             kept = sum(row[number] is not None for row in lossy)
             parts.append(f"{what} kept in {kept} of {len(lossy)} layers")
+    if polished := report["polish"]:
+        found = "{kl_before:.3g} to {kl_after:.3g} on documents held out".format(**polished)
+        parts.append(f"polished on {polished['tokens']:,} tokens, KL {found}")
     if not text:
         return "; ".join([*parts, "no text, so nothing was measured"])
     if "calibration_tokens" in text:

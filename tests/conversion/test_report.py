@@ -172,6 +172,7 @@ REPORT = {
     "top1_agreement": 0.75,
     "tokens": 4321,
     "setting": {"refine": 1, "refit": True},
+    "polish": {"learning_rate": 1e-4, "tokens": 765, "kl_before": 0.375, "kl_after": 0.3125},
     "layers": [
         {"layer": i, "from": "mha", "to": "mla", "loss": 0.5, "learning_rate": rate, "ridge": 0.1, "error": 0.0625}
         for i, rate in enumerate((None, 1e-4, 1e-3))
@@ -194,7 +195,21 @@ def test_card_has_every_number_and_the_licence(tmp_path):
     assert metadata["base_model"] == "org/some-llama" and metadata["base_model_relation"] == "finetune"
     assert metadata["tags"] == ["modeling_gqa", "kv-cache", "mla"]
     assert 'tokenizer = AutoTokenizer.from_pretrained("small"' in card
-    for text in ("1,008", "168", "123,456", "3.5000", "4.2500", "0.188", "75.00%", "4,321", "999", "0.0625", "lowrank"):
+    for text in (
+        "1,008",
+        "168",
+        "123,456",
+        "3.5000",
+        "4.2500",
+        "0.188",
+        "75.00%",
+        "4,321",
+        "999",
+        "765",
+        "0.375",
+        "0.0625",
+        "lowrank",
+    ):
         assert text in card, text
     assert "\n- vLLM, layers 0-2: GPUs: none; CPU: yes.\n" in card
     assert "gradient steps kept in 2 of 3 layers; output fits kept in 3 of 3 layers" in card
