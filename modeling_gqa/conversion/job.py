@@ -30,7 +30,7 @@ from ..data.packing import read_batches
 from ..data.tokenizer import load_tokenizer
 from ..modeling_gqa import GQAForCausalLM
 from .convert import SELECTION_TOKENS, convert_model
-from .divergence import TOKENS_AT_ONCE, compare_predictions, layer_errors
+from .divergence import LOGITS_AT_ONCE, TOKENS_AT_ONCE, compare_predictions, layer_errors
 from .fitting import STEP_TOKENS
 from .layer_store import choose_target, layers_folder, resumable_folder
 from .options import Goal, Options, expected_target, find_goal, layers_after
@@ -142,8 +142,11 @@ class Job(Options):
         """Say which memory the conversion takes, by accounting, and with `--for` which sizes were chosen."""
         config, dtype = checkpoint.config, checkpoint.dtype
         rows, length = self.batch_size if self.text else 0, self.text_length(config)
-        memory = count_memory(config, expected_target(goal, config, dtype), dtype, rows, length)
-        say(f"Memory on {self.device}: {memory}.")
+        polished = self.polish_tokens > 0 and not goal.exact
+        target = expected_target(goal, config, dtype)
+        memory, less = (count_memory(config, target, dtype, rows, length, what) for what in (polished, False))
+        without = f"; {less.peak / GIB:.1f} with --polish 0" if polished else ""
+        say(f"Memory on {self.device}: {memory}{without}.")
         if self.engine and self.attention_kind == "mla":
             rank, rope = goal.options.kv_lora_rank, goal.options.qk_rope_head_dim
             sizes = "as given" if goal.options is self else f"R = {rank} and P = {rope}"
@@ -293,10 +296,18 @@ class Memory(NamedTuple):
         )
 
 
-def count_memory(source: GQAConfig, target: GQAConfig, dtype: torch.dtype, rows: int = 0, length: int = 0) -> Memory:
+def count_memory(
+    source: GQAConfig,
+    target: GQAConfig,
+    dtype: torch.dtype,
+    rows: int = 0,
+    length: int = 0,
+    polished: bool = False,
+) -> Memory:
     """Count the memory of a conversion, whose new layers lie in files until all are finished.
 
-    `rows` and `length` are those of a batch of text in sequences and tokens; 0 without text.
+    `rows` and `length` are those of a batch of text in sequences and tokens; 0 without text. `polished` says whether the
+    new layers are trained at the end.
     """
     old, new = ([layer.attention_parameters for layer in CostedModel(c).layers] for c in (source, target))
     changed = changed_layers(source, target)
@@ -308,7 +319,10 @@ def count_memory(source: GQAConfig, target: GQAConfig, dtype: torch.dtype, rows:
         forward = max(forward_work(layer, dtype.itemsize, rows * length) for layer in source.per_layer_config)
         # Log-probabilities of two models and what compares them, in float32.
         measuring = max(forward, 23 * TOKENS_AT_ONCE * source.vocab_size)
-    weights, attention = count_parameters(source) * dtype.itemsize, sum(new[i] for i in changed) * dtype.itemsize
+    trained = sum(new[i] for i in changed)
+    weights, attention = count_parameters(source) * dtype.itemsize, trained * dtype.itemsize
+    if polished:
+        measuring = max(measuring, polish_work(source, trained, dtype.itemsize, max(STEP_TOKENS, length)))
     return Memory(weights, attention, PROGRAM + weights + max(*work, 0, attention + measuring))
 
 
@@ -331,6 +345,17 @@ def layer_work(layer: GQAConfig, old: int, new: int, itemsize: int, tokens: int,
         fitting += 8 * (2 * old + 2 * hidden**2)
     states = IN_MEMORY + 2 * tokens * (2 * hidden + heads) * itemsize
     return int(states + max(converting, refining, fitting, forward_work(layer, itemsize, tokens)))
+
+
+def polish_work(source: GQAConfig, trained: int, itemsize: int, tokens: int) -> int:
+    """Return the bytes at work while `trained` parameters are polished, in steps of `tokens` tokens."""
+    widths = (
+        3 * x.intermediate_size + 8 * (x.hidden_size + x.num_attention_heads * (x.v_head_dim or x.head_dim))
+        for x in source.per_layer_config
+    )
+    logits = tokens * source.vocab_size
+    # In float32: parameters, gradients, Adam's moments; two copies of the weights; what the backward pass needs.
+    return 24 * trained + tokens * itemsize * sum(widths) + 3 * itemsize * logits + 20 * min(logits, LOGITS_AT_ONCE)
 
 
 def forward_work(layer: GQAConfig, itemsize: int, tokens: int) -> int:

@@ -33,8 +33,6 @@ from .targets import (
 )
 
 SIZES = declared.SIZES
-# Tokens that a conversion with text is polished on, where nothing else is said.
-POLISH_TOKENS = 65536
 # Methods whose output projections are fitted on text where nothing else is said; the others are the GQA paper's.
 FITTED_METHODS = ("lowrank", "auto", "procrustes")
 # A cache that is asked for may become larger by this share of it where a fast kernel of vLLM takes that.
@@ -104,10 +102,10 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
 
     @property
     def polish_tokens(self) -> int:
-        """The tokens to polish on; where nothing is said, none without text, and none for the GQA paper's methods."""
-        if self.polish is None:
-            return POLISH_TOKENS if self.text and self.method in FITTED_METHODS and self.refit is not False else 0
-        return self.polish
+        """The tokens to polish on; where nothing is said, as many as calibrate, or none where nothing is fitted."""
+        if self.polish is not None:
+            return self.polish
+        return self.calibration_tokens if self.text and self.method in FITTED_METHODS and self.refit is not False else 0
 
     def as_json(self) -> dict[str, Any]:
         """Return the options in types that JSON has; files and folders by their names, without this machine's paths."""

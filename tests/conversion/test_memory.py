@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.conversion import compare_predictions, convert_model, job, target_config
+from modeling_gqa.conversion import polish as module
 from modeling_gqa.conversion.job import GIB, LONGEST_SEQUENCE, count_memory
 from modeling_gqa.conversion.options import Goal, expected_target
 from modeling_gqa.costs import cache_bytes_per_token
@@ -119,6 +120,24 @@ def test_log_probabilities_are_counted(monkeypatch):
     assert living.peak < counted.peak - counted.source - job.PROGRAM
 
 
+@pytest.mark.parametrize("changes", [{}, {"vocab_size": 8192}, {"num_hidden_layers": 4}], ids=["", "words", "layers"])
+def test_polishing_is_counted(changes, monkeypatch):
+    """One step, two copies of the weights, and the steps of each of two rates that are tried."""
+    monkeypatch.setattr(job, "IN_MEMORY", 0)
+    monkeypatch.setattr(module, "LEARNING_RATES", (1e-4, 1e-5))
+    model = GQAForCausalLM(GQAConfig(**{**SIZES, **changes})).bfloat16().eval()
+    target = target_config(model.config, "gqa", num_key_value_heads=2)
+    converted, _ = convert_model(model, target, share_weights=True)
+    text = [{"input_ids": torch.randint(1000, (1, 1024))} for _ in range(2)]
+    with Living(model) as living:
+        module.polish(model, converted, text, range(model.config.num_hidden_layers), 1000)
+    more, less = (
+        count_memory(model.config, target, torch.bfloat16, 1, 1024, polished).peak for polished in (True, False)
+    )
+    counted = more - model.num_parameters() * 2 - job.PROGRAM
+    assert more > less and 0.6 * counted < living.peak < counted, (living.peak, counted)
+
+
 def test_sizes_chosen_later_are_guessed():
     """Under a budget the new attention is about that of equal shares, and gqa's is no larger than the source's."""
     config = GQAConfig(**SIZES)
@@ -134,6 +153,8 @@ def test_llama_8b_as_the_docs_say():
     config = GQAConfig(**LLAMA_8B)
     count = count_memory(config, expected(config, "mla", cache_size=1024), torch.bfloat16, 4, LONGEST_SEQUENCE)
     assert [round(x / GIB, 1) for x in count] == [15.0, 4.6, 20.8]
+    polished = count_memory(config, expected(config, "mla", cache_size=1024), torch.bfloat16, 4, LONGEST_SEQUENCE, True)
+    assert round(polished.peak / GIB, 1) == 83.6
     assert str(count).startswith(
         "about 20.8 GiB by accounting, of which the source takes 15.0 and the new attention 4."
     )
