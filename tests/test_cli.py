@@ -335,12 +335,23 @@ def test_refining_is_an_option_that_needs_text(checkpoints, corpus, tmp_path):
     assert reports[0]["method"] == "lowrank" and all(report["setting"]["refit"] for report in reports)
     keys = [load_file(tmp_path / name / "model.safetensors")[KEYS] for name in ("plain", "refined")]
     assert not torch.equal(*keys)
-    for option in (("--refine", 3), ("--refit",)):
+    for option in (("--refine", 3), ("--refit",), ("--polish", 3)):
         result = call("convert", checkpoints / "gqa", tmp_path / "out", *MQA, *option)
         assert result.exit_code == 1 and result.stderr.startswith(f"error: {option[0]} needs --text"), result.stderr
-    for option in (("--refine", -1), ("--batch-size", 0), ("--batch-size", 2**70)):
+    for option in (("--refine", -1), ("--polish", -1), ("--batch-size", 0), ("--batch-size", 2**70)):
         assert call("convert", checkpoints / "gqa", tmp_path / "out", *options, *option).exit_code == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_polishing_is_reported(checkpoints, corpus, tmp_path):
+    """The first line names the memory with it and without, and the card what it did."""
+    options = ("--text", corpus, *TEXT_OPTIONS, *MQA, "--polish", 600)
+    printed = run("convert", checkpoints / "gqa", tmp_path / "polished", *options)
+    report = json.loads((tmp_path / "polished" / "conversion.json").read_text())
+    done = report["polish"]
+    assert done["kl_after"] <= done["kl_before"] and done["tokens"] <= 600 and report["command"]["polish"] == 600
+    assert "with --polish 0" in printed
+    assert f"polished on {done['tokens']:,} tokens" in (tmp_path / "polished" / "README.md").read_text()
 
 
 def test_a_conversion_that_changes_much_ends_with_a_warning(checkpoints, corpus, tmp_path):

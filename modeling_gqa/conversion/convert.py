@@ -20,7 +20,6 @@ from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_predictions, predicted_states, require_one_device
 from .layer_store import LayerStore
 from .layers.latent import ALPHAS
-from .options import FITTED_METHODS
 from .sequential import NewLayer, Setting, assemble, convert_layers
 from .streams import scratch
 from .targets import BOOKKEEPING_FIELDS, check_ours, configuration, describe, layer_frequencies, lossy_layers
@@ -30,6 +29,8 @@ SELECTION_TOKENS = 16384
 # Tokens that a setting is tried on where trials are made without gradient steps.
 CANDIDATE_TOKENS = 16384
 METHODS = ("lowrank", "auto", "procrustes", "mean", "first", "random")
+# Methods whose output projections are fitted on text where nothing else is said; the others are the GQA paper's.
+FITTED_METHODS = ("lowrank", "auto", "procrustes")
 
 
 def convert_model(

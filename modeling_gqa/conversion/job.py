@@ -142,7 +142,7 @@ class Job(Options):
         """Say which memory the conversion takes, by accounting, and with `--for` which sizes were chosen."""
         config, dtype = checkpoint.config, checkpoint.dtype
         rows, length = self.batch_size if self.text else 0, self.text_length(config)
-        polished = self.polish_tokens > 0 and not goal.exact
+        polished = self.polish > 0 and not goal.exact
         target = expected_target(goal, config, dtype)
         memory, less = (count_memory(config, target, dtype, rows, length, what) for what in (polished, False))
         without = f"; {less.peak / GIB:.1f} with --polish 0" if polished else ""
@@ -218,7 +218,7 @@ class Job(Options):
             regroup=self.regroup,
             refit=self.refit,
             refine=self.refine,
-            polish=self.polish_tokens,
+            polish=self.polish,
             divide_cache=goal.options.divides_cache,
             share_weights=True,
             seed=self.seed,
@@ -237,7 +237,7 @@ class Job(Options):
                 tokens.update(batch[name].numpy().tobytes())
         return [
             __version__,
-            self.as_json() | {"polish": None},  # which comes after the layers
+            self.as_json() | {"polish": 0},  # which comes after the layers
             target and target.to_json_string(use_diff=False),
             model.config.to_json_string(use_diff=False),
             weights.hexdigest(),
@@ -306,8 +306,8 @@ def count_memory(
 ) -> Memory:
     """Count the memory of a conversion, whose new layers lie in files until all are finished.
 
-    `rows` and `length` are those of a batch of text in sequences and tokens; 0 without text. `polished` says whether the
-    new layers are trained at the end.
+    `rows` and `length` are those of a batch of text in sequences and tokens; 0 without text. `polished` says whether
+    the new layers are trained at the end.
     """
     old, new = ([layer.attention_parameters for layer in CostedModel(c).layers] for c in (source, target))
     changed = changed_layers(source, target)

@@ -33,8 +33,6 @@ from .targets import (
 )
 
 SIZES = declared.SIZES
-# Methods whose output projections are fitted on text where nothing else is said; the others are the GQA paper's.
-FITTED_METHODS = ("lowrank", "auto", "procrustes")
 # A cache that is asked for may become larger by this share of it where a fast kernel of vLLM takes that.
 MORE = 1 / 8
 LEAST = {
@@ -99,13 +97,6 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
         """Whether the conversion divides the cache between R and P; they may be given, and a budget chooses them."""
         given = (self.kv_lora_rank, self.qk_rope_head_dim, self.budget) != (None, None, None)
         return self.attention_kind == "mla" and not given and bool(self.text)
-
-    @property
-    def polish_tokens(self) -> int:
-        """The tokens to polish on; where nothing is said, as many as calibrate, or none where nothing is fitted."""
-        if self.polish is not None:
-            return self.polish
-        return self.calibration_tokens if self.text and self.method in FITTED_METHODS and self.refit is not False else 0
 
     def as_json(self) -> dict[str, Any]:
         """Return the options in types that JSON has; files and folders by their names, without this machine's paths."""
