@@ -206,7 +206,7 @@ def test_convert_measures_reports_and_saves_a_repository(checkpoints, corpus, tm
             for name in ("cache_bytes_per_token", "parameters", "perplexity")
             for when in ("before", "after")
         ),
-        *("kl", "top1_agreement", "tokens", "text", "exact", "method", "setting", "layers", "candidates"),
+        *("kl", "top1_agreement", "tokens", "text", "exact", "method", "setting", "layers", "candidates", "polish"),
     }
     tokens = {f"{part}_tokens" for part in ("calibration", "selection", "evaluation")}
     assert report["text"].keys() == {"files", "evaluation_files", "sequence_length", *tokens}

@@ -89,7 +89,7 @@ def polish(
     if not fitted or not judges or tokens <= 0:
         return None
     size = sum(int((text[number].fitted >= 0).sum()) for number in fitted) / len(fitted)
-    steps = max(round(tokens / size), 1)
+    steps = max(int(tokens / size), 1)
     with evaluating(source, converted), scratch(source.device) as states, trained(converted, layers) as parameters:
         with torch.no_grad():
             for number, piece in enumerate(text):
