@@ -97,6 +97,15 @@ COMMANDS = {
         ("Sizes", "Asked", "MachineOptions", "Output"),
         "Example: modeling-gqa report llama-3-8b --attention-kind mla --memory 80 --bandwidth 3350 --rate 989",
     ),
+    "evaluate": Command(
+        "Evaluate a checkpoint by lm-eval's tasks or on text in files, alone or against another one.",
+        OURS + "evaluation",
+        {"checkpoint": SOURCE["source"]},
+        {"run-code": "Let humaneval run code that the model writes.", "card": "Write the scores into its README.md."},
+        ("WhatToEvaluate", "WhereToEvaluate"),
+        "Files: wikitext2-raw-test.txt, lambada_openai_test.jsonl, hellaswag_val.txt.bz2, HumanEval.jsonl.gz. Example: "
+        "modeling-gqa evaluate out/ --against llama/ --data yardsticks/ --limit 300",
+    ),
     "pretrain": Command("Train a new model from a RECIPE.", SCRIPTS + "pretrain", more=WRITES),
     "uptrain": Command("Train back what a conversion lost, from a RECIPE.", SCRIPTS + "uptrain", more=WRITES),
     "compare": Command(
@@ -129,8 +138,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     with no_traceback_of_ctrl_c():
         try:
             values = read_options(name, rest) if command.groups else {"name": name, "arguments": rest}
-            if "source" in values:  # before seconds of imports
-                refuse_mistyped(str(values["source"]))
+            for source in ("source", "checkpoint", "against"):
+                if values.get(source):  # before seconds of imports
+                    refuse_mistyped(str(values[source]))
         except UserError as error:
             stop(str(error), error.exit_code)
         run = imported(command.module, name)
