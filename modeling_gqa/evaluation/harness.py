@@ -308,7 +308,7 @@ def run_lm_eval(lm: Any, tasks: dict[str, Any], limit: int | None = None) -> Res
             if not chosen or metric_name.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             values = [sample.get(metric_name) for sample in samples if sample["filter"] == chosen]
-            shares = item_shares(task.aggregation()[metric_name], values, value) if task and values else None
+            shares = item_shares(task.aggregation()[metric_name], values, value) if task is not None and values else None
             stderr = numbers.get(f"{metric_name}_stderr,{chosen}")
             if not isinstance(stderr, int | float):
                 stderr = None if shares is None else standard_error(shares)
@@ -320,7 +320,7 @@ def run_lm_eval(lm: Any, tasks: dict[str, Any], limit: int | None = None) -> Res
         items = len({sample["doc_id"] for sample in samples}) or sum(
             results[member].items for member in found["group_subtasks"].get(name, []) if member in results
         )
-        config: Any = task.config if task else None
+        config: Any = None if task is None else task.config
         dataset = {
             "type": config.dataset_path if config else name,
             "config": config.dataset_name if config else None,
