@@ -66,8 +66,9 @@ def evaluate(
             with progress_bars() as show_progress:
                 results.append(found.run(model, subject, show_progress))
             kind = str(model.dtype).removeprefix("torch.")
-            about.append({"name": subject.name, "class": type(model).__name__, "dtype": kind})
-            about[-1] |= {"parameters": model.num_parameters(), "seconds": round(time.perf_counter() - start, 3)}
+            said: dict[str, Any] = {"name": subject.name, "class": type(model).__name__, "dtype": kind}
+            seconds = round(time.perf_counter() - start, 3)
+            about.append(said | {"parameters": model.num_parameters(), "seconds": seconds})
             del model  # one at a time is in memory
             gc.collect()
         theirs = results[1] if against else {}

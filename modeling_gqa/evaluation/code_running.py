@@ -51,7 +51,7 @@ class Limits:
     file_size: int = 2**20
 
 
-def run_program(program: str, limits: Limits = Limits()) -> Outcome:  # noqa: B008 - frozen
+def run_program(program: str, limits: Limits = Limits()) -> Outcome:
     """Run a Python program in a process of its own, in a temporary folder and without environment variables.
 
     The process and all that it started are killed at the end.
@@ -120,7 +120,10 @@ def write_functions(lm: Any, problems: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def human_eval(
-    lm: Any, problems: Sequence[dict[str, Any]], progress: Progress = iter, limits: Limits = Limits()  # noqa: B008
+    lm: Any,
+    problems: Sequence[dict[str, Any]],
+    progress: Progress = iter,
+    limits: Limits = Limits(),
 ) -> TaskResult:
     """Return pass@1 of greedy completions, the share of problems (2107.03374) whose test passes.
 

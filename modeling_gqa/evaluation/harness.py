@@ -66,7 +66,7 @@ class Subject:
         if self.checkpoint:
             return self.checkpoint.load(dtype, device).eval()
         try:
-            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype or "auto", local_files_only=True)
+            model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=dtype or "auto", local_files_only=True)
             return model.to(device).eval()
         except (OSError, MemoryError, torch.OutOfMemoryError):
             raise
@@ -105,7 +105,9 @@ def open_subject(source: str, dtype: torch.dtype | None = None) -> Subject:
     check_tokenizer_files(folder, config.get_text_config().vocab_size)
     tokenizer = load_tokenizer(folder)
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
-        raise UserError(f"the tokenizer of {source} has no bos_token and no eos_token, and lm-eval begins texts with one")
+        raise UserError(
+            f"the tokenizer of {source} has no bos_token and no eos_token, and lm-eval begins texts with one"
+        )
     name = Path(source).resolve().name if Path(source).exists() else source
     return Subject(name, folder, config, tokenizer, checkpoint)
 
@@ -308,7 +310,9 @@ def run_lm_eval(lm: Any, tasks: dict[str, Any], limit: int | None = None) -> Res
             if not chosen or metric_name.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             values = [sample.get(metric_name) for sample in samples if sample["filter"] == chosen]
-            shares = item_shares(task.aggregation()[metric_name], values, value) if task is not None and values else None
+            shares = (
+                item_shares(task.aggregation()[metric_name], values, value) if task is not None and values else None
+            )
             stderr = numbers.get(f"{metric_name}_stderr,{chosen}")
             if not isinstance(stderr, int | float):
                 stderr = None if shares is None else standard_error(shares)
@@ -320,13 +324,12 @@ def run_lm_eval(lm: Any, tasks: dict[str, Any], limit: int | None = None) -> Res
         items = len({sample["doc_id"] for sample in samples}) or sum(
             results[member].items for member in found["group_subtasks"].get(name, []) if member in results
         )
-        config: Any = None if task is None else task.config
-        dataset = {
-            "type": config.dataset_path if config else name,
-            "config": config.dataset_name if config else None,
-            "split": (config.test_split or config.validation_split) if config else None,
-        }
-        results[name] = TaskResult(scores, items, keys, dataset, int(config.num_fewshot) if config else 0)
+        dataset: dict[str, str | None] = {"type": name}
+        if task is not None:
+            of = task.config
+            split = of.test_split or of.validation_split
+            dataset = {"type": of.dataset_path, "config": of.dataset_name, "split": split}
+        results[name] = TaskResult(scores, items, keys, dataset, 0 if task is None else task.config.num_fewshot)
     return results
 
 

@@ -1,7 +1,7 @@
 """What an evaluation found: scores with standard errors, their differences, as table, JSON and model card.
 
-A metric's standard error comes from its items: each has a share in the metric's error, and these shares have the mean
-0. Of the mean of scores x an item's share is x_i - mean(x); of a function of sums it is the first term of the function's
+A metric's standard error comes from its items: each has a share in the metric's error, and the mean of the shares is 0.
+Of the mean of scores x an item's share is x_i - mean(x); of a function of sums it is the first term of the function's
 series (the delta method). The standard error of a difference between two models is then that of the differences of
 their shares, item by item: what makes an item hard for both does not count.
 """
@@ -79,14 +79,14 @@ def standard_error(shares: np.ndarray) -> float | None:
     return float(shares.std(ddof=1) / math.sqrt(len(shares))) if len(shares) > 1 else None
 
 
-def mean_score(values: Sequence[float], higher_is_better: bool = True) -> Score:
+def mean_score(values: Sequence[float] | np.ndarray, higher_is_better: bool = True) -> Score:
     """Return the mean of the items' scores."""
     found = np.array(values, dtype=np.float64)
     shares = found - found.mean()
     return Score(float(found.mean()), standard_error(shares), higher_is_better, shares)
 
 
-def perplexity_score(losses: Sequence[float]) -> Score:
+def perplexity_score(losses: Sequence[float] | np.ndarray) -> Score:
     """Return the perplexity exp(mean(losses)) of losses in nats.
 
     Example:

@@ -7,7 +7,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 END = "<end>"
-WORDS = "the cat sat on a mat and saw two birds fly over an old house near our river".split()
+SENTENCE = "the cat sat on a mat and saw two birds fly over an old house near our river"
+WORDS = SENTENCE.split()
 
 
 def tokenizer_of_bytes(**options: Any) -> PreTrainedTokenizerFast:

@@ -32,10 +32,16 @@ def learn_words(model: torch.nn.Module) -> None:
 
 @pytest.fixture(scope="session")
 def models_folder(tmp_path_factory) -> Path:
-    """Folders `ours`, a GQA model of this package, and `llama`, one of transformers' own class, which know the words."""
+    """Folders `ours`, a GQA model of this package, and `llama`, one of transformers' own; they know the words."""
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(1)
-    sizes = {"hidden_size": 66, "intermediate_size": 58, "num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 12}
+    sizes: dict[str, Any] = {
+        "hidden_size": 66,
+        "intermediate_size": 58,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "head_dim": 12,
+    }
     llama = LlamaForCausalLM(LlamaConfig(**sizes, **SIZES, num_key_value_heads=2))
     for name, model in (("ours", make_model("gqa", **SIZES, initializer_range=0.02)), ("llama", llama)):
         learn_words(model)
@@ -63,7 +69,8 @@ def lambada() -> list[str]:
 def pages() -> list[str]:
     """Articles of WikiText as its rows are: a heading, an empty row, paragraphs and a smaller heading."""
     return [
-        f" = Title {i} = \n \n {sentence(i, 20)} @-@ {sentence(i + 9, 9)} . \n \n = = Part = = \n \n {sentence(i, 12)} \n "
+        f" = Title {i} = \n \n {sentence(i, 20)} @-@ {sentence(i + 9, 9)} . \n \n"
+        f" = = Part = = \n \n {sentence(i, 12)} \n "
         for i in range(3)
     ]
 

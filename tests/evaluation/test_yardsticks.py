@@ -72,8 +72,9 @@ def test_the_sentence_that_endings_continue_begins_with_a_capital(context, query
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("lambada", b""), ("lambada", b"{}\n"), ("lambada", b"no JSON\n"), ("lambada", b"[1]\n"), ("lambada", b"\xff\n"),
-        ("hellaswag", b"no bz2"), ("hellaswag", bz2.compress(b"a\nb\n")), ("hellaswag", bz2.compress(b"a\n7\nb\nc\nd\ne\n")),
+        ("lambada", b""), ("lambada", b"{}\n"), ("lambada", b"no JSON\n"), ("lambada", b"[1]\n"),
+        ("lambada", b"\xff\n"), ("hellaswag", b"no bz2"), ("hellaswag", bz2.compress(b"a\nb\n")),
+        ("hellaswag", bz2.compress(b"a\n7\nb\nc\nd\ne\n")),
         ("hellaswag", bz2.compress(b"a\n1\nb\nc\nd\ne\n" * 999)[:40]), ("humaneval", b"no gzip"), ("wikitext2", b""),
         ("lambada", None), ("humaneval", None),
     ],
