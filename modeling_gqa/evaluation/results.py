@@ -137,8 +137,9 @@ def compare(ours: Results, theirs: Results) -> dict[str, dict[str, dict[str, Any
 
 
 def number(value: float, form: str = "") -> str:
-    """Return a number with four digits behind the point, and with two from 100 on."""
-    return f"{value:{form},.{2 if abs(value) >= 100 else 4}f}"
+    """Return a number with four digits behind the point, with two from 10 on, and as `1.23e+06` from a million on."""
+    size = abs(value)
+    return f"{value:{form}.2e}" if size >= 1e6 else f"{value:{form},.{2 if size >= 10 else 4}f}"
 
 
 def with_error(value: float, stderr: float | None, form: str = "") -> str:

@@ -13,6 +13,7 @@ from huggingface_hub import metadata_load
 
 from modeling_gqa.common import atomic
 from modeling_gqa.evaluation import harness
+from modeling_gqa.evaluation.results import number
 from modeling_gqa_cli.errors import install_extra
 
 SMALL = ("--sequence-length", 64, "--limit", 3, "--dtype", "float32", "--device", "cpu")
@@ -45,7 +46,7 @@ def test_two_models_side_by_side(ours, models_folder, data, tmp_path):
         assert difference["paired"] and math.isclose(
             difference["difference"], score["value"] - other["tasks"][task]["scores"][name]["value"]
         )
-        assert f"{score['value']:,.{2 if abs(score['value']) >= 100 else 4}f} ±" in shown
+        assert number(score["value"]) in shown
     metadata = metadata_load(ours / "README.md")
     (index,) = metadata["model-index"]
     assert metadata["license"] == "mit" and metadata["tags"] == ["gqa"] and index["name"] == "ours"

@@ -14,6 +14,7 @@ from modeling_gqa.evaluation.results import (
     TaskResult,
     card_entries,
     compare,
+    number,
     read_card,
     results_table,
     to_json_dict,
@@ -116,3 +117,8 @@ def test_table_and_json_hold_both_models():
     assert found["against"]["name"] == "b" and found["comparison"]["hellaswag"]["acc"]["difference"] == -0.25
     alone = to_json_dict({"name": "a"}, None, ours, {})
     assert alone["against"] is None and alone["comparison"] is None
+
+
+def test_numbers_in_the_table_have_the_digits_that_count():
+    assert [number(x) for x in (0.45331, 43.6623, 1899.5, 1.2345e6)] == ["0.4533", "43.66", "1,899.50", "1.23e+06"]
+    assert number(0.01, "+") == "+0.0100" and number(-12.345, "+") == "-12.35"
