@@ -1,6 +1,7 @@
 """The command `evaluate`: trained models on lm-eval's tasks and on yardsticks from files."""
 
 import gc
+import os
 import platform
 import time
 from importlib.metadata import version
@@ -55,6 +56,11 @@ def evaluate(
         subjects = [open_subject(source, precision) for source in filter(None, (checkpoint, against))]
         options: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "sequence_length": sequence_length}
         found = find_tasks(tasks, data, run_code=run_code, **options)
+        if json:
+            json.parent.mkdir(parents=True, exist_ok=True)
+        for path in (json and json.parent, card and Path(checkpoint)):
+            if path and not os.access(path, os.W_OK):
+                raise UserError(f"{path} cannot be written")
         for subject in subjects if found.text else ():
             if subject.longest and sequence_length > subject.longest:
                 raise UserError(f"--sequence-length {sequence_length}: {subject.name} has {subject.longest} positions")
@@ -82,7 +88,6 @@ def evaluate(
             packages = {"modeling_gqa": version("modeling_gqa"), "lm_eval": version("lm_eval")}
             packages |= {"transformers": transformers.__version__, "torch": torch.__version__}
             report |= {"command": command, "machine": machine_name(where)}
-            json.parent.mkdir(parents=True, exist_ok=True)
             write_json(json, report | {"versions": packages | {"python": platform.python_version()}})
             out.print(f"Wrote {printable(json)}.", soft_wrap=True)
         if card:

@@ -120,22 +120,22 @@ def write_functions(lm: Any, problems: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def human_eval(
-    lm: Any,
     problems: Sequence[dict[str, Any]],
+    completions: Sequence[str],
     progress: Progress = iter,
     limits: Limits = Limits(),
 ) -> TaskResult:
-    """Return pass@1 of greedy completions, the share of problems (2107.03374) whose test passes.
+    """Return pass@1 of completions, the share of problems (2107.03374) whose test passes.
 
-    **This runs what the model writes**, by `run_program`.
+    **This runs what the model wrote**, by `run_program`.
 
     Args:
-        lm: lm-eval's wrapper of the model.
         problems: `task_id`, `prompt`, `test` and `entry_point` of each.
+        completions: what the model wrote behind each prompt; see `write_functions`.
         progress: wraps the iteration over programs.
         limits: of each program.
     """
-    pairs = list(zip(problems, write_functions(lm, problems), strict=True))
+    pairs = list(zip(problems, completions, strict=True))
     outcomes = [run_program(whole_program(problem, written), limits) for problem, written in progress(pairs)]
     score = mean_score([outcome == "passed" for outcome in outcomes])
     keys = [problem["task_id"] for problem in problems]

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from ..common.console import err
 from ..common.progress import ShowProgress, no_progress
 from ..configuration_gqa import GQAConfig
 from ..data.tokenizer import load_tokenizer
-from .code_running import human_eval
+from .code_running import human_eval, write_functions
 from .results import Results, Score, TaskResult, perplexity_score, standard_error
 from .yardsticks import FILES, check_data, local_task, read_documents, read_text, token_windows, window_losses
 
@@ -102,7 +103,8 @@ def open_subject(source: str, dtype: torch.dtype | None = None) -> Subject:
                 raise UserError(f"{folder} has a configuration that is not valid: {one_line(error)}") from error
     if not any((folder / name).is_file() for name in TOKENIZERS):
         raise UserError(f"{source} has no tokenizer: put the files of its tokenizer into the folder")
-    check_tokenizer_files(folder, config.get_text_config().vocab_size)
+    if vocabulary := getattr(config.get_text_config(), "vocab_size", None):
+        check_tokenizer_files(folder, vocabulary)
     tokenizer = load_tokenizer(folder)
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise UserError(
@@ -152,8 +154,10 @@ class Tasks:
         lm = wrapped(model, subject.tokenizer, batch_size=self.batch_size)
         for name in self.names:
             if name == "humaneval" and self.problems:
+                problems = self.problems[: self.limit]
                 with quiet_library():
-                    found[name] = human_eval(lm, self.problems[: self.limit], show_progress("running programs"))
+                    written = write_functions(lm, problems)
+                found[name] = human_eval(problems, written, show_progress("running programs"))
                 continue
             results: Results = {}
             if name == "wikitext2":
@@ -204,7 +208,7 @@ def find_tasks(
         if not names:
             said = f"{data} has none of {listed(FILES.values())}" if data else "there is nothing to evaluate"
             raise UserError(f"{said}: give --tasks by their names in lm-eval, or --data with a folder of these files")
-    names = list(dict.fromkeys(names))
+    names = list(dict.fromkeys(part for name in names for part in name.split(",")))  # as lm-eval's command takes them
     found = Tasks(names, {}, "", [], sequence_length, limit, batch_size)
     if "humaneval" in names and not run_code:
         raise UserError("humaneval runs code that the model writes: allow that by --run-code, best in a container")
@@ -253,6 +257,8 @@ def require_lm_eval() -> None:
     """Import lm-eval, and let it log errors alone; the command says which package is missing."""
     import lm_eval  # noqa: F401
 
+    # Else it forks as many processes as there are cores for each bootstrap.
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 
@@ -321,9 +327,7 @@ def run_lm_eval(lm: Any, tasks: dict[str, Any], limit: int | None = None) -> Res
         if not scores:
             continue
         keys = list(dict.fromkeys(sample["doc_hash"] for sample in samples))
-        items = len({sample["doc_id"] for sample in samples}) or sum(
-            results[member].items for member in found["group_subtasks"].get(name, []) if member in results
-        )
+        items = count_items(found, name)
         dataset: dict[str, str | None] = {"type": name}
         if task is not None:
             of = task.config
@@ -331,6 +335,13 @@ def run_lm_eval(lm: Any, tasks: dict[str, Any], limit: int | None = None) -> Res
             dataset = {"type": of.dataset_path, "config": of.dataset_name, "split": split}
         results[name] = TaskResult(scores, items, keys, dataset, 0 if task is None else task.config.num_fewshot)
     return results
+
+
+def count_items(found: Any, name: str) -> int:
+    """Return how many items a task had, or all tasks of a group, by lm-eval's results."""
+    if samples := found["samples"].get(name):
+        return len({sample["doc_id"] for sample in samples})
+    return sum(count_items(found, member) for member in found["group_subtasks"].get(name, []) if member != name)
 
 
 def item_shares(aggregate: Callable[..., float], values: Sequence[Any], value: float) -> np.ndarray | None:

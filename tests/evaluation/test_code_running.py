@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from modeling_gqa.evaluation.code_running import Limits, human_eval, run_program
+from modeling_gqa.evaluation.code_running import Limits, human_eval, run_program, write_functions
 from modeling_gqa.evaluation.harness import find_tasks, open_subject
 
 RIGHT, WRONG, ENDLESS = "    return a + b\n", "    return a * b\n", "    while True: pass\n"
@@ -23,7 +23,8 @@ def test_pass_at_1_is_the_share_of_right_functions(problems):
         asked.extend(request.args for request in requests)
         return [RIGHT, WRONG, ENDLESS]
 
-    result = human_eval(SimpleNamespace(generate_until=generate_until, max_length=512), problems, limits=QUICK)
+    written = write_functions(SimpleNamespace(generate_until=generate_until, max_length=512), problems)
+    result = human_eval(problems, written, limits=QUICK)
     score = result.scores["pass@1"]
     assert score.value == 1 / 3 and result.items == 3 and abs(score.stderr - (2 / 9 / 2) ** 0.5) < 1e-12
     assert list(result.keys) == [problem["task_id"] for problem in problems]

@@ -11,7 +11,7 @@ from byte_texts import tokenizer_of_bytes
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa.checkpoints.writing import import_checkpoint
-from modeling_gqa.evaluation.harness import find_tasks, item_shares, open_subject
+from modeling_gqa.evaluation.harness import find_tasks, item_shares, open_subject, run_lm_eval, wrapped
 from modeling_gqa.evaluation.results import Results, compare
 from modeling_gqa_cli.errors import UserError
 
@@ -148,7 +148,7 @@ def test_an_imported_checkpoint_scores_as_its_source(tasks, results, models_fold
 
 
 def test_only_the_first_items(data, models_folder):
-    limited = find_tasks(["hellaswag", "wikitext2"], data, limit=2, sequence_length=WINDOW)
+    limited = find_tasks(["hellaswag,wikitext2"], data, limit=2, sequence_length=WINDOW)
     subject = open_subject(str(models_folder / "llama"))
     found = limited.run(subject.load(torch.float32, "cpu"), subject)
     assert {name: result.items for name, result in found.items()} == {"hellaswag": 2, "wikitext2": 2, "wikitext": 2}
@@ -160,6 +160,25 @@ def test_scores_that_are_not_finite_are_refused(tasks, models_folder):
     model.lm_head.weight.data.fill_(math.nan)
     with pytest.raises(UserError, match="wikitext2"):
         tasks.run(model, subject)
+
+
+def test_a_group_of_lm_eval(tasks, models_folder, results):
+    """Its items are those of its tasks, and so is the mean; its differences are not of single items."""
+    from lm_eval.api.group import Group
+    from lm_eval.config.group import GroupConfig
+
+    metric = [{"metric": "acc", "weight_by_size": True}]
+    group = Group.from_config(GroupConfig(group="both", task=["lambada", "hellaswag"], aggregate_metric_list=metric))
+    members = {name: tasks.lm_tasks[name]["tasks"][name] for name in ("lambada", "hellaswag")}
+    for task in members.values():
+        group.add(task)
+    subject = open_subject(str(models_folder / "ours"))
+    lm = wrapped(subject.load(torch.float32, "cpu"), subject.tokenizer, batch_size=4)
+    found = run_lm_eval(lm, {"tasks": members, "groups": {"both": group}, "group_map": {"both": group.child_names}})
+    assert set(found) == {"both", "lambada", "hellaswag"} and found["both"].items == 24
+    alone = [results["ours"][name].scores["acc"].value for name in members]
+    assert math.isclose(found["both"].scores["acc"].value, np.mean(alone)) and found["both"].scores["acc"].stderr > 0
+    assert not compare(found, found)["both"]["acc"]["paired"]
 
 
 @pytest.mark.parametrize(
