@@ -53,9 +53,9 @@ def evaluate(
                 raise UserError(f"--card writes into the folder of a checkpoint, and {checkpoint} is none")
             read_card(Path(checkpoint))
         precision = None if dtype == "auto" else getattr(torch, dtype)
-        subjects = [open_subject(source, precision) for source in filter(None, (checkpoint, against))]
         options: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "sequence_length": sequence_length}
         found = find_tasks(tasks, data, run_code=run_code, **options)
+        subjects = [open_subject(source, precision) for source in filter(None, (checkpoint, against))]
         if json:
             json.parent.mkdir(parents=True, exist_ok=True)
         for path in (json and json.parent, card and Path(checkpoint)):
