@@ -21,10 +21,10 @@ Change the attention of a trained language model: between MHA, MQA, GQA and MLA,
 {commands}
 
 A SOURCE is a folder with a checkpoint in safetensors, a GGUF file, or a model's name on the Hub. Commands change
-nothing in it and read no file outside it. A TARGET is the folder to write. It is written aside and renamed at the end,
-so TARGET is complete or untouched. A TARGET that exists is refused; --force replaces a checkpoint or an empty folder,
-and nothing else. Exit codes: 0 done, 1 an error that the message explains, 2 wrong usage, 129, 130 or 143 stopped by a
-signal.
+nothing in it (but evaluate --card its README.md) and read no file outside it. A TARGET is the folder to write. It is
+written aside and renamed at the end, so TARGET is complete or untouched. A TARGET that exists is refused; --force
+replaces a checkpoint or an empty folder, and nothing else. Exit codes: 0 done, 1 an error that the message explains,
+2 wrong usage, 129, 130 or 143 stopped by a signal.
 """
 FORCE = "Replace the checkpoint at TARGET once the new one is complete."
 WRITES = """A run writes only into --output-dir: recipe.yaml, model.json, tokenizer/, data/, checkpoint-N/,
