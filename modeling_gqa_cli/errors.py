@@ -15,6 +15,7 @@ PACKAGES = {
     "accelerate": ("training", "accelerate"),
     "datasets": ("training", "datasets"),
     "filelock": ("conversion", "filelock"),
+    "lm_eval": ("evaluation", "lm_eval"),
     "matplotlib": ("plots", "matplotlib"),
     "rich": ("conversion", "rich"),
     "scipy": ("training", "scipy"),

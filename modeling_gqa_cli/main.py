@@ -21,10 +21,10 @@ Change the attention of a trained language model: between MHA, MQA, GQA and MLA,
 {commands}
 
 A SOURCE is a folder with a checkpoint in safetensors, a GGUF file, or a model's name on the Hub. Commands change
-nothing in it and read no file outside it. A TARGET is the folder to write. It is written aside and renamed at the end,
-so TARGET is complete or untouched. A TARGET that exists is refused; --force replaces a checkpoint or an empty folder,
-and nothing else. Exit codes: 0 done, 1 an error that the message explains, 2 wrong usage, 129, 130 or 143 stopped by a
-signal.
+nothing in it (but evaluate --card its README.md) and read no file outside it. A TARGET is the folder to write. It is
+written aside and renamed at the end, so TARGET is complete or untouched. A TARGET that exists is refused; --force
+replaces a checkpoint or an empty folder, and nothing else. Exit codes: 0 done, 1 an error that the message explains,
+2 wrong usage, 129, 130 or 143 stopped by a signal.
 """
 FORCE = "Replace the checkpoint at TARGET once the new one is complete."
 WRITES = """A run writes only into --output-dir: recipe.yaml, model.json, tokenizer/, data/, checkpoint-N/,
@@ -97,6 +97,15 @@ COMMANDS = {
         ("Sizes", "Asked", "MachineOptions", "Output"),
         "Example: modeling-gqa report llama-3-8b --attention-kind mla --memory 80 --bandwidth 3350 --rate 989",
     ),
+    "evaluate": Command(
+        "Evaluate a checkpoint by lm-eval's tasks or on text in files, alone or against another one.",
+        OURS + "evaluation",
+        {"checkpoint": SOURCE["source"]},
+        {"run-code": "Let humaneval run code that the model writes.", "card": "Write the scores into its README.md."},
+        ("WhatToEvaluate", "WhereToEvaluate"),
+        "Files: wikitext2-raw-test.txt, lambada_openai_test.jsonl, hellaswag_val.txt.bz2, HumanEval.jsonl.gz. Example: "
+        "modeling-gqa evaluate out/ --against llama/ --data yardsticks/ --limit 300",
+    ),
     "pretrain": Command("Train a new model from a RECIPE.", SCRIPTS + "pretrain", more=WRITES),
     "uptrain": Command("Train back what a conversion lost, from a RECIPE.", SCRIPTS + "uptrain", more=WRITES),
     "compare": Command(
@@ -129,8 +138,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     with no_traceback_of_ctrl_c():
         try:
             values = read_options(name, rest) if command.groups else {"name": name, "arguments": rest}
-            if "source" in values:  # before seconds of imports
-                refuse_mistyped(str(values["source"]))
+            for source in ("source", "checkpoint", "against"):
+                if values.get(source):  # before seconds of imports
+                    refuse_mistyped(str(values[source]))
         except UserError as error:
             stop(str(error), error.exit_code)
         run = imported(command.module, name)

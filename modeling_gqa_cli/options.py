@@ -1,4 +1,4 @@
-"""The options of `convert`, `import`, `export`, `inspect` and `report`, each declared once."""
+"""The options of `convert`, `import`, `export`, `inspect`, `report` and `evaluate`, each declared once."""
 
 import re
 from dataclasses import dataclass, field
@@ -154,6 +154,31 @@ class Output:
     _argument_group_name = "Output"
 
     plot: Path | None = option("Picture to write: cache and bound against the context.")
+
+
+@dataclass
+class WhatToEvaluate:
+    _argument_group_name = "What is evaluated"
+
+    against: str | None = option("Another checkpoint, on the same items: folder, .gguf file, or name on the Hub.")
+    tasks: list[str] | None = options(
+        "wikitext2, lambada, hellaswag, humaneval, or names of lm-eval's tasks. Default: the first three, of those "
+        "that --data has.",
+        metavar="NAME",
+    )
+    data: Path | None = option("Folder with the files of these four. Without it lm-eval fetches a task's data.")
+    limit: int | None = option("Items of each task at most, from the first on. Default: all.")
+    sequence_length: int = option("Tokens of a window of WikiText-2. Default: 2048.", 2048)
+    batch_size: int = option("Items in a batch. Default: 8.", 8)
+
+
+@dataclass
+class WhereToEvaluate:
+    _argument_group_name = "Running, and what is written"
+
+    dtype: Dtype = option("Dtype of the weights and of computing. Default: the checkpoint's.", "auto")
+    device: str | None = option("Such as cpu or cuda:1. Default: cuda if there is one.")
+    json: Path | None = option("File to write the scores to, as JSON.")
 
 
 def parse_layers(text: str) -> list[int]:

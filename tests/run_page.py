@@ -17,10 +17,12 @@ imports. A comment above a block changes how it is tested and renders to nothing
     <!-- test: in the checkout -->                  the block's commands run there
 
 The temporary folder holds what the pages name: a Llama at `meta-llama/Llama-3.2-1B` with that model's attention but
-few dimensions, so that the name leads to this folder and not to the Hub, and texts in `my_text`.
+few dimensions, so that the name leads to this folder and not to the Hub, texts in `my_text`, and two small yardsticks
+in `yardsticks`.
 """
 
 import io
+import json
 import os
 import re
 import runpy
@@ -128,6 +130,10 @@ def set_up(folder: Path) -> None:
     (folder / "my_text").mkdir()
     for number, text in enumerate(make_texts()):
         (folder / "my_text" / f"{number:02}.txt").write_text(text)
+    (folder / "yardsticks").mkdir()
+    (folder / "yardsticks" / "wikitext2-raw-test.txt").write_text("\n\n".join(text + "\n" for text in make_texts()))
+    rows = [json.dumps({"text": text[:40].rpartition(" ")[0]}) for text in make_texts()]
+    (folder / "yardsticks" / "lambada_openai_test.jsonl").write_text("\n".join(rows))
 
 
 def forked(function: Callable[[], Any], output: Path | None = None) -> int:

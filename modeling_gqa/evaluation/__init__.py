@@ -1,0 +1,1 @@
+"""Trained models on the field's yardsticks: lm-eval's tasks, and four from files, which need no network."""
