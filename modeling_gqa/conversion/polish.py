@@ -7,7 +7,7 @@ Shapes: B rows, T tokens, E hidden size.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,8 +23,7 @@ from .streams import held_out, scratch
 # Learning rates of Adam that are tried, from the largest on, as long as a smaller one is better after `TRIAL_STEPS`.
 LEARNING_RATES = (1e-3, 3e-4, 1e-4, 3e-5)
 TRIAL_STEPS = 8
-WARMUP = 0.05  # of the steps, over which the rate rises to its peak; from there it falls as a cosine
-JUDGED = 8  # times that the documents held out are looked at in a run
+JUDGED = 8  # times at most that the documents held out are looked at in a run
 NOT_PREDICTED = -100  # as a label, PyTorch's mark of what no loss counts
 
 
@@ -98,7 +97,7 @@ def polish(
         before = run.divergence()
         first = run.copy()
         rate = best_rate(run, fitted, min(TRIAL_STEPS, steps), first, seed, show_progress("trying learning rates"))
-        every, best, kept, since = max(steps // JUDGED, 1), before, 0, 0
+        every, best, kept, since = math.ceil(steps / JUDGED), before, 0, 0
         weights = first
         for step in run.steps(fitted, steps, rate, seed, show_progress("polishing")):
             if (step % every == 0 or step == steps) and (found := run.divergence()) < best:
@@ -167,10 +166,10 @@ class Run:
     def steps(
         self, fitted: Sequence[int], number: int, rate: float, seed: int, progress: Progress = iter
     ) -> Iterator[int]:
-        """Make `number` steps of Adam (1412.6980) with the peak rate `rate`, one piece each; yields 1, 2, ..."""
+        """Make `number` steps of Adam (1412.6980) from the rate `rate` down to 0, one piece each; yields 1, 2, ..."""
         optimizer = torch.optim.Adam(self.parameters, lr=rate, betas=(0.9, 0.95), fused=True)
         order = torch.Generator().manual_seed(seed)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, cosine(number))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, number)  # to 0
         waiting: list[int] = []
         for step in progress(range(1, number + 1)):
             if not waiting:
@@ -193,18 +192,6 @@ class Run:
         """Set the parameters that are trained to `weights`."""
         for parameter, weight in zip(self.parameters, weights, strict=True):
             parameter.copy_(weight)
-
-
-def cosine(steps: int) -> Callable[[int], float]:
-    """Return the factor of the rate by step: up on a line, then down to 0 as a cosine."""
-    warmup = max(round(WARMUP * steps), 1)
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / (warmup + 1)
-        return (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1))) / 2
-
-    return factor
 
 
 def cut(batches: Sequence[Batch]) -> Iterator[Piece]:
