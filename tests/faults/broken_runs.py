@@ -13,11 +13,15 @@ from typing import Any
 
 import pytest
 import yaml
+from tqdm.std import TqdmDefaultWriteLock
 from training_texts import MODEL, make_texts
 
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.main import run_script
 from training.pretrain import pretrain
+
+# tqdm's lock between processes is shared by all forks: one that is killed while it holds it would stop the next ones.
+TqdmDefaultWriteLock.mp_lock = None
 
 ROOT = Path(__file__).resolve().parents[2]
 # Dropout draws random numbers, so that a run that goes on with others ends with other weights.
