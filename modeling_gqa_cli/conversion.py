@@ -17,7 +17,7 @@ def convert(target: str, dry_run: bool, force: bool, **options: Any) -> None:
     """Give a trained model another attention, measure what that cost, and save it as a Hub repository."""
     from modeling_gqa.conversion.job import Job
     from modeling_gqa.conversion.layer_store import layers_folder
-    from modeling_gqa.conversion.report import describe_cost, warning
+    from modeling_gqa.conversion.report import advice, describe_cost, warning
 
     path = Path(target)
     with user_errors(path, layers_folder):
@@ -30,6 +30,8 @@ def convert(target: str, dry_run: bool, force: bool, **options: Any) -> None:
             plan = job.plan(force, say)
             show(plan)
             how = "exactly" if plan["exact"] else f"by {plan['method']}"
+            if said := advice(plan):
+                say(f"Note: {said}.")
             out.print(f"Dry run: would convert {how}. Nothing was written.")
             return
         with progress_bars() as show_progress:
@@ -38,6 +40,8 @@ def convert(target: str, dry_run: bool, force: bool, **options: Any) -> None:
         say(f"{describe_cost(report)}.")
         if said := warning(report):
             say(f"Warning: {said}.")
+        if said := advice(report):
+            say(f"Note: {said}.")
         saved(path, "report in conversion.json, card in README.md")
 
 

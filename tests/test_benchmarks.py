@@ -18,6 +18,7 @@ from benchmarks import (
     measure,
     models,
     prefill,
+    quantized_cache,
     real_conversion,
     report,
     training,
@@ -45,7 +46,7 @@ MACHINE = {"read_gb_s": 10.0, "matmul_gflop_s": {"float32": 100.0, "bfloat16": 1
 def quick_machine(monkeypatch):
     """The machine's rates take seconds to measure."""
     described = MACHINE | {"machine": "any", "torch": torch.__version__, "load_before": 0.0}
-    for module in (attention, decode, uptraining, prefill, real_conversion, training):
+    for module in (attention, decode, uptraining, prefill, quantized_cache, real_conversion, training):
         monkeypatch.setattr(module, "describe_machine", lambda device, dtypes: described)
 
 
@@ -174,6 +175,30 @@ def test_real_conversion(small_llama, capsys):
     assert "9.75 to 16.14" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="name another file"):
         real_conversion.main([*common, "--length", "16"])
+
+
+def test_quantized_cache(small_llama):
+    """Fewer bits lose more; the cache that is done well loses less; bytes count a scale of 16 bits for 16 numbers."""
+    path, sizes = small_llama / "found.json", ["--evaluation-tokens", "128", "--length", "32"]
+    folders = [str(small_llama / "Llama-3.2-1B"), "--text", str(small_llama / "text"), "--json", str(path)]
+    rows = quantized_cache.main([*folders, *sizes])
+    assert rows == read(path)["rows"]
+    kl = {(row["cache"], row["method"]): row["kl"] for row in rows}
+    assert len(kl) == 9 and 0 < kl["int8", "well"] < kl["int4", "well"] < kl["int3", "well"] < kl["int2", "well"]
+    assert all(kl[name, "well"] < kl[name, "plain"] for name in ("int8", "int4", "int3", "int2"))
+    assert [row["share"] for row in rows[::2]] == [0.5, 9 / 16, 5 / 16, 4 / 16, 3 / 16]
+    assert rows[0]["bytes"] == 2 * 2 * 16 * 2 * 2 / 2  # half of bfloat16's
+
+
+def test_a_quantized_cache_keeps_what_is_constant():
+    """A key or value that is its mean, and the first tokens, come back as they are; others within half a step."""
+    torch.manual_seed(0)
+    x, mean = torch.randn(1, 2, 9, 16), torch.randn(1, 2, 1, 16)
+    assert torch.equal(quantized_cache.cached(x, mean, "int2", True)[:, :, :4], x[:, :, :4])
+    constant = mean.expand_as(x)
+    torch.testing.assert_close(quantized_cache.cached(constant, mean, "int2", True), constant, rtol=0, atol=1e-5)
+    plain = quantized_cache.rounded(x, "int4", False)
+    assert (plain - x).abs().max() <= (x.abs().amax(-1) / 7 / 2).max() * 1.001
 
 
 @pytest.fixture
