@@ -1,7 +1,7 @@
 """What a model loses whose cache is quantized instead of converted, on the text that conversions are measured on.
 
     python -m benchmarks.quantized_cache
-    python -m benchmarks.quantized_cache Qwen2.5-Coder-0.5B-Instruct --name quantized_cache_qwen --evaluation-tokens 8192
+    python -m benchmarks.quantized_cache Qwen2.5-Coder-0.5B-Instruct --name quantized_qwen --evaluation-tokens 4096
 
 Nothing is packed: each key and value is rounded to what its cache would hold, and attended to. "Plain" has symmetric
 levels up to the largest number of a token and head (float8_e4m3fn without a scale for fp8), as engines' flags have it.

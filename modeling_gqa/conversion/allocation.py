@@ -26,7 +26,7 @@ from ..costs import cache_bytes_per_token
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_states, predicted_positions, predicted_states, require_one_device
 from .fitting import fit
-from .sequential import Setting, best_division, convert_layer, new_attention, read_latent_source
+from .sequential import NOT_CHOSEN, Setting, best_latent, convert_layer, new_attention, read_latent_source
 from .streams import Streams, streams
 from .targets import (
     Fields,
@@ -201,16 +201,16 @@ def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.T
     source = read_latent_source(model, index, statistics) if kind == "mla" else None
 
     def tried(fields: Fields) -> tuple[float, Attention]:
-        new = convert_layer(model, index, own | fields, statistics, FITTED, True, source=source)
+        new = convert_layer(model, index, own | fields, statistics, FITTED, True, choice, source)
         attention = new_attention(model, index, new)
         return max(fit(text, index, attention, trial=math.inf).error, torch.finfo(torch.float32).tiny), attention
 
-    some = spread(list(sizes))
+    some, choice = spread(list(sizes)), NOT_CHOSEN
     *_, probe = small = some[:3]  # whose losses are far above the noise of rounding
     if kind == "mla":
         setting = replace(FITTED, divide_cache=True)
-        factors = {n: best_division(text, index, own | sizes[n], statistics, setting)[0] for n in small}
-        sizes = layer_sizes(model.config, index, kind, factors)
+        chosen = {n: best_latent(text, index, own | sizes[n], statistics, setting)[0] for n in small}
+        sizes, choice = layer_sizes(model.config, index, kind, {n: x.factor for n, x in chosen.items()}), chosen[probe]
     errors = {numbers: tried(sizes[numbers]) for numbers in some}
     error, attention = errors[probe]
     loss_by_error = kl_alone(text, index, attention, ends) / error

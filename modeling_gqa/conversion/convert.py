@@ -19,7 +19,6 @@ from ..configuration_overrides import PER_LAYER_FIELDS
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_predictions, predicted_states, require_one_device
 from .layer_store import LayerStore
-from .layers.latent import ALPHAS
 from .sequential import NewLayer, Setting, assemble, convert_layers
 from .streams import scratch
 from .targets import BOOKKEEPING_FIELDS, check_ours, configuration, describe, layer_frequencies, lossy_layers
@@ -28,6 +27,8 @@ from .targets import BOOKKEEPING_FIELDS, check_ours, configuration, describe, la
 SELECTION_TOKENS = 16384
 # Tokens that a setting is tried on where trials are made without gradient steps.
 CANDIDATE_TOKENS = 16384
+# What `NewLayer` says of how a layer was converted, as in `conversion.json`.
+CHOSEN = ("loss", "gain", "alpha", "learning_rate", "ridge")
 METHODS = ("lowrank", "auto", "procrustes", "mean", "first", "random")
 # Methods whose output projections are fitted on text where nothing else is said; the others are the GQA paper's.
 FITTED_METHODS = ("lowrank", "auto", "procrustes")
@@ -66,8 +67,9 @@ def convert_model(
         selection: batches by which "auto" chooses; `None` for the last quarter of `calibration`, at most
             `SELECTION_TOKENS` tokens.
         method: how heads are merged, one of `METHODS`. "lowrank" keeps the leading subspace of the heads of a group.
-            "auto" tries settings of "lowrank" and "procrustes", and of MLA's weights, and keeps the one with the least
-            KL(source || converted) on `selection`; trials make no gradient steps and see 16,384 tokens.
+            "auto" tries settings of "lowrank" and "procrustes", and MLA with and without choices by layer, and keeps
+            the one with the least KL(source || converted) on `selection`; trials make no gradient steps and see 16,384
+            tokens.
         regroup: whether heads may be merged with others than their neighbours; `None`: "auto" tries both, "lowrank" and
             "procrustes" do.
         refit: whether each converted layer's output projection is fitted to `calibration` by least squares, so that the
@@ -78,8 +80,8 @@ def convert_model(
         polish: tokens on which the new attention of all lossy layers is trained at the end on the source's predictions,
             in passes over `calibration`; see `polish.polish`. What does not lower the KL on the last quarter of the
             documents is not kept.
-        divide_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: where it is
-            fitted by the error that is left on text, else by a rule.
+        divide_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: by the error
+            that is left on the last quarter of the documents, else by a rule.
         share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
         seed: of "random", and of regrouping.
         folder: an existing folder where each new layer is written when it is finished. The same call with a folder that
@@ -211,7 +213,7 @@ def describe_changes(before: GQAConfig, after: GQAConfig, new_layers: Mapping[in
     pairs = zip(before.per_layer_config, after.per_layer_config, strict=True)
     return [
         {"layer": index, "from": describe(old), "to": describe(new)}
-        | {name: getattr(new_layers.get(index), name, None) for name in ("loss", "learning_rate", "ridge")}
+        | {name: getattr(new_layers.get(index), name, None) for name in CHOSEN}
         for index, (old, new) in enumerate(pairs)
     ]
 
@@ -280,7 +282,7 @@ class Search:
             settings = [replace(first, weighted=weighted, regroup=r) for weighted in (True, False) for r in groupings]
             best = self.best_of([*settings, replace(first, method="procrustes", regroup=groupings[0])], trial)
         if True in to_mla:
-            best = self.best_of((replace(best, alpha=alpha) for alpha in ALPHAS), trial)
+            best = self.best_of((replace(best, by_layer=by_layer) for by_layer in (True, False)), trial)
         return replace(best, refine=start.refine)
 
 

@@ -24,17 +24,34 @@ from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from .fitting import LEARNING_RATES, examples, fit, refine, steps
 from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
-from .layers.latent import ALPHAS, to_latent
+from .layers.latent import ALPHAS, GAINS, to_latent
 from .layers.moments import Moments, Statistics, blank_statistics, compute_moments
 from .streams import Streams, streams
 from .targets import Fields, changed_layers, configuration, divided, is_exact, latent_fields, layer_fields
 
 State = dict[str, torch.Tensor]
 LatentSource = tuple[Heads, Moments]
-# Factor between two sizes P that are tried for a layer, and tokens on which they are compared.
-ROTARY_STEP, DIVISION_TOKENS = 1.4, 4096
+# Factor between two sizes P that are tried for a layer, and tokens on which ways to make MLA of it are compared.
+ROTARY_STEP, TRIAL_TOKENS = 1.4, 8192
 # Fields that say with which frequencies a layer rotates.
 ROTATION_FIELDS = ("rope_frequency_indices", "rope_frequency_dim")
+
+
+class LatentChoice(NamedTuple):
+    """How MLA is made of a layer.
+
+    Args:
+        gain: of the queries of unrotated keys, one of `GAINS`.
+        alpha: weight of the keys' errors against the values' in the latent, one of `ALPHAS`.
+        factor: of P in `divided`, where the cache is divided anew.
+    """
+
+    gain: float = GAINS[0]
+    alpha: float = ALPHAS[0]
+    factor: float = 1.0
+
+
+NOT_CHOSEN = LatentChoice()
 
 
 class NewLayer(NamedTuple):
@@ -45,6 +62,7 @@ class NewLayer(NamedTuple):
         fields: its configuration fields.
         loss: the squared error that its conversion minimises, estimated; 0 where exact, `None` where unknown.
         learning_rate, ridge: of the gradient steps, and of the fit of its output projection; `None` for none.
+        gain, alpha: of a lossy layer of MLA, those of its `LatentChoice`.
     """
 
     state: State
@@ -52,6 +70,8 @@ class NewLayer(NamedTuple):
     loss: float | None
     learning_rate: float | None = None
     ridge: float | None = None
+    gain: float | None = None
+    alpha: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,8 +83,8 @@ class Setting:
         metric: of the layers' input, as reports name it: "full", what text shows, or "identity", uncorrelated inputs.
         weighted: whether the errors of keys are weighted by the queries that read them when heads are merged.
         regroup: whether heads may be merged with others than their neighbours.
-        alpha: weight of the keys' errors against the values' in MLA's latent.
-        divide_cache: whether R + P is divided anew: with `refit` by `best_division`, else by the rule `divided`.
+        by_layer: whether each layer of MLA gets the `LatentChoice` that leaves the least error on documents held out.
+        divide_cache: whether R + P is divided anew: with `by_layer` by that error, else by the rule `divided`.
         refit: whether the output projections are fitted on text.
         refine: passes over the text in which each layer's new attention is trained by gradient steps, before the fit.
         seed: of regrouping and of the method "random".
@@ -74,7 +94,7 @@ class Setting:
     metric: str = "full"
     weighted: bool = True
     regroup: bool = True
-    alpha: float = ALPHAS[0]
+    by_layer: bool = True
     divide_cache: bool = False
     refit: bool = False
     refine: int = 0
@@ -138,8 +158,8 @@ def convert_on_text(
     `known` is the result where it was found before.
     """
     statistics = text.collect(index)
-    if known is None and setting.divide_cache and setting.refit and fields["attention_kind"] == "mla":
-        _, new = best_division(text, index, fields, statistics, setting)
+    if known is None and setting.by_layer and text.holds_out and fields["attention_kind"] == "mla":
+        _, new = best_latent(text, index, fields, statistics, setting)
     else:
         new = known or convert_layer(model, index, fields, statistics, setting, True)
     attention = new_attention(model, index, new)
@@ -170,27 +190,33 @@ def best_attention(
     return attention, best, ridge
 
 
-def best_division(
+def best_latent(
     text: Streams, index: int, fields: Fields, statistics: Statistics, setting: Setting
-) -> tuple[float, NewLayer]:
-    """Convert layer `index` to MLA with the R and P, of the sum in `fields`, of which the fit leaves the least error.
+) -> tuple[LatentChoice, NewLayer]:
+    """Make MLA of layer `index` in the way that leaves the least error of the stream on documents held out.
 
-    P begins as `divided` has it, and grows or else shrinks by `ROTARY_STEP` as long as that helps. Returns the factor
-    of P in `divided`, and the new layer, not yet fitted.
+    Gain, alpha and, where the sum R + P in `fields` is divided anew, P are chosen one after the other. P begins as
+    `divided` has it, and grows or else shrinks by `ROTARY_STEP` as long as that helps. Each trial has the fit of the
+    output projection where the setting has it. Returns the choice, and the new layer, not yet fitted.
     """
     source = read_latent_source(text.model, index, statistics)
 
     @cache
-    def tried(factor: float) -> tuple[float, NewLayer]:
-        new = convert_layer(text.model, index, fields, statistics, setting, True, factor, source)
+    def tried(choice: LatentChoice) -> tuple[float, NewLayer]:
+        new = convert_layer(text.model, index, fields, statistics, setting, True, choice, source)
         copied = new._replace(state={name: x.clone() for name, x in new.state.items()})  # which the fit changes
-        return fit(text, index, new_attention(text.model, index, copied), trial=DIVISION_TOKENS).error, new
+        attention = new_attention(text.model, index, copied)
+        return fit(text, index, attention, setting.refit, TRIAL_TOKENS).error, new
 
-    best = 1.0
-    for step in (ROTARY_STEP, 1 / ROTARY_STEP):
-        while tried(best * step)[0] < tried(best)[0]:
-            best *= step
-        if best != 1:
+    def error(choice: LatentChoice) -> float:
+        return tried(choice)[0]
+
+    best = min((LatentChoice(gain=gain) for gain in GAINS), key=error)
+    best = min((best._replace(alpha=alpha) for alpha in ALPHAS), key=error)
+    for step in (ROTARY_STEP, 1 / ROTARY_STEP) if setting.divide_cache else ():
+        while error(further := best._replace(factor=best.factor * step)) < error(best):
+            best = further
+        if best.factor != 1:
             break
     return best, tried(best)[1]
 
@@ -202,23 +228,24 @@ def convert_layer(
     statistics: Statistics,
     setting: Setting,
     lossy: bool,
-    factor: float = 1.0,
+    choice: LatentChoice = NOT_CHOSEN,
     source: LatentSource | None = None,
 ) -> NewLayer:
     """Convert layer `index` to what `fields` say, where `lossy` not exactly.
 
-    `factor` is of P in `divided`, where the cache is divided anew. `source` is what `read_latent_source` returns, for
-    callers that make MLA of several sizes of it.
+    `choice` says how, where it becomes MLA. `source` is what `read_latent_source` returns, for callers that make MLA in
+    several ways of it.
     """
-    before = model.config.per_layer_config[index]
+    before, chosen = model.config.per_layer_config[index], {}
     with living_layer(index) as computed:
         if fields["attention_kind"] == "mla":
             heads, moments = source or read_latent_source(model, index, statistics)
             rank, size = fields["kv_lora_rank"], fields["qk_rope_head_dim"]
             if setting.divide_cache and lossy:
-                rank, size = divided(rank + size, before, factor)
+                rank, size = divided(rank + size, before, choice.factor)
                 fields = fields | latent_fields(model.config, index, rank, size, None)
-            state, found, loss = to_latent(heads, moments, rank, size, setting.alpha)
+            state, found, loss = to_latent(heads, moments, rank, size, choice.alpha, choice.gain)
+            chosen = {"gain": choice.gain, "alpha": choice.alpha} if lossy else {}
         else:
             std, seed = model.config.initializer_range, setting.seed * model.config.num_hidden_layers + index
             heads, loss = fewer_heads(read_heads(model, index), fields, statistics, setting, std, seed)
@@ -233,7 +260,7 @@ def convert_layer(
                 )
         computed |= state
     state = {name: tensor.to(model.dtype, copy=True).contiguous() for name, tensor in state.items()}
-    return NewLayer(state, {**fields, **found}, loss)
+    return NewLayer(state, {**fields, **found}, loss, **chosen)
 
 
 def read_latent_source(model: GQAForCausalLM, index: int, statistics: Statistics) -> LatentSource:

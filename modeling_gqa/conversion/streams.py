@@ -7,7 +7,7 @@ between two layers are in a temporary file.
 Shapes: B rows, T tokens, E hidden size, H query heads, S lags, M = heads times value size.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -263,12 +263,14 @@ class Streams:
     ) -> None:
         self.model, self.batches, self.states = model, batches, states
         self.first_share = FIRST_SHARE if first_share is None else first_share
-        self.holds_out = any(held.any() for held in held_out(batches))
+        self.held = list(held_out(batches))
+        self.holds_out = any(held.any() for held in self.held)
 
     @torch.no_grad()
-    def passages(self) -> Iterator[Passage]:
-        """Yield each batch with its states."""
-        for number, (batch, held) in enumerate(zip(self.batches, held_out(self.batches), strict=True)):
+    def passages(self, order: Iterable[int] | None = None) -> Iterator[Passage]:
+        """Yield each batch with its states, or those whose numbers are in `order`."""
+        for number in range(len(self.batches)) if order is None else order:
+            batch, held = self.batches[number], self.held[number]
             inputs = {name: x.to(self.model.device) for name, x in batch.items() if name in MODEL_INPUTS}
             ids = inputs.pop("input_ids")
             states = self.states[number] if number in self.states else (self.model.model.embed_tokens(ids),)
@@ -318,11 +320,14 @@ class Streams:
     ) -> Iterator[tuple[Passage, torch.Tensor]]:
         """Yield each batch and the heads' outputs (B, T, M) of `attention`, which takes layer `index`'s place.
 
-        `trial`: tokens after which the batches end, and the outputs do not go to the states, for `finish`.
+        `trial`: tokens after which the batches end, taken from the first and the last inwards, so that some are held
+        out; the outputs do not go to the states, for `finish`.
         """
         layer, given, seen = self.model.model.layers[index], [], 0
+        ends = (place // 2 if place % 2 == 0 else -1 - place // 2 for place in range(len(self.batches)))
+        order = None if trial is None else (number % len(self.batches) for number in ends)
         with hooks(attention.o_proj.register_forward_pre_hook(lambda _, arguments: given.append(arguments[0]))):
-            for passage in self.passages():
+            for passage in self.passages(order):
                 given.clear()  # what the caller has sent through the projection meanwhile
                 attention(layer.input_layernorm(passage.states[0]), **passage.arguments[index])
                 (heads,) = given

@@ -22,7 +22,15 @@ from modeling_gqa.conversion.allocation import (
 )
 from modeling_gqa.conversion.divergence import predicted_states
 from modeling_gqa.conversion.fitting import fit
-from modeling_gqa.conversion.sequential import ROTARY_STEP, assemble, best_division, convert_layer, new_attention
+from modeling_gqa.conversion.layers.latent import ALPHAS, GAINS
+from modeling_gqa.conversion.sequential import (
+    ROTARY_STEP,
+    LatentChoice,
+    assemble,
+    best_latent,
+    convert_layer,
+    new_attention,
+)
 from modeling_gqa.conversion.streams import streams
 from modeling_gqa.conversion.targets import cached_numbers, configuration, layer_fields
 from modeling_gqa.costs import cache_bytes_per_token
@@ -161,26 +169,34 @@ def test_trying_sizes_leaves_the_text_as_it_was(kind):
 
 
 @pytest.mark.parametrize("total", [21, 120])
-def test_a_cache_is_divided_where_the_fit_leaves_least(total):
-    """No size P that is a step larger or smaller leaves a smaller error, and R + P is what was given."""
-    model, setting = random_model("mha"), replace(FITTED, divide_cache=True)
+@pytest.mark.parametrize("refit", [True, False])
+def test_a_layer_becomes_mla_in_the_way_that_leaves_least(total, refit):
+    """No other gain, alpha or P beside the chosen one leaves less on documents held out; R + P is what was given."""
+    model, setting = random_model("mha"), replace(FITTED, divide_cache=True, refit=refit)
     fields = layer_fields(target_config(model.config, "mla", cache_size=total))[0]
     with torch.no_grad(), streams(model, CALIBRATION) as text:
         statistics = text.collect(0)
-        factor, new = best_division(text, 0, fields, statistics, setting)
+        choice, new = best_latent(text, 0, fields, statistics, setting)
+        assert (new.gain, new.alpha) == (choice.gain, choice.alpha)
 
-        def error(factor: float) -> float:
-            other = convert_layer(model, 0, fields, statistics, setting, True, factor)
+        def error(choice: LatentChoice) -> float:
+            other = convert_layer(model, 0, fields, statistics, setting, True, choice)
             assert other.fields["kv_lora_rank"] + other.fields["qk_rope_head_dim"] == total
-            return fit(text, 0, new_attention(model, 0, other), trial=1000).error
+            return fit(text, 0, new_attention(model, 0, other), refit, 1000).error
 
-        assert fit(text, 0, new_attention(model, 0, new), trial=1000).error == error(factor)
-        assert error(factor) <= min(error(factor * ROTARY_STEP), error(factor / ROTARY_STEP), error(1.0))
+        least = fit(text, 0, new_attention(model, 0, new), refit, 1000).error
+        assert least == error(choice)
+        assert least <= min(
+            error(choice._replace(factor=choice.factor * step)) for step in (ROTARY_STEP, 1 / ROTARY_STEP)
+        )
+        first = LatentChoice(gain=choice.gain)
+        assert error(first) <= min(error(LatentChoice(gain=gain)) for gain in GAINS)
+        assert least <= min(error(first._replace(alpha=alpha)) for alpha in ALPHAS)
         assert [len(text.states[number]) for number in text.states] == [2] * len(CALIBRATION)
 
 
 def test_small_sizes_have_divisions_of_their_own():
-    """At the three smallest sizes that are tried R and P are those that `best_division` finds there."""
+    """At the three smallest sizes that are tried R and P are those that `best_latent` finds there."""
     model, setting = random_model("mha"), replace(FITTED, divide_cache=True)
     choices = measured_choices(model, "mla", [0], CALIBRATION, iter)[0][:-1]
     rotary = {choice.numbers: choice.fields["qk_rope_head_dim"] for choice in choices}
@@ -189,7 +205,7 @@ def test_small_sizes_have_divisions_of_their_own():
         statistics = text.collect(0)
         for numbers in tried:
             fields = layer_fields(target_config(model.config, "mla", cache_size=numbers))[0]
-            _, new = best_division(text, 0, fields, statistics, setting)
+            _, new = best_latent(text, 0, fields, statistics, setting)
             assert rotary[numbers] == new.fields["qk_rope_head_dim"]
 
 

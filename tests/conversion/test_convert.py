@@ -24,7 +24,7 @@ from benchmarks.layerwise import collect
 from modeling_gqa.conversion import METHODS, UserError, allocate, compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.convert import Search
 from modeling_gqa.conversion.layer_store import LayerStore
-from modeling_gqa.conversion.sequential import Setting, convert_layer
+from modeling_gqa.conversion.sequential import NOT_CHOSEN, LatentChoice, Setting, convert_layer
 from modeling_gqa.conversion.streams import FIRST_SHARE
 from modeling_gqa.conversion.targets import layer_fields
 
@@ -102,6 +102,8 @@ def test_the_report_of_an_automatic_search():
         "from": "mqa, 1 of 6 heads of 14",
         "to": "mha, 6 of 6 heads of 14",
         "loss": 0.0,
+        "gain": None,
+        "alpha": None,
         "learning_rate": None,
         "ridge": None,
     }
@@ -124,6 +126,8 @@ def test_the_report_of_an_automatic_search():
         "from": "mha, 6 of 6 heads of 14",
         "to": "gqa, 2 of 6 heads of 14",
         "loss": 0,
+        "gain": None,
+        "alpha": None,
         "learning_rate": None,
         "ridge": 0,
     }
@@ -150,7 +154,7 @@ def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():
     other, report = convert_model(model, both, CALIBRATION, method="auto", refine=0)
     kls = [candidate["kl"] for candidate in report["candidates"]]
     assert len(kls) == 5 + 1  # the best of the first is not tried again
-    assert {candidate["name"].split("alpha=")[1][:3] for candidate in report["candidates"]} == {"1.0", "0.3"}
+    assert {candidate["name"].split("by_layer=")[1][:4] for candidate in report["candidates"]} == {"True", "Fals"}
     assert compare_predictions(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
     assert [layer.attention_kind for layer in other.config.per_layer_config] == ["mla", "gqa", "gqa"]
 
@@ -273,7 +277,9 @@ def test_layers_are_fitted_on_what_the_converted_ones_before_give(kind, sizes, f
         assert ".layers.0." not in name or torch.equal(x, state[name])
     ((_, statistics),) = collect(first, LONG_CALIBRATION, [2])
     fields = layer_fields(target(model, kind, **sizes))[2]
-    unfitted = convert_layer(model, 2, fields, statistics, Setting(regroup=False), True)
+    layer = done["layers"][2]
+    choice = LatentChoice(layer["gain"], layer["alpha"]) if kind == "mla" else NOT_CHOSEN
+    unfitted = convert_layer(model, 2, fields, statistics, Setting(regroup=False), True, choice)
     name = "model.layers.2.self_attn."
     for key, x in unfitted.state.items():
         assert key.startswith("o_proj") or distance(state[name + key], x) < 1e-6
@@ -282,7 +288,7 @@ def test_layers_are_fitted_on_what_the_converted_ones_before_give(kind, sizes, f
     missed = after - hidden - x @ unfitted.state["o_proj.weight"].T
     found = state[name + "o_proj.weight"] - unfitted.state["o_proj.weight"]
     weight = torch.where(torch.arange(len(x)) % 24 == 0, max(FIRST_SHARE * 24, 1), 1.0) / after.square().mean(-1)
-    ridge = done["layers"][2]["ridge"] * (weight[:, None] * x.square()).sum(0).mean().item()
+    ridge = layer["ridge"] * (weight[:, None] * x.square()).sum(0).mean().item()
     if (bias := unfitted.state.get("o_proj.bias")) is not None:
         missed = missed - bias
         x = torch.nn.functional.pad(x, (0, 1), value=1.0)

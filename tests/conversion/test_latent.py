@@ -30,10 +30,11 @@ from small_models import make_batch
 from transformers import DynamicCache, StaticCache
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.conversion import convert_model, target_config
+from modeling_gqa.conversion import convert_model, sequential, target_config
 from modeling_gqa.conversion.layers.heads import read_heads
 from modeling_gqa.conversion.layers.latent import to_latent
 from modeling_gqa.conversion.layers.moments import compute_moments
+from modeling_gqa.conversion.sequential import LatentChoice
 from modeling_gqa.conversion.targets import divided
 
 pytestmark = pytest.mark.usefixtures("one_layer_alone")
@@ -76,11 +77,14 @@ LOSSY: dict[str, tuple[str, dict[str, Any], int, int]] = {
 }
 
 
+@pytest.mark.parametrize("chosen", [LatentChoice(1.0, 1.0), LatentChoice(0.5, 0.3)], ids=["plain", "chosen"])
 @pytest.mark.parametrize("name", LOSSY)
 @torch.no_grad()
-def test_the_loss_is_the_error_measured(name):
+def test_the_loss_is_the_error_measured(name, chosen, monkeypatch):
     """Rotary key, turned queries, latent, output bias and loss follow their formulas, from queries, keys and values of
     the text: as the layer makes them, or behind their norms."""
+    monkeypatch.setattr(sequential, "GAINS", (chosen.gain,))
+    monkeypatch.setattr(sequential, "ALPHAS", (chosen.alpha,))
     model_name, fields, rank, size = LOSSY[name]
     model = random_model(model_name, **fields).double()
     other, report = to_mla(model, rank, size)
@@ -119,7 +123,9 @@ def test_the_loss_is_the_error_measured(name):
             assert (ours - expected).abs().max() < 1e-4
 
         # The rest is read unrotated, by queries that are turned as far as keys are on average.
-        assert distance(layer.complex_planes(made_q[:, :14]), turned[:, None] * gain * zq) < 1e-6
+        shrunk = turned / turned.abs() * turned.abs() ** chosen.gain
+        assert distance(layer.complex_planes(made_q[:, :14]), shrunk[:, None] * gain * zq) < 1e-6
+        assert report["layers"][index]["gain"] == chosen.gain and report["layers"][index]["alpha"] == chosen.alpha
         left = zk - restored
         left = torch.cat((left.real, left.imag, key.mT[:, 2 * layer.planes :]), dim=1)  # (G, D, T)
         _, value_metric, _ = metrics(layer, x)

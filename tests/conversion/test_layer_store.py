@@ -255,7 +255,7 @@ def test_layers_in_files_are_a_mapping(tmp_path):
 def test_the_layers_of_the_best_setting_stay(on_disk, tmp_path):
     """Those of a worse one are forgotten once both are measured, and measurements are read again."""
     kept = LayerStore(tmp_path if on_disk else None)
-    settings = [Setting(alpha=alpha) for alpha in (1.0, 2.0, 3.0)]
+    settings = [Setting(seed=seed, refine=seed) for seed in (1, 2, 3)]
     for setting, kl in zip(settings, (0.3, 0.2, 0.4), strict=True):
         kept.of(setting)[0] = NewLayer({"weight": torch.full((2,), kl)}, {}, kl)
         kept.measure(setting, kl)

@@ -15,8 +15,10 @@ import torch
 from .heads import Heads, rotary_fields
 from .moments import DAMPING, Moments, square_root
 
-# Weights of the keys' errors against the values' in the latent that a search tries; the first is the default.
-ALPHAS = (1.0, 0.3)
+# What is tried for a layer, the default first: weights of the keys' errors against the values' in the latent, and the
+# powers to which the mean rotation's length is taken. With 1 a score is nearest on average, with 0 it keeps its size.
+ALPHAS = (1.0, 0.55, 0.3)
+GAINS = (1.0, 0.5, 0.0)
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def unrotated_keys(heads: Heads, rotary: RotaryKey) -> torch.Tensor:
 
 
 def to_latent(
-    heads: Heads, moments: Moments, rank: int, size: int, alpha: float = ALPHAS[0]
+    heads: Heads, moments: Moments, rank: int, size: int, alpha: float = ALPHAS[0], gain: float = GAINS[0]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], float]:
     """Convert a layer to MLA; for MQA with `rank` and `size` D that is exact.
 
@@ -103,24 +105,27 @@ def to_latent(
         rank: size R of the latent.
         size: size P of the rotary key.
         alpha: weight of the keys' errors against the values' in the latent.
+        gain: of the queries of unrotated keys; see `query_turn`.
 
     Returns:
         The parameters of a `LatentAttention`, the configuration fields of its layer, and the loss in the metric of the
         layer's output: what is no longer rotated, and keys and values outside the latent.
     """
-    rotary, turn = rotary_key(moments, size), query_turn(heads, moments)
+    rotary, turn = rotary_key(moments, size), query_turn(heads, moments, gain)
     keys = unrotated_keys(heads, rotary)
     latent, lost = shared_latent(heads, moments, keys, unrotated_metric(moments, turn, keys.shape[1]), rank, alpha)
     return *write_latent(heads, rotary, latent, turn), rotary.loss + lost
 
 
-def query_turn(heads: Heads, moments: Moments) -> torch.Tensor:
+def query_turn(heads: Heads, moments: Moments, gain: float = GAINS[0]) -> torch.Tensor:
     """Return what the query of an unrotated key is multiplied by, (H, D, D): the mean rotation of all heads.
 
-    It includes rotary_scaling squared: rotation scales a query and a key by it, and what is no longer rotated must not
-    lose that.
+    Its length in each plane, at most 1, is taken to the power `gain`. It includes rotary_scaling squared: rotation
+    scales a query and a key by it, and what is no longer rotated must not lose that.
     """
     mean = moments.rotation.mean(0).expand_as(moments.rotation)  # (H, n)
+    length = mean.abs().clamp(min=torch.finfo(torch.float32).tiny)
+    mean = mean / length * length**gain
     return _real_matrix(mean * heads.rotary_scaling**2, heads.k.shape[1])
 
 
