@@ -203,7 +203,7 @@ def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.T
     def tried(fields: Fields) -> tuple[float, Attention]:
         new = convert_layer(model, index, own | fields, statistics, FITTED, True, choice, source)
         attention = new_attention(model, index, new)
-        return max(fit(text, index, attention, trial=math.inf).error, torch.finfo(torch.float32).tiny), attention
+        return max(fit(text, index, attention).error, torch.finfo(torch.float32).tiny), attention
 
     some, choice = spread(list(sizes)), NOT_CHOSEN
     *_, probe = small = some[:3]  # whose losses are far above the noise of rounding

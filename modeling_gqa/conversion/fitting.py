@@ -67,7 +67,7 @@ class Regression:
         `ridge`: one of `RIDGES`.
         """
         added = ridge * self.second.diagonal()[:-1].mean() * torch.ones_like(self.second.diagonal())
-        return torch.linalg.solve(self.second + torch.diag(added), self.cross)
+        return torch.cholesky_solve(self.cross, torch.linalg.cholesky(self.second + torch.diag(added)))
 
     def error(self, change: torch.Tensor | None = None) -> float:
         """Return the weighted mean of the squared norms of the residuals, under a `change` (M + 1, E) of the layer."""
@@ -103,7 +103,7 @@ def fit(text: Streams, index: int, attention: Attention, refit: bool = True, tri
     The fit is made without the documents that are held out, with each of `RIDGES`. The ridge of which their error is
     least is taken, and the fit made again with all documents; where none lowers their error, there is no fit. Text with
     nothing held out is not fitted to. Without `refit` the error is measured alone. `trial`, as for `Streams.attend`:
-    the fit is made on these tokens alone, and judged on those held out in them.
+    the fit is made on these tokens alone, with the middle ridge, and only its error is found.
     """
     fitted, held = Regression(attention.o_proj), Regression(attention.o_proj)
     # Not for `finish`: what is tried here need not be what is kept.
@@ -115,12 +115,15 @@ def fit(text: Streams, index: int, attention: Attention, refit: bool = True, tri
                 sums.add(heads[chosen], residual[chosen], weights[chosen])
     judge = held if held.weight else fitted
     before = judge.error()
-    if not refit or not (text.holds_out or trial):
+    if not (refit and held.weight and fitted.weight):
         return Fit(before, None)
-    errors = {ridge: judge.error(fitted.solution(ridge)) for ridge in (RIDGES if held.weight else RIDGES[:1])}
+    ridges = RIDGES if trial is None else (RIDGES[len(RIDGES) // 2],)
+    errors = {ridge: judge.error(fitted.solution(ridge)) for ridge in ridges}
     best = min(errors, key=errors.__getitem__)
     if not errors[best] < before:
         return Fit(before, None)
+    if trial is not None:
+        return Fit(errors[best], best)
     fitted.include(held)
     fitted.apply(fitted.solution(best))
     return Fit(errors[best], best)

@@ -204,9 +204,7 @@ def best_latent(
     @cache
     def tried(choice: LatentChoice) -> tuple[float, NewLayer]:
         new = convert_layer(text.model, index, fields, statistics, setting, True, choice, source)
-        copied = new._replace(state={name: x.clone() for name, x in new.state.items()})  # which the fit changes
-        attention = new_attention(text.model, index, copied)
-        return fit(text, index, attention, setting.refit, TRIAL_TOKENS).error, new
+        return fit(text, index, new_attention(text.model, index, new), setting.refit, TRIAL_TOKENS).error, new
 
     def error(choice: LatentChoice) -> float:
         return tried(choice)[0]
