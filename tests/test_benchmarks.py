@@ -160,12 +160,12 @@ def test_real_conversion(small_llama, capsys):
     first = real_conversion.main([*common, "--targets", "mla-1/2", "mqa"])
     assert [(row["target"], row["method"]) for row in first] == [
         *(("mla-1/2", name) for name in real_conversion.METHODS if name != "mean"),
-        *(("mqa", name) for name in ("default", "closed form", "refine 4", "auto", "weights only", "mean")),
+        *(("mqa", name) for name in ("default", "closed form", "polish", "refine 4", "auto", "weights only", "mean")),
     ]
     targets = ["--targets", "mla-1/8", "mla-24+8", "mla-1/2"]
     rows = real_conversion.main([*common, *targets, "--methods", "mha2mla", "transmla"])
     assert rows == read(path)["rows"] and len(rows) == len(first) + 4
-    source = 2 * 2 * 16 * 2 * 4  # bytes of keys and values of two heads in two layers
+    source = 2 * 2 * 16 * 2 * 2  # bytes in bfloat16 of keys and values of two heads in two layers
     shares = {"mla-1/2": 2, "mla-1/8": 8, "mla-24+8": 2, "mqa": 2}
     for row in rows:
         assert row["bytes"] == source / shares[row["target"]] or row["method"] == "sizes by layer"
