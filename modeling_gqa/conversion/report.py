@@ -1,6 +1,7 @@
 """The report of a conversion: `conversion.json`, tables and the model card; and which kernels of vLLM run a model."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,9 @@ def describe_cost(report: Report) -> str:
         if setting.get(name):
             kept = sum(row[number] is not None for row in lossy)
             parts.append(f"{what} kept in {kept} of {len(lossy)} layers")
+    for name in ("gain", "alpha"):
+        if counts := Counter(row[name] for row in lossy if row[name] is not None):
+            parts.append(f"{name} {', '.join(f'{value:g} in {n}' for value, n in sorted(counts.items()))} layers")
     if polished := report["polish"]:
         found = "{kl_before:.3g} to {kl_after:.3g} on documents held out".format(**polished)
         parts.append(f"polished on {polished['tokens']:,} tokens, KL {found}")

@@ -11,7 +11,15 @@ from small_models import make_batch, make_model
 from modeling_gqa.common.tables import runs
 from modeling_gqa.conversion import UserError, divergence
 from modeling_gqa.conversion.divergence import compare_predictions, layer_errors, predicted_states
-from modeling_gqa.conversion.report import MUCH, MUCH_KL, UNMEASURED, warning, write_conversion_card, write_report
+from modeling_gqa.conversion.report import (
+    MUCH,
+    MUCH_KL,
+    UNMEASURED,
+    advice,
+    warning,
+    write_conversion_card,
+    write_report,
+)
 
 
 def packed_batch(batch: int = 2, length: int = 13) -> dict[str, torch.Tensor]:
@@ -175,11 +183,18 @@ REPORT = {
     "polish": {"learning_rate": 1e-4, "tokens": 765, "kl_before": 0.375, "kl_after": 0.3125},
     "layers": [
         {"layer": i, "from": "mha", "to": "mla", "loss": 0.5, "learning_rate": rate, "ridge": 0.1, "error": 0.0625}
+        | {"gain": 0.5 if rate else 0.0, "alpha": 1.0}
         for i, rate in enumerate((None, 1e-4, 1e-3))
     ],
     "text": {"calibration_tokens": 999, "sequence_length": 64},
     "serving": ["vLLM, layers 0-2: GPUs: none; CPU: yes."],
 }
+
+
+def test_a_quantized_cache_is_named_where_memory_shrinks_with_loss():
+    assert "--kv-cache-dtype fp8" in (advice({**REPORT, "exact": False}) or "")
+    assert advice({**REPORT, "exact": True}) is None
+    assert advice({**REPORT, "exact": False, "cache_bytes_per_token_after": 1008}) is None
 
 
 def test_card_has_every_number_and_the_licence(tmp_path):
@@ -213,6 +228,7 @@ def test_card_has_every_number_and_the_licence(tmp_path):
         assert text in card, text
     assert "\n- vLLM, layers 0-2: GPUs: none; CPU: yes.\n" in card
     assert "gradient steps kept in 2 of 3 layers; output fits kept in 3 of 3 layers" in card
+    assert "gain 0 in 1, 0.5 in 2 layers; alpha 1 in 3 layers" in card
     assert "vLLM 0.32 caches the latent" in card and "transformers 5.17" in card
     assert "R + P = 22 + 6, no latent norm" in card
 
