@@ -20,7 +20,7 @@ from ..checkpoints.checkpoint import load_source, open_checkpoint
 from ..checkpoints.files import LICENCES, copy_files, is_gguf, local_folder
 from ..common.atomic import read_object
 from ..common.cards import base_metadata, kept_metadata
-from ..common.console import say, warn
+from ..common.console import warn
 from ..conversion.divergence import prediction_losses
 from .distillation import choose_parameters, layerwise_loss, model_inputs, run_teacher
 from .recipe import UNUSED, Recipe
@@ -168,7 +168,6 @@ class UptrainTrainer(PretrainTrainer):
             args.ddp_find_unused_parameters = args.trainable == "all" and args.layerwise_fraction > 0
         super().__init__(model, args, **kwargs)
         self.teacher = teacher
-        self.add_callback(StopWhenWorse(self))
         if teacher is not None:
             teacher.to(device=args.device).eval().requires_grad_(False)
             self.preprocess_logits_for_metrics = None
@@ -323,19 +322,3 @@ class LogStages(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step == self.trainer.layerwise_steps:
             control.should_log = True
-
-
-class StopWhenWorse(TrainerCallback):
-    """End training at the second evaluation of stage 2 in a row that is worse than the model before training."""
-
-    def __init__(self, trainer: UptrainTrainer) -> None:
-        self.trainer = trainer
-
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        name = f"eval_{self.trainer.measure}"
-        found = {log["step"]: log[name] for log in state.log_history if name in log}
-        last = [x for step, x in found.items() if step > self.trainer.layerwise_steps][-2:]
-        if args.keep_best and len(last) == 2 and not any(x <= found.get(0, math.inf) for x in last):
-            what = "KL to the teacher" if self.trainer.teacher is not None else "validation loss"
-            say(f"Stopped at step {state.global_step:,}: for two evaluations the {what} was above {found[0]:.4f}.")
-            control.should_training_stop = True

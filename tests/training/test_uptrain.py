@@ -409,8 +409,7 @@ def test_a_training_that_ends_badly_goes_back_to_its_best_checkpoint(here, pair,
     results = here(tmp_path / "run", **options, **rates)
     assert "step 4" in one_warning(capsys.readouterr().err) and results["result_step"] == 4
     assert results["kl"] < results["initial_kl"] < results["last_kl"]
-    assert results["steps"] == 8  # the second evaluation that is worse
-    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-8"}
+    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-10"}
     ours, theirs = (load_file(tmp_path / "run" / name / "model.safetensors") for name in ("final", "checkpoint-4"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     shutil.rmtree(tmp_path / "run" / "final")
@@ -418,15 +417,6 @@ def test_a_training_that_ends_badly_goes_back_to_its_best_checkpoint(here, pair,
     (tmp_path / "run" / "checkpoint-4" / "model.safetensors").write_bytes(b"damage")
     again = here(tmp_path / "run", "--resume", **options, **rates)
     assert again["result_step"] == 0 and again["kl"] == again["initial_kl"]
-
-
-def test_training_stops_at_the_second_bad_evaluation_of_stage_2(here, tmp_path):
-    """Stage 1 may make predictions worse for a while; a run that keeps its last weights goes on."""
-    options = {"learning_rate": RUINOUS, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 12, "warmup_steps": 0}
-    stopped = here(tmp_path / "run", **options, layerwise_fraction=0.5)
-    assert stopped["steps"] == 6 + 2 and stopped["result_step"] == 0
-    whole = here(tmp_path / "whole", **options, layerwise_fraction=0.5, keep_best=False)
-    assert whole["steps"] == 12 and whole["kl"] > whole["initial_kl"]
 
 
 def test_a_student_that_is_gone_in_the_end_is_one_line(here, tmp_path, monkeypatch):
