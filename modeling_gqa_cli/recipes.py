@@ -103,7 +103,7 @@ class UptrainOptions:
     temperature: float = option("Stage 2: of both softmaxes in the KL. Default: 1.", 1.0)
     pretraining_fraction: float | None = option("Tokens, as a share of the teacher's pretraining tokens.")
     pretraining_tokens: int | None = option("The teacher's pretraining tokens. Default: its results.json.")
-    keep_best: bool = option("Keep the last weights, also where they are worse.", True)
+    keep_best: bool = option("Train to the end and keep the last weights, also where they are worse.", True)
 
 
 @dataclass

@@ -61,4 +61,5 @@ class StudyRecipe:
 
     def options_of_runs(self) -> dict[str, Any]:
         """Return the options that all runs have."""
-        return {**NEXT_TOKEN, "publish": False, "keep_best": False, **self.options}  # type: ignore[dict-item]
+        fixed = {"publish": False, "keep_best": False, "eval_strategy": "no"}  # the last weights are measured
+        return {**NEXT_TOKEN, **fixed, **self.options}  # type: ignore[dict-item]

@@ -74,7 +74,7 @@ FREE_ON_RESUME = {
     "sample_prompt", "license", "bigram_baseline", "local_rank", "eval_strategy", "eval_steps", "eval_delay",
     "eval_on_start", "per_device_eval_batch_size", "eval_accumulation_steps", "logging_strategy", "skip_memory_metrics",
     "log_on_each_node", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_always_push",
-    "torch_empty_cache_steps", "enable_jit_checkpoint",
+    "torch_empty_cache_steps", "enable_jit_checkpoint", "keep_best",
 }  # fmt: skip
 # Bounds: TrainingArguments accepts more, and training then fails when it has begun, or at its end.
 NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [

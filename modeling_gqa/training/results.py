@@ -36,6 +36,7 @@ class Results(TypedDict, total=False):
     kl: float
     initial_kl: float
     result_step: int
+    stopped_step: int
     last_kl: float
     last_validation_loss: float
     gap_closed: float
@@ -58,6 +59,7 @@ LABELS = {
     "kl": ("KL divergence from the teacher, nats per token", "{:.4f}"),
     "initial_kl": ("KL divergence from the teacher before uptraining", "{:.4f}"),
     "result_step": ("Step whose weights these are; the last ones were worse than those before training", "{:,}"),
+    "stopped_step": ("Step at which training stopped, since the KL divergence stayed above that before", "{:,}"),
     "last_kl": ("KL divergence after the last step", "{:.4f}"),
     "last_validation_loss": ("Validation loss after the last step", "{:.4f}"),
     "bigram_loss": ("Interpolated bigram model on the same tokens, nats per token", "{:.4f}"),

@@ -157,6 +157,10 @@ class PretrainTrainer(Trainer):
 
     # -- The whole
 
+    def is_over(self) -> bool:
+        """Return whether training ends at the step of `state`."""
+        return self.state.global_step >= self.state.max_steps
+
     @property
     def training_seconds(self) -> float:
         """Seconds of training up to now, those of earlier sessions included."""
@@ -168,10 +172,11 @@ class PretrainTrainer(Trainer):
         It ends the process with exit code 143 where SIGTERM has stopped and saved the training.
         """
         self.began = time.perf_counter()
-        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json")) if checkpoint else None
-        if state is not None and state.global_step >= state.max_steps:
+        if checkpoint:
+            self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+            self.nothing_left = self.is_over()
+        if self.nothing_left:
             # Stopped between the last step and the end of the script; Trainer would take one step more.
-            self.nothing_left, self.state = True, state
             self._load_from_checkpoint(str(checkpoint))
         else:
             try:

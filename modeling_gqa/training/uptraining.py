@@ -48,6 +48,10 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of AdamW."})
     weight_decay: float = field(default=0.0, metadata={"help": "Weight decay; not applied to norms and biases."})
     bigram_baseline: bool = field(default=False, metadata={"help": "Report the loss of a bigram model as well."})
+    # Often enough to see in time that training harms the model; a checkpoint with each, so that the best can be kept.
+    eval_strategy: str = field(default="steps", metadata={"help": "no, steps or epoch. Default: steps."})
+    eval_steps: float | None = field(default=0.1, metadata={"help": "Steps, or a share below 1. Default: 0.1."})
+    save_steps: float = field(default=0.1, metadata={"help": "Steps, or a share below 1. Default: 0.1."})
 
     def __post_init__(self) -> None:
         if not self.student:
@@ -83,6 +87,10 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
                     f"pretraining_fraction leaves {budget:,.0f} tokens, and a step takes {tokens:,}: give a larger "
                     "fraction, or --max-steps N --pretraining-fraction 0"
                 )
+        for name in ("eval_steps", "save_steps"):
+            # As transformers would; a resumption then compares equal numbers of steps.
+            if self.max_steps > 0 and 0 < (getattr(self, name) or 0) < 1:
+                setattr(self, name, math.ceil(getattr(self, name) * self.max_steps))
 
     def inputs(self) -> list[tuple[str, str]]:
         """Return student and teacher beside what pretraining reads."""
@@ -171,7 +179,7 @@ class UptrainTrainer(PretrainTrainer):
         if teacher is not None:
             teacher.to(device=args.device).eval().requires_grad_(False)
             self.preprocess_logits_for_metrics = None
-            self.add_callback(LogStages(self))
+            self.add_callback(WatchStages(self))
         if teacher is not None or args.trainable != "all":
             self.throughput.config = None
 
@@ -239,6 +247,29 @@ class UptrainTrainer(PretrainTrainer):
         """By what the model is held against that before training: the KL, or the loss where no KL is trained on."""
         return "kl" if self.args.kl_weight else "loss"
 
+    def worse_steps(self) -> list[int]:
+        """Return the newest evaluated steps in a row whose KL is above the student's own before training, newest first.
+
+        Stage 1 does not train on the KL and may raise it, so that evaluations count from its end on.
+        """
+        kl = {int(log["step"]): log["eval_kl"] for log in self.state.log_history if "eval_kl" in log}
+        if self.measure != "kl" or not math.isfinite(kl.get(0, math.nan)):
+            return []
+        judged = (step for step in sorted(kl, reverse=True) if step >= max(self.layerwise_steps, 1))
+        return list(takewhile(lambda step: not kl[step] <= kl[0], judged))
+
+    def is_stopped(self) -> bool:
+        """Return whether training ends at the step of `state` because two evaluations of stage 2 in a row were worse.
+
+        Training that keeps its last weights, also where they are worse, goes on to its last step.
+        """
+        steps = self.worse_steps()
+        left = self.state.global_step < self.state.max_steps
+        return self.args.keep_best and left and sum(step > self.layerwise_steps for step in steps) >= 2
+
+    def is_over(self) -> bool:
+        return super().is_over() or self.is_stopped()
+
     def best_evaluations(self) -> list[dict[str, Any]]:
         """Return the logs of all evaluations, the best first; of two alike the earlier one."""
         measure = f"eval_{self.measure}"
@@ -261,7 +292,9 @@ class UptrainTrainer(PretrainTrainer):
         if last <= first or not math.isfinite(first):
             return super().outcome(results)
         said = f"the {'KL to the teacher' if name == 'kl' else 'validation loss'} was {first:.4f} and is {last:.4f}"
-        said = f"training made the model worse ({said}); try a lower learning_rate"
+        said = f"training made the model worse ({said})"
+        if not self.is_stopped():  # which has said so
+            said += "; try a lower learning_rate"
         if not self.args.keep_best:
             warn(f"{said}. The last weights are the result, as keep_best false says")
             return super().outcome(results)
@@ -310,11 +343,16 @@ class UptrainTrainer(PretrainTrainer):
         gap = before["eval_perplexity"] - metrics["eval_teacher_perplexity"]
         if gap > 0:
             results["gap_closed"] = (before["eval_perplexity"] - metrics["eval_perplexity"]) / gap
+        if self.is_stopped():
+            results["stopped_step"] = self.state.global_step
         return results
 
 
-class LogStages(TrainerCallback):
-    """Log at the end of stage 1, so that no logged loss is a mean over both stages."""
+class WatchStages(TrainerCallback):
+    """Logs and evaluates at the end of stage 1; in stage 2 warns of a KL above the first, and stops where it stays so.
+
+    No logged loss is then a mean over both stages.
+    """
 
     def __init__(self, trainer: UptrainTrainer) -> None:
         self.trainer = trainer
@@ -322,3 +360,20 @@ class LogStages(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step == self.trainer.layerwise_steps:
             control.should_log = True
+            control.should_evaluate |= args.eval_strategy != "no"
+
+    def on_evaluate(
+        self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        steps = self.trainer.worse_steps()
+        if state.global_step == state.max_steps or state.global_step not in steps:
+            return
+        first = next(log["eval_kl"] for log in state.log_history if "eval_kl" in log)
+        said = f"the KL to the teacher was {first:.4g} before training and is {metrics['eval_kl']:.4g}"
+        said = f"step {state.global_step:,}: {said}, with --learning-rate {args.learning_rate:g}"
+        if self.trainer.is_stopped():
+            warn(f"{said}; training stops, since it was above at two evaluations: try a smaller --learning-rate")
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"
+        elif len(steps) == 1:
+            warn(f"{said}; the model is worse than it was")

@@ -1,6 +1,7 @@
 """Uptraining: both stages against other computations, the budget, interruption, the result, refusals."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -363,9 +364,80 @@ def test_stop_in_each_stage_and_resume_gives_the_same_bits(here, tmp_path, monke
 RUINOUS = 3.0  # a learning rate
 
 
-def one_warning(text: str) -> str:
-    (line,) = [line for line in text.splitlines() if line.startswith("warning: ")]
-    return line
+def warnings(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("warning: ")]
+
+
+@pytest.mark.parametrize(
+    ("kl", "worse", "stopped"),
+    [
+        ({0: 1.0, 2: 2.0}, [], False),  # stage 1 may raise it
+        ({0: 1.0, 2: 2.0, 4: 2.0}, [4], False),  # the end of stage 1 is not of stage 2
+        ({0: 1.0, 2: 2.0, 4: 2.0, 6: 1.5}, [6, 4], False),
+        ({0: 1.0, 2: 2.0, 4: 2.0, 6: 1.5, 7: 1.2}, [7, 6, 4], True),
+        ({0: 1.0, 4: 0.5, 5: 2.0, 6: 1.0, 7: 2.0}, [7], False),  # not in a row
+        ({0: 1.0, 5: 2.0, 6: math.nan}, [6, 5], True),
+        ({0: math.inf, 5: 2.0, 6: 2.0}, [], False),
+        ({0: 1.0, 6: 2.0, 8: 2.0}, [8, 6], False),  # the last of 8 steps: nothing is left to stop
+    ],
+)
+def test_two_evaluations_of_stage_2_in_a_row_stop(kl, worse, stopped, tmp_path):
+    def trainer(**values) -> UptrainTrainer:
+        recipe = UptrainRecipe(str(tmp_path), student="s", teacher="t", max_steps=8, **values)  # stage 1 takes 4
+        made = UptrainTrainer(build(["gqa"], 1), recipe, build(["mha"], 0), train_dataset=[], eval_dataset=[])
+        made.state.max_steps, made.state.global_step = 8, max(kl)
+        made.state.log_history = [{"step": step, "eval_kl": value} for step, value in kl.items()]
+        return made
+
+    assert (trainer().worse_steps(), trainer().is_stopped()) == (worse, stopped)
+    assert not trainer(keep_best=False).is_stopped()
+    assert trainer(kl_weight=0.0).worse_steps() == []  # training on the next token alone is not held to the KL
+
+
+def test_a_training_whose_kl_stays_above_its_first_stops(here, pair, tmp_path, capsys, monkeypatch):
+    """Both lines name the numbers; the student is the result, a resumption trains no more, unless it is asked to."""
+    options = {"learning_rate": RUINOUS, "max_steps": 9, "layerwise_fraction": 0.25, "eval_steps": 2, "save_steps": 9}
+    results = here(tmp_path / "run", **options)
+    log = json.loads((tmp_path / "run" / "checkpoint-6" / "trainer_state.json").read_text())["log_history"]
+    first, *later = [entry["eval_kl"] for entry in log if "eval_kl" in entry]
+    said = [f"the KL to the teacher was {first:.4g} before training and is {kl:.4g}, with" for kl in later]
+    beginning, stop, end = warnings(capsys.readouterr().err)
+    assert (
+        len(later) == 3 and beginning == f"warning: step 2: {said[0]} --learning-rate 3; the model is worse than it was"
+    )
+    assert stop.startswith(f"warning: step 6: {said[2]} --learning-rate 3; training stops")
+    assert stop.endswith("try a smaller --learning-rate") and end.endswith("The result is the student as it was")
+    assert "lower learning_rate" not in end
+    assert (results["stopped_step"], results["steps"], results["result_step"]) == (6, 6, 0)
+    assert results["tokens_seen"] == 6 * 4 * 64 and results["kl"] == results["initial_kl"] == first < results["last_kl"]
+    ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "run" / "final", pair[1]))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert "stayed above that before | 6 |" in (tmp_path / "run" / "final" / "README.md").read_text()
+
+    def step(self, *arguments, **more):
+        raise AssertionError("a stopped run has nothing left to train")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UptrainTrainer, "training_step", step)
+        again = here(tmp_path / "run", "--resume", **options)
+    assert again | {"sealing_seconds": 0} == results | {"sealing_seconds": 0}
+    whole = here(tmp_path / "run", "--resume", "--no-keep-best", **options)
+    assert whole["steps"] == 9 and not {"stopped_step", "result_step"} & whole.keys()
+
+
+@pytest.mark.parametrize("name", recipe_names("uptrain"))
+def test_every_recipe_evaluates_and_saves_ten_times(name):
+    recipe, _ = load_recipe([name, "--student=s", "--pretraining_tokens=1638400", "--bf16=false"], UptrainRecipe)
+    assert recipe.eval_strategy == "steps"
+    assert recipe.max_steps / recipe.eval_steps == recipe.max_steps / recipe.save_steps == 10
+
+
+def test_evaluation_can_be_switched_off(here, tmp_path):
+    """What is left is the comparison at the end."""
+    results = here(tmp_path / "run", learning_rate=RUINOUS, eval_strategy="no")
+    log = json.loads((tmp_path / "run" / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in log if "eval_kl" in entry] == [0]
+    assert results["result_step"] == 0 and "stopped_step" not in results
 
 
 @pytest.mark.parametrize("teacher", [True, False], ids=["teacher", "alone"])
@@ -376,7 +448,7 @@ def test_a_training_that_only_harms_leaves_the_student_as_it_was(teacher, here, 
     alone = {} if teacher else {"teacher": None, "layerwise_fraction": None, "trainable": "all"}
     options = {"student": str(student), "learning_rate": RUINOUS, "eval_strategy": "steps", "eval_steps": 5} | alone
     results = here(tmp_path / "run", **options)
-    assert "training made the model worse" in one_warning(capsys.readouterr().err)
+    assert "training made the model worse" in warnings(capsys.readouterr().err)[-1]
     measure = "kl" if teacher else "validation_loss"
     assert results["result_step"] == 0 and results["steps"] == 8
     assert results[measure] == results[f"initial_{measure}"] < results[f"last_{measure}"]
@@ -395,7 +467,7 @@ def test_a_training_that_only_harms_leaves_the_student_as_it_was(teacher, here, 
 
 
 def test_a_training_that_ends_badly_goes_back_to_its_best_checkpoint(here, pair, tmp_path, capsys, monkeypatch):
-    """The rate rises after step 4; the checkpoint of that step stays beyond the limit, and is what is saved."""
+    """The rate rises after step 4, whose checkpoint stays beyond the limit, and is the result of the stop at step 8."""
     rates = {"lr_scheduler_type": "constant", "warmup_steps": 0, "learning_rate": 1e-2, "layerwise_fraction": 0}
     options = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "max_steps": 10, "save_total_limit": 1}
     step_of_trainer = UptrainTrainer.training_step
@@ -407,16 +479,17 @@ def test_a_training_that_ends_badly_goes_back_to_its_best_checkpoint(here, pair,
 
     monkeypatch.setattr(UptrainTrainer, "training_step", step)
     results = here(tmp_path / "run", **options, **rates)
-    assert "step 4" in one_warning(capsys.readouterr().err) and results["result_step"] == 4
+    assert warnings(capsys.readouterr().err)[-1].endswith("The result has the weights of step 4")
+    assert (results["result_step"], results["stopped_step"]) == (4, 8)
     assert results["kl"] < results["initial_kl"] < results["last_kl"]
-    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-10"}
+    assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-8"}
     ours, theirs = (load_file(tmp_path / "run" / name / "model.safetensors") for name in ("final", "checkpoint-4"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     shutil.rmtree(tmp_path / "run" / "final")
     # A damaged one is not taken.
     (tmp_path / "run" / "checkpoint-4" / "model.safetensors").write_bytes(b"damage")
     again = here(tmp_path / "run", "--resume", **options, **rates)
-    assert again["result_step"] == 0 and again["kl"] == again["initial_kl"]
+    assert (again["result_step"], again["stopped_step"]) == (0, 8) and again["kl"] == again["initial_kl"]
 
 
 def test_a_student_that_is_gone_in_the_end_is_one_line(here, tmp_path, monkeypatch):
@@ -436,7 +509,7 @@ def test_a_student_that_is_gone_in_the_end_is_one_line(here, tmp_path, monkeypat
 def test_the_last_weights_can_be_kept(here, pair, tmp_path, capsys):
     """`keep_best: false` is for measuring what training does: a warning comes all the same."""
     results = here(tmp_path / "run", learning_rate=RUINOUS, keep_best=False)
-    assert "training made the model worse" in one_warning(capsys.readouterr().err)
+    assert "training made the model worse" in warnings(capsys.readouterr().err)[-1] and results["steps"] == 8
     assert "result_step" not in results and results["kl"] > results["initial_kl"]
     ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "run" / "final", pair[1]))
     assert any(not torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -460,7 +533,7 @@ def test_without_a_teacher(here, pair, tmp_path):
 def test_two_processes_equal_one_and_a_stranger_loads_the_result(rate, write, here, tmp_path):
     """Stage 1 uses some of the parameters that stage 2 trains; DDP must not wait for the others."""
     options = {"trainable": "all", "max_steps": 4, "per_device_train_batch_size": 2, "sample_prompt": "the "}
-    options |= {"learning_rate": rate, "warmup_steps": 0}
+    options |= {"learning_rate": rate, "warmup_steps": 0, "layerwise_fraction": 0.25}
     student = build(["gqa", "mla"], 3, attention_dropout=0.0)
     student.save_pretrained(tmp_path / "student")
     options["student"] = str(tmp_path / "student")
@@ -482,6 +555,7 @@ def test_two_processes_equal_one_and_a_stranger_loads_the_result(rate, write, he
     for key in ("tokens_seen", "initial_kl", "kl", "validation_loss"):
         assert two[key] == pytest.approx(one[key], rel=1e-4), key
     assert two.get("result_step") == one.get("result_step") == (0 if rate == RUINOUS else None)
+    assert two.get("stopped_step") == one.get("stopped_step") == (3 if rate == RUINOUS else None)
 
 
 REFUSALS = [

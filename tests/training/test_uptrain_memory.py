@@ -136,7 +136,7 @@ def test_a_resumed_run_and_one_of_float32_weights_are_the_same(uptrained, monkey
     path.write_text(json.dumps(mark | {"training_seconds": mark["training_seconds"] + 1000}))
     warned: list[str] = []
     monkeypatch.setattr(trainer_logger, "warning", lambda message, *_, **__: warned.append(message))
-    assert uptrained("ours", "--resume")[0] == expected and len(expected) == 5 and warned == []
+    assert uptrained("ours", "--resume")[0] == expected and len(expected) == 9 and warned == []
     seconds = json.loads((run / "results.json").read_text())["training_seconds"] - mark["training_seconds"]
     assert 1000 < seconds < 1100
     monkeypatch.setattr(distillation, "frozen_dtype", lambda *_: torch.float32)
