@@ -31,9 +31,9 @@ UNMEASURED = (
     "much less is lost, and it is measured"
 )
 QUANTIZED = (
-    "for memory alone, quantize the source's cache instead: 8 bits (--kv-cache-dtype fp8 in vLLM) take half of it, with a "
-    "tenth of the KL of a conversion to half (SmolLM2-135M). A conversion is for faster decoding, for sources with MHA, "
-    "and to train on from; its cache can be quantized too"
+    "for memory alone, quantize the source's cache instead: 8 bits (--kv-cache-dtype fp8 in vLLM) take half of it, at a "
+    "tenth of the KL of a conversion to half (SmolLM2-135M). A conversion is for faster decoding, for sources with "
+    "MHA, and to train on from; its cache can be quantized too"
 )
 NEEDED = (
     "vLLM needs this package beside it for MLA. Without it vLLM caches expanded keys and values, and refuses MLA whose "
