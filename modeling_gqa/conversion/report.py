@@ -31,7 +31,7 @@ UNMEASURED = (
     "much less is lost, and it is measured"
 )
 QUANTIZED = (
-    "for memory alone, quantize the source's cache instead: 8 bits (--kv-cache-dtype fp8 in vLLM) take half of it, at a "
+    "for memory alone, quantize the source's cache: 8 bits (--kv-cache-dtype fp8 in vLLM) take half of it, at a "
     "tenth of the KL of a conversion to half (SmolLM2-135M). A conversion is for faster decoding, for sources with "
     "MHA, and to train on from; its cache can be quantized too"
 )
