@@ -201,13 +201,12 @@ def best_latent(
     """
     source = read_latent_source(text.model, index, statistics)
 
-    @cache
-    def tried(choice: LatentChoice) -> tuple[float, NewLayer]:
-        new = convert_layer(text.model, index, fields, statistics, setting, True, choice, source)
-        return fit(text, index, new_attention(text.model, index, new), setting.refit, TRIAL_TOKENS).error, new
+    def made(choice: LatentChoice) -> NewLayer:
+        return convert_layer(text.model, index, fields, statistics, setting, True, choice, source)
 
+    @cache
     def error(choice: LatentChoice) -> float:
-        return tried(choice)[0]
+        return fit(text, index, new_attention(text.model, index, made(choice)), setting.refit, TRIAL_TOKENS).error
 
     best = min((LatentChoice(gain=gain) for gain in GAINS), key=error)
     best = min((best._replace(alpha=alpha) for alpha in ALPHAS), key=error)
@@ -216,7 +215,7 @@ def best_latent(
             best = further
         if best.factor != 1:
             break
-    return best, tried(best)[1]
+    return best, made(best)
 
 
 def convert_layer(
