@@ -4,7 +4,7 @@
     python -m benchmarks.quantized_cache Qwen2.5-Coder-0.5B-Instruct --name quantized_qwen --evaluation-tokens 4096
 
 Nothing is packed: each key and value is rounded to what its cache would hold, and attended to. "Plain" has symmetric
-levels up to the largest number of a token and head (float8_e4m3fn without a scale for fp8), as engines' flags have it.
+levels up to the largest number of a token and head; fp8 is float8_e4m3fn with a scale of 1, vLLM's default.
 "Well" takes the keys' mean before rotation and the values' mean out, which stay exact (the score of a constant key
 depends on the distance alone), mixes each head's numbers by a Hadamard matrix, chooses each group's scale by the
 squared error and keeps the first four tokens as they are, which hold the attention sinks (StreamingLLM, 2309.17453).
@@ -38,6 +38,7 @@ from .report import RESULTS, kebab_shown, print_machine, print_table, write
 FORMATS = {"fp8": 8, "int8": 8, "int4": 4, "int3": 3, "int2": 2}  # bits of a number
 GROUP = 64  # numbers that share a scale of 16 bits, or a head's where it has fewer
 EXACT_TOKENS = 4
+TINY = 6e-8  # about the least scale that float16 has, for numbers that are all zero
 CLIPS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # shares of the largest number at which the outermost level may lie
 MEAN_TOKENS = 8192
 COLUMNS = {
@@ -54,14 +55,14 @@ def rounded(x: torch.Tensor, name: str, well: bool) -> torch.Tensor:
     if name == "fp8":
         return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
     groups = x.unflatten(-1, (-1, min(GROUP, x.shape[-1])))
-    most = groups.abs().amax(-1, keepdim=True).clamp(min=1e-12)
+    most = groups.abs().amax(-1, keepdim=True)
     if not well:
         largest = 2 ** (FORMATS[name] - 1) - 1
-        scale = (most / largest).half().to(x.dtype)
+        scale = (most / largest).half().to(x.dtype).clamp(min=TINY)
         return ((groups / scale).round().clamp(-largest, largest) * scale).flatten(-2)
     largest, best, least = 2 ** (FORMATS[name] - 1) - 0.5, groups, torch.full_like(most, torch.inf)
     for clip in CLIPS:
-        scale = (clip * most / largest).half().to(x.dtype).clamp(min=1e-7)
+        scale = (clip * most / largest).half().to(x.dtype).clamp(min=TINY)
         found = ((groups / scale - 0.5).round() + 0.5).clamp(-largest, largest) * scale
         error = (found - groups).square().sum(-1, keepdim=True)
         best, least = torch.where(error < least, found, best), torch.minimum(error, least)

@@ -197,6 +197,8 @@ def test_a_quantized_cache_keeps_what_is_constant():
     assert torch.equal(quantized_cache.cached(x, mean, "int2", True)[:, :, :4], x[:, :, :4])
     constant = mean.expand_as(x)
     torch.testing.assert_close(quantized_cache.cached(constant, mean, "int2", True), constant, rtol=0, atol=1e-5)
+    zeros = torch.zeros(1, 1, 5, 16)
+    assert torch.equal(quantized_cache.rounded(zeros, "int4", False), zeros)
     plain = quantized_cache.rounded(x, "int4", False)
     assert (plain - x).abs().max() <= (x.abs().amax(-1) / 7 / 2).max() * 1.001
 

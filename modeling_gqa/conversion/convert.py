@@ -135,6 +135,7 @@ def convert_model(
         method="lowrank" if method == "auto" else method,
         metric="full" if calibration else "identity",
         regroup=method in FITTED_METHODS if regroup is None else regroup,
+        by_layer=bool(calibration),
         divide_cache=divide_cache,
         refit=fitted,
         refine=int(fitted) if refine is None else refine,

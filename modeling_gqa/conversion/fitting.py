@@ -102,8 +102,9 @@ def fit(text: Streams, index: int, attention: Attention, refit: bool = True, tri
     Residual r and inputs are those of the converted stream: r = (source after attention) - (converted before it) - out.
     The fit is made without the documents that are held out, with each of `RIDGES`. The ridge of which their error is
     least is taken, and the fit made again with all documents; where none lowers their error, there is no fit. Text with
-    nothing held out is not fitted to. Without `refit` the error is measured alone. `trial`, as for `Streams.attend`:
-    the fit is made on these tokens alone, with the middle ridge, and only its error is found.
+    nothing held out is not fitted to, nor is an attention whose outputs are not finite. Without `refit` the error is
+    measured alone. `trial`, as for `Streams.attend`: the fit is made on these tokens alone, with the middle ridge, and
+    only its error is found.
     """
     fitted, held = Regression(attention.o_proj), Regression(attention.o_proj)
     # Not for `finish`: what is tried here need not be what is kept.
@@ -115,7 +116,7 @@ def fit(text: Streams, index: int, attention: Attention, refit: bool = True, tri
                 sums.add(heads[chosen], residual[chosen], weights[chosen])
     judge = held if held.weight else fitted
     before = judge.error()
-    if not (refit and held.weight and fitted.weight):
+    if not (refit and held.weight and fitted.weight and math.isfinite(before + fitted.error())):
         return Fit(before, None)
     ridges = RIDGES if trial is None else (RIDGES[len(RIDGES) // 2],)
     errors = {ridge: judge.error(fitted.solution(ridge)) for ridge in ridges}

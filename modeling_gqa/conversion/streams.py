@@ -324,10 +324,10 @@ class Streams:
         out; the outputs do not go to the states, for `finish`.
         """
         layer, given, seen = self.model.model.layers[index], [], 0
-        ends = (place // 2 if place % 2 == 0 else -1 - place // 2 for place in range(len(self.batches)))
-        order = None if trial is None else (number % len(self.batches) for number in ends)
+        numbers = range(len(self.batches))
+        inwards = [number for pair in zip(numbers, reversed(numbers), strict=True) for number in pair][: len(numbers)]
         with hooks(attention.o_proj.register_forward_pre_hook(lambda _, arguments: given.append(arguments[0]))):
-            for passage in self.passages(order):
+            for passage in self.passages(None if trial is None else inwards):
                 given.clear()  # what the caller has sent through the projection meanwhile
                 attention(layer.input_layernorm(passage.states[0]), **passage.arguments[index])
                 (heads,) = given

@@ -1,6 +1,7 @@
 """Layers converted in order on text: memory, documents and padding, and the fit of a finished conversion."""
 
 import gc
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_the_error_on_held_out_documents_is_what_the_attention_leaves(kind, size
 
 @pytest.mark.parametrize(("kind", "sizes"), [("gqa", {"num_key_value_heads": 2}), ("mla", MLA)], ids=["gqa", "mla"])
 def test_steps_that_do_harm_on_held_out_text_are_dropped(kind, sizes, monkeypatch):
-    """Gradient steps that are far too large, and a fit to text of one document, leave the conversion without them."""
+    """Steps that are far too large, the last to nan, and a fit to one document leave the conversion as it was."""
     model = random_model("mha")
     target = target_config(model.config, kind, **sizes)
     plain, _ = convert_model(model, target, LONG_CALIBRATION, refine=0)
@@ -157,7 +158,7 @@ def test_steps_that_do_harm_on_held_out_text_are_dropped(kind, sizes, monkeypatc
     assert not torch.equal(
         plain.model.layers[0].self_attn.q_proj.weight, helped.model.layers[0].self_attn.q_proj.weight
     )
-    monkeypatch.setattr(sequential, "LEARNING_RATES", (1.0, 10.0))
+    monkeypatch.setattr(sequential, "LEARNING_RATES", (1.0, 10.0, math.inf))
     guarded, done = convert_model(model, target, LONG_CALIBRATION, refine=1)
     assert not any(layer["learning_rate"] for layer in done["layers"])
     for name, x in plain.state_dict().items():
