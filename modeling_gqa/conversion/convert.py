@@ -28,7 +28,7 @@ SELECTION_TOKENS = 16384
 # Tokens that a setting is tried on where trials are made without gradient steps.
 CANDIDATE_TOKENS = 16384
 # What `NewLayer` says of how a layer was converted, as in `conversion.json`.
-CHOSEN = ("loss", "gain", "alpha", "learning_rate", "ridge")
+CHOSEN = ("loss", "gain", "alpha", "weighted", "learning_rate", "ridge")
 METHODS = ("lowrank", "auto", "procrustes", "mean", "first", "random")
 # Methods whose output projections are fitted on text where nothing else is said; the others are the GQA paper's.
 FITTED_METHODS = ("lowrank", "auto", "procrustes")
@@ -45,6 +45,7 @@ def convert_model(
     refit: bool | None = None,
     refine: int | None = None,
     polish: int = 0,
+    polish_text: Sequence[Batch] = (),
     divide_cache: bool = False,
     share_weights: bool = False,
     seed: int = 0,
@@ -67,7 +68,7 @@ def convert_model(
         selection: batches by which "auto" chooses; `None` for the last quarter of `calibration`, at most
             `SELECTION_TOKENS` tokens.
         method: how heads are merged, one of `METHODS`. "lowrank" keeps the leading subspace of the heads of a group.
-            "auto" tries settings of "lowrank" and "procrustes", and MLA with and without choices by layer, and keeps
+            "auto" tries settings of "lowrank" and "procrustes", and these with and without choices by layer, and keeps
             the one with the least KL(source || converted) on `selection`; trials make no gradient steps and see 16,384
             tokens.
         regroup: whether heads may be merged with others than their neighbours; `None`: "auto" tries both, "lowrank" and
@@ -78,8 +79,9 @@ def convert_model(
             the fit; `None`: one where it is fitted, else none. The last quarter of the documents judges both: in each
             layer each is kept only where it lowers the error there, by which learning rate and ridge are chosen too.
         polish: tokens on which the new attention of all lossy layers is trained at the end on the source's predictions,
-            in passes over `calibration`; see `polish.polish`. What does not lower the KL on the last quarter of the
-            documents is not kept.
+            in passes over `calibration` and `polish_text`; see `polish.polish`. What does not lower the KL on documents
+            held out is not kept.
+        polish_text: batches of further text for that step.
         divide_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: by the error
             that is left on the last quarter of the documents, else by a rule.
         share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
@@ -150,7 +152,7 @@ def convert_model(
     if polish and lossy and calibration:
         from .polish import polish as train
 
-        polished = train(model, converted, calibration, lossy, polish, show_progress, seed)
+        polished = train(model, converted, [*calibration, *polish_text], lossy, polish, show_progress, seed)
     done = {
         "exact": not lossy,
         "method": setting.method if lossy else "exact",
@@ -280,10 +282,9 @@ class Search:
         trial = first != start
         if False in to_mla:
             groupings = [True, False] if regroup is None else [regroup]
-            settings = [replace(first, weighted=weighted, regroup=r) for weighted in (True, False) for r in groupings]
+            settings = [replace(first, regroup=regrouped) for regrouped in groupings]
             best = self.best_of([*settings, replace(first, method="procrustes", regroup=groupings[0])], trial)
-        if True in to_mla:
-            best = self.best_of((replace(best, by_layer=by_layer) for by_layer in (True, False)), trial)
+        best = self.best_of((replace(best, by_layer=by_layer) for by_layer in (True, False)), trial)
         return replace(best, refine=start.refine)
 
 

@@ -158,7 +158,10 @@ class Job(Options):
         return self.sequence_length or min(LONGEST_SEQUENCE, config.max_position_embeddings)
 
     def read_text(self, checkpoint: Checkpoint, exact: bool) -> Batches:
-        """Return the parts "calibration", "selection" and "evaluation" of the text; only the last where exact."""
+        """Return the parts "calibration", "selection", "evaluation" and "polish" of the text; the third where exact.
+
+        "polish" is what the text has beyond the others, up to the tokens that are trained on at the end.
+        """
         if not self.text:
             return {}
         longest = checkpoint.config.max_position_embeddings
@@ -171,12 +174,14 @@ class Job(Options):
             "selection": min(self.calibration_tokens // SELECTION_SHARE, SELECTION_TOKENS),
             "evaluation": self.evaluation_tokens,
         }
+        rest = ("polish", max(self.polish - self.calibration_tokens, 0))
         if exact:  # nothing to calibrate
-            tokens = {"evaluation": self.evaluation_tokens}
+            tokens, rest = {"evaluation": self.evaluation_tokens}, ("polish", 0)
         return read_batches(
             self.text,
             load_tokenizer(checkpoint.folder),
             tokens,
+            rest=rest,
             sequence_length=length,
             batch_size=self.batch_size,
             evaluation_paths=self.evaluation_text or (),
@@ -219,6 +224,7 @@ class Job(Options):
             refit=self.refit,
             refine=self.refine,
             polish=self.polish,
+            polish_text=batches.get("polish", ()),
             divide_cache=goal.options.divides_cache,
             share_weights=True,
             seed=self.seed,

@@ -23,6 +23,7 @@ from .streams import held_out, scratch
 # Learning rates of Adam that are tried, from the largest on, as long as a smaller one is better after `TRIAL_STEPS`.
 LEARNING_RATES = (1e-3, 3e-4, 1e-4, 3e-5)
 TRIAL_STEPS = 8
+JUDGE_TOKENS = 16384  # at most, which judge; of more text the rest is trained on
 JUDGED = 8  # times at most that the documents held out are looked at in a run
 NOT_PREDICTED = -100  # as a label, PyTorch's mark of what no loss counts
 
@@ -55,7 +56,7 @@ def polish(
     Args:
         source: the model that was converted; it is not changed.
         converted: the conversion; its other parameters may be those of `source`, and stay.
-        batches: the calibration text. The documents that `streams.held_out` names judge.
+        batches: the text. The documents that `streams.held_out` names judge, of its last `JUDGE_TOKENS` tokens.
         layers: indices of the layers whose attention is trained.
         tokens: to train on at most, in passes over the text.
         show_progress: returns, for a description, what wraps an iterable to show progress.
@@ -196,7 +197,11 @@ class Run:
 
 def cut(batches: Sequence[Batch]) -> Iterator[Piece]:
     """Yield the text in pieces of about `fitting.STEP_TOKENS` tokens."""
+    sizes = [batch["input_ids"].numel() for batch in batches]
+    left, judging = sum(sizes), max(JUDGE_TOKENS, *sizes[-1:])
     for batch, held in zip(batches, held_out(batches), strict=True):
+        held = held & (left <= judging)
+        left -= held.numel()
         tokens, predicted = batch["input_ids"], torch.nn.functional.pad(predicted_positions(batch), (1, 0))
         for rows in pieces(held):
             labels = [

@@ -98,16 +98,22 @@ def _blocks(ids: list[int], starts: list[int], length: int) -> Iterator[np.ndarr
 
 @dataclass
 class Part:
-    """The token ids of the documents of one part of the text, and how many tokens the part wants."""
+    """The token ids of the documents of one part of the text, and how many tokens the part wants.
+
+    A part of the `rest` gets documents when the others are full, and may stay empty.
+    """
 
     name: str
     wanted: int
+    rest: bool = False
     documents: list[list[int]] = field(default_factory=list)
     tokens: int = 0
 
     def batches(self, length: int, batch_size: int) -> list[dict[str, torch.Tensor]]:
         """Pack the documents into batches of at most `batch_size` blocks of `length` tokens."""
         count = min(self.tokens, self.wanted) // length
+        if self.rest and not count:
+            return []
         if not count:
             raise UserError(
                 f"the text is too short: {self.tokens} tokens for {self.name}, and a sequence has {length}; "
@@ -126,6 +132,7 @@ def read_batches(
     *,
     sequence_length: int,
     batch_size: int,
+    rest: tuple[str, int] = ("", 0),
     evaluation_paths: Sequence[Path] = (),
     text_column: str = "text",
     seed: int = 0,
@@ -142,6 +149,8 @@ def read_batches(
         tokens: how many tokens each part wants, for instance `{"calibration": 131072, "evaluation": 65536}`.
         sequence_length: tokens of a block.
         batch_size: blocks of a batch.
+        rest: name of one more part, and how many tokens it wants. It gets what is left when the others are full, which
+            may be nothing.
         evaluation_paths: text of its own for the part `"evaluation"`.
         text_column: field of the rows that holds the text.
         seed: order of the files, and of the rows within a window.
@@ -154,6 +163,8 @@ def read_batches(
         UserError: there is nothing to read, a file is not what its suffix says, or there is too little text.
     """
     parts = {name: Part(name, max(wanted, sequence_length)) for name, wanted in tokens.items()}
+    if rest[1]:
+        parts[rest[0]] = Part(*rest, rest=True)
     # The evaluation's own text first, so that calibration leaves out what is evaluated on.
     own = {"evaluation"} if evaluation_paths else set()
     sources = [
@@ -161,16 +172,17 @@ def read_batches(
     ]
     for note in (note for files, _ in sources for note in files.notes):
         warnings.warn(note, stacklevel=2)
-    # Few enough characters that each part gets several sections.
+    # Few enough characters that each part gets several sections; the rest has no say in what the others get.
     available = sum(path.stat().st_size for path in {path for files, _ in sources for path in files.paths})
-    wanted = CHARACTERS_PER_TOKEN * sum(part.wanted for part in parts.values())
+    wanted = CHARACTERS_PER_TOKEN * sum(part.wanted for part in parts.values() if not part.rest)
     section = max(CHARACTERS_PER_TOKEN * sequence_length, min(wanted, available) // 32)
     encoder, seen = TextEncoder(tokenizer), set[bytes]()
     for files, names in sources:
         for text in distinct(read_sections(files.paths, text_column, section, seed), seen):
-            part = min((parts[name] for name in parts if name in names), key=lambda part: part.tokens / part.wanted)
-            if part.tokens >= part.wanted:
+            wanting = [part for name, part in parts.items() if name in names and part.tokens < part.wanted]
+            if not wanting:
                 break
+            part = min(wanting, key=lambda part: (part.rest, part.tokens / part.wanted))
             (ids,) = encoder([text])
             part.documents.append(ids)
             part.tokens += len(ids)

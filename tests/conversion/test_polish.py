@@ -145,6 +145,16 @@ def test_rows_of_a_long_batch_are_trained_on_apart():
     assert (pieces[2].fitted[0, :301] == NOT_PREDICTED).all() and (pieces[2].fitted[0, 301:] >= 0).all()
 
 
+def test_of_much_text_little_judges(monkeypatch):
+    """The last `JUDGE_TOKENS` tokens, or the last batch; what would judge before them is trained on."""
+    whole = [(piece.held >= 0).sum().item() for piece in cut(packed())]
+    for tokens, batches in ((48, 1), (1, 1), (96, 2)):
+        monkeypatch.setattr(module, "JUDGE_TOKENS", tokens)
+        found = list(cut(packed()))
+        assert [(piece.held >= 0).sum().item() for piece in found] == [0] * (6 - batches) + whole[-batches:]
+        assert all(((piece.held >= 0) ^ (piece.fitted >= 0)).sum() == 2 * 22 for piece in found)
+
+
 def test_one_document_judges_nothing():
     source, converted = pair()
     before = weights(converted)

@@ -49,4 +49,5 @@ def test_layers_calibrated_in_order_and_fitted_lose_less():
     for options in ({"refit": False}, {}):
         converted, _ = convert_model(source, target, calibration, divide_cache=True, share_weights=True, **options)
         kls.append(compare_predictions(source, converted, evaluation)["kl"])
-    assert kls[1] < 0.85 * kls[0], kls  # 0.063 and 0.082
+    # 0.060 and 0.067, where they were 0.063 and 0.082 before each layer chose its gain and alpha, which help both.
+    assert kls[1] < 0.95 * kls[0] and kls[1] < 0.066, kls

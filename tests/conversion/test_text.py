@@ -77,6 +77,18 @@ def test_every_format_is_read_once_and_parts_are_disjoint(corpus, tokenizer):
     assert not owners["calibration"] & owners["evaluation"] and not owners["selection"] & owners["evaluation"]
 
 
+def test_the_rest_gets_what_is_left(corpus, tokenizer):
+    """The other parts are as they are without it. It stops at what it wants, and is empty where they take all."""
+    tokens = {"calibration": 400, "evaluation": 200}
+    alone, with_rest = (read([corpus], tokenizer, tokens, rest=("polish", wanted)) for wanted in (0, 320))
+    rest = tokens_of(with_rest.pop("polish"))
+    assert len(rest) == 320 and "polish" not in alone
+    for name, batches in with_rest.items():
+        assert tokens_of(batches) == tokens_of(alone[name])
+        assert not {(token - 1000) // 30 for token in tokens_of(batches)} & {(token - 1000) // 30 for token in rest}
+    assert read([corpus], tokenizer, {"calibration": 4000}, rest=("polish", 320))["polish"] == []
+
+
 def test_positions_restart_at_documents_and_blocks(corpus, tokenizer):
     for batch in read([corpus], tokenizer)["calibration"]:
         for ids, positions in zip(*(batch[name].tolist() for name in ("input_ids", "position_ids")), strict=True):
