@@ -97,6 +97,8 @@ class UptrainOptions:
 
     student: str = option("The converted model: folder or Hub name.", "")
     teacher: str | None = option("The model it was converted from; none: next-token loss alone.")
+    teacher_logits: str | None = option("Folder of the teacher's top logits: made once, then read in its place.")
+    teacher_top_k: int = option("Most likely tokens that are kept there for each token. Default: 64.", 64)
     trainable: Literal["attention", "all"] = option("Parameters to train. Default: attention.", "attention")
     layerwise_fraction: float | None = option("Share of the steps for stage 1, by layer. Default: 0.5.")
     kl_weight: float | None = option("Stage 2: weight of KL, the rest next-token loss. Default: 0.9.")

@@ -40,6 +40,7 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
     from modeling_gqa.training.distillation import check_tokenizers, load_pair
     from modeling_gqa.training.recipe import check_length, check_training, load_recipe
     from modeling_gqa.training.run_setup import announce, open_run
+    from modeling_gqa.training.teacher_logits import with_teacher_logits
     from modeling_gqa.training.uptraining import UptrainRecipe, UptrainTrainer
 
     # Recipe and models, checked before anything is written
@@ -53,6 +54,8 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
     # Run folder, tokenizer and tokens; of a resumed run its checkpoint
     with open_run(recipe, values, student.config) as run:
         announce(run, recipe, student)
+        if recipe.teacher_logits:
+            run = with_teacher_logits(run, recipe, student.config.vocab_size)
 
         # Training
         set_seed(recipe.seed)
