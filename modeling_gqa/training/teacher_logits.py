@@ -87,7 +87,6 @@ def with_teacher_logits(run: OpenRun, recipe: "UptrainRecipe", vocab_size: int) 
     parts: dict[str, Any] = {"train": run.train, "validation": run.validation}
     if run.folder is not None:
         wanted = {
-            "format_version": FORMAT_VERSION,
             "teacher": run.folder.notes["models"]["teacher"],
             "sequence_length": recipe.sequence_length,
             "temperature": recipe.temperature,
@@ -103,20 +102,20 @@ def with_teacher_logits(run: OpenRun, recipe: "UptrainRecipe", vocab_size: int) 
         loaded = {part: TeacherBlocks(x.blocks, np.load(folder / f"{part}.npy", "r")) for part, x in parts.items()}
     except (OSError, ValueError) as error:
         raise UserError(f"teacher_logits {folder} is damaged ({error}): delete it, and it is computed again") from error
-    say(f"Teacher not loaded: the {loaded['train'].top_k} most likely tokens are read from {folder}")
+    say(f"Teacher top {loaded['train'].top_k} tokens, read from {folder}")
     return replace(run, train=loaded["train"], validation=loaded["validation"])
 
 
 def check_folder(folder: Path, wanted: dict[str, Any]) -> None:
     """Raise `UserError` where the folder is not of what is `wanted`; it names what differs. A larger k is taken."""
     known = read_object(folder / COMPLETE) or {}
-    if "top_k" not in known:
+    if known.get("format_version") != FORMAT_VERSION:
         raise UserError(f"teacher_logits {folder} exists and holds no teacher's logits: name a folder to be made")
     names = {"train": "training text", "validation": "validation text"}
     differ = [
         names.get(name, name) + (f" ({known[name]} there and {value} here)" if isinstance(value, int | float) else "")
         for name, value in wanted.items()
-        if (known[name] < value if name == "top_k" else known.get(name) != value)
+        if (known[name] < value if name == "top_k" else known[name] != value)
     ]
     if differ:
         raise UserError(
@@ -135,9 +134,10 @@ def write_folder(
     record = record_of(wanted["top_k"], vocab_size)
     tokens = sum(x.blocks.shape[0] * x.blocks.shape[2] for x in parts.values())
     size = tokens * record.itemsize
-    kinds = f"float16, ids in {record['ids'].base}"
-    say(f"Teacher {wanted['top_k']} most likely of {vocab_size:,} tokens, {kinds}, for each of {tokens:,} tokens:")
-    say(f"        {in_bytes(size)} in {folder}")
+    say(
+        f"Teacher top {wanted['top_k']} of {vocab_size:,} tokens in float16, ids in {record['ids'].base}, for each of "
+        f"{tokens:,} tokens: {in_bytes(size)} in {folder}"
+    )
     free = shutil.disk_usage(next(path for path in folder.absolute().parents if path.exists())).free
     if size > free:
         raise UserError(
@@ -163,7 +163,7 @@ def write_folder(
                         rows = [blocks[i] for i in range(start, min(start + step, len(blocks)))]
                         batch = {name: x.to(recipe.device) for name, x in default_data_collator(rows).items()}
                         file.write(predict(teacher, batch, record, recipe).data)
-            write_json(aside / COMPLETE, wanted)
+            write_json(aside / COMPLETE, {"format_version": FORMAT_VERSION, **wanted})
             sync(aside)
     except OSError as error:
         raise UserError(f"{failed_to_write(error, folder)}; {folder} was not written") from error

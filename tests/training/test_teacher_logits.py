@@ -114,9 +114,8 @@ def test_a_rest_of_next_to_nothing(whose, drawn):
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
-def records_of(logits, labels, k, tmp_path, **values) -> dict[str, torch.Tensor]:
+def records_of(logits, labels, k, recipe) -> dict[str, torch.Tensor]:
     """An example (1, T, ...) as it comes from a folder."""
-    recipe = UptrainRecipe(str(tmp_path), student="s", teacher="t", use_cpu=True, max_steps=1, **values)
     given: Any = SimpleNamespace(
         model=lambda **_: SimpleNamespace(last_hidden_state=logits),
         lm_head=torch.clone,
@@ -128,20 +127,24 @@ def records_of(logits, labels, k, tmp_path, **values) -> dict[str, torch.Tensor]
     return {name: blocks[0][name][None] for name in FIELDS}
 
 
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize(("vocabulary", "k"), [(5000, 64), (5000, 5000), (2**16 + 1, 64)])
-def test_rounding(vocabulary, k, tmp_path):
+def test_rounding(vocabulary, k, temperature, tmp_path):
     """A student near its teacher: float16 changes the KL by less than a thousandth, its gradient by a hundredth."""
     torch.manual_seed(0)
     logits = torch.randn(1, 64, vocabulary).mul(3)
     student = (logits + 0.2 * torch.randn_like(logits)).double()
     labels = torch.randint(vocabulary, (1, 64))
-    rounded = records_of(logits, labels, k, tmp_path, temperature=2.0)
-    exact = teacher_of(logits.double(), labels, k, 2.0)
-    rounded["teacher_rest"] = rounded["teacher_rest"][..., 1]
+    recipe = UptrainRecipe(
+        str(tmp_path), student="s", teacher="t", teacher_logits="l", temperature=2.0, max_steps=1, use_cpu=True
+    )
+    trainer = UptrainTrainer(build(["gqa"], 1), recipe, train_dataset=[], eval_dataset=[])
+    rounded = trainer.teacher_predictions(records_of(logits, labels, k, recipe))
+    exact = teacher_of(logits.double(), labels, k, temperature)
     results = []
-    for known in (rounded.values(), exact):
+    for losses, known in ((trainer.prediction_sums, [rounded]), (top_prediction_losses, exact)):
         x = student.clone().requires_grad_()
-        sums = top_prediction_losses(x, *known, labels, 2.0)
+        sums = losses(x, *known, labels, temperature)
         sums[1].backward()
         results.append((sums, x.grad))
     (ours, ours_grad), (theirs, theirs_grad) = results
@@ -292,12 +295,12 @@ def test_a_killed_computation_leaves_nothing_that_looks_whole(train, tmp_path, m
     if not (child := os.fork()):
         monkeypatch.setattr(teacher_logits, "predict", die)
         try:
-            train("run")
+            train("run", max_steps=1)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert not (tmp_path / "logits").exists() and list(tmp_path.glob(".logits.new-*"))
-    assert train("run", "--overwrite", max_steps=1)["kl_top_k"] == 8
+    assert train("run", "--resume", max_steps=1)["kl_top_k"] == 8
     assert [path.name for path in tmp_path.glob("*logits*")] == ["logits"]
 
 
