@@ -107,7 +107,11 @@ COMMANDS = {
         "modeling-gqa evaluate out/ --against llama/ --data yardsticks/ --limit 300",
     ),
     "pretrain": Command("Train a new model from a RECIPE.", SCRIPTS + "pretrain", more=WRITES),
-    "uptrain": Command("Train back what a conversion lost, from a RECIPE.", SCRIPTS + "uptrain", more=WRITES),
+    "uptrain": Command(
+        "Train back what a conversion lost, from a RECIPE.",
+        SCRIPTS + "uptrain",
+        more=WRITES.replace("--output-dir:", "--output-dir (and a missing --teacher-logits):", 1),
+    ),
     "compare": Command(
         "Train models that differ in their attention alone, and compare them, from a RECIPE.",
         SCRIPTS + "compare",

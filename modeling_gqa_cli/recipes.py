@@ -97,13 +97,15 @@ class UptrainOptions:
 
     student: str = option("The converted model: folder or Hub name.", "")
     teacher: str | None = option("The model it was converted from; none: next-token loss alone.")
+    teacher_logits: str | None = option("Folder of its top logits; made if missing, then read.")
+    teacher_top_k: int = option("Most likely tokens that are kept there. Default: 64.", 64)
     trainable: Literal["attention", "all"] = option("Parameters to train. Default: attention.", "attention")
     layerwise_fraction: float | None = option("Share of the steps for stage 1, by layer. Default: 0.5.")
     kl_weight: float | None = option("Stage 2: weight of KL, the rest next-token loss. Default: 0.9.")
     temperature: float = option("Stage 2: of both softmaxes in the KL. Default: 1.", 1.0)
     pretraining_fraction: float | None = option("Tokens, as a share of the teacher's pretraining tokens.")
     pretraining_tokens: int | None = option("The teacher's pretraining tokens. Default: its results.json.")
-    keep_best: bool = option("Train to the end and keep the last weights, also where they are worse.", True)
+    keep_best: bool = option("Train to the end and keep the last weights, even if worse.", True)
 
 
 @dataclass

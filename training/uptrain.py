@@ -5,7 +5,8 @@
 
 The *student* is the converted model, the *teacher* the model that it was converted from. Stage 1 regresses every
 layer's attention output on the teacher's, given the teacher's input; stage 2 trains on the KL divergence from the
-teacher's predictions and on the next-token loss. Without a teacher it is the uptraining of the GQA paper (2305.13245).
+teacher's predictions and on the next-token loss. With `--teacher-logits` these predictions are read from a folder, and
+there is no stage 1. Without a teacher it is the uptraining of the GQA paper (2305.13245).
 
 `--help` shows every option and ends with what a run writes, deletes and refuses. Text, run folder, `--resume` and the
 result are as in pretraining.
@@ -40,6 +41,7 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
     from modeling_gqa.training.distillation import check_tokenizers, load_pair
     from modeling_gqa.training.recipe import check_length, check_training, load_recipe
     from modeling_gqa.training.run_setup import announce, open_run
+    from modeling_gqa.training.teacher_logits import with_teacher_logits
     from modeling_gqa.training.uptraining import UptrainRecipe, UptrainTrainer
 
     # Recipe and models, checked before anything is written
@@ -53,6 +55,8 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
     # Run folder, tokenizer and tokens; of a resumed run its checkpoint
     with open_run(recipe, values, student.config) as run:
         announce(run, recipe, student)
+        if recipe.teacher_logits:
+            run = with_teacher_logits(run, recipe, student.config.vocab_size)
 
         # Training
         set_seed(recipe.seed)

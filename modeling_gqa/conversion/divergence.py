@@ -1,6 +1,6 @@
 """How far a converted model is from its source: measured, and as a loss to train on.
 
-Shapes: B batch, T tokens, n predicted tokens of a batch, E hidden size, V vocabulary.
+Shapes: B batch, T tokens, n predicted tokens of a batch, E hidden size, V vocabulary, k most likely tokens.
 """
 
 import math
@@ -267,11 +267,16 @@ def prediction_losses(
         temperature: both logits are divided by it for the KL, which is multiplied by its square (1503.02531).
     """
     targets = pad(labels[:, 1:], (0, 1), value=-100).flatten()  # (B T,)
-    # On a CPU, parts that stay in its caches take half the time.
-    tokens = max(1, LOGITS_AT_ONCE // (4 if logits.device.type == "cpu" else 1) // logits.shape[-1])
+    tokens = tokens_at_once(logits.device, logits.shape[-1])
     return PredictionSums.apply(
         logits.flatten(0, 1), teacher_states.flatten(0, 1), targets, teacher_head, temperature, tokens
     )
+
+
+def tokens_at_once(device: torch.device, vocab_size: int) -> int:
+    """Return the number of tokens whose logits are in float32 at a time."""
+    # On a CPU, parts that stay in its caches take half the time.
+    return max(1, LOGITS_AT_ONCE // (4 if device.type == "cpu" else 1) // vocab_size)
 
 
 class PredictionSums(torch.autograd.Function):
@@ -350,3 +355,100 @@ def parts(
     for logits, states, targets in zip(*(x.split(part) for x in tensors), strict=True):
         dtype = torch.promote_types(logits.dtype, torch.float32)
         yield logits.to(dtype), head(states).to(dtype), targets
+
+
+def top_prediction_losses(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    log_probs: torch.Tensor,
+    rest: torch.Tensor,
+    target_log_probs: torch.Tensor,
+    labels: torch.Tensor,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """Return the sums of `prediction_losses`, the KL being over the teacher's top k tokens and all others as one.
+
+    To take tokens together never raises a KL divergence, so this one is a lower bound of that over all tokens.
+
+    Args:
+        logits: the student's (B, T, V).
+        ids: (B, T, k), the teacher's most likely tokens.
+        log_probs: (B, T, k), their log-probabilities l at temperature 1.
+        rest: (B, T), log sum exp(l / temperature) over all other tokens; -inf where there are none.
+        target_log_probs: (B, T), the teacher's log-probability of the next token at temperature 1.
+        labels: as for `prediction_losses`.
+        temperature: as for `prediction_losses`.
+    """
+    targets = pad(labels[:, 1:], (0, 1), value=-100).flatten()  # (B T,)
+    # By this softmax the probabilities sum to 1, however `log_probs` were rounded.
+    buckets = torch.cat([log_probs / temperature, rest[..., None]], dim=-1).log_softmax(-1)  # (B, T, k + 1)
+    tokens = tokens_at_once(logits.device, logits.shape[-1])
+    sums = TopPredictionSums.apply(
+        logits.flatten(0, 1), ids.flatten(0, 1), buckets.flatten(0, 1), targets, temperature, tokens
+    )
+    return torch.cat([sums, -target_log_probs.flatten()[targets >= 0].sum()[None]])
+
+
+class TopPredictionSums(torch.autograd.Function):
+    """The first two sums of `top_prediction_losses`, and their gradient by the logits.
+
+    Let s be the student's logits, q = softmax(s / temperature), K the k tokens, q_R the sum of q over all others, and
+    p_1 ... p_k, p_R the teacher's probabilities. The KL is the sum over K of p_i log(p_i / q_i), plus
+    p_R log(p_R / q_R). Its gradient by s, times temperature^2, is temperature * (q_i - p_i) for a token of K, and
+    temperature * (q_j - p_R q_j / q_R) for another. log q_R and q_j / q_R come from a log-sum-exp over the others, not
+    from 1 - sum q_i, of which nothing is left where the k tokens have nearly all of the probability.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        ids: torch.Tensor,
+        buckets: torch.Tensor,
+        targets: torch.Tensor,
+        temperature: float,
+        part: int,
+    ) -> torch.Tensor:
+        """Return the sums of n tokens: logits (n, V), ids (n, k), log p in buckets (n, k + 1), targets (n,)."""
+        ctx.save_for_backward(logits, ids, buckets, targets)
+        ctx.temperature, ctx.part, ctx.normalizers = temperature, part, []
+        total = torch.zeros(2, device=logits.device)
+        for student, top, theirs, target in top_parts((logits, ids, buckets, targets), part):
+            whole = student.logsumexp(-1, keepdim=True)  # (n, 1)
+            loss = (whole - student.gather(1, target.clamp(min=0)[:, None]))[:, 0]
+            student = student / temperature
+            rest = student.scatter(1, top, -torch.inf).logsumexp(-1, keepdim=True)  # (n, 1)
+            ours = torch.cat([student.gather(1, top), rest], dim=-1)  # (n, k + 1)
+            normalizer = ours.logsumexp(-1, keepdim=True)  # (n, 1)
+            # A bucket of probability 0 adds 0, where the product would be nan.
+            kl = torch.where(theirs > -torch.inf, theirs.exp() * (theirs - (ours - normalizer)), 0.0).sum(-1)
+            total = total + torch.stack([x[target >= 0].sum() for x in (loss, kl * temperature**2)])
+            ctx.normalizers.append((whole, rest, normalizer))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        """Return the gradient by the logits; `gradient` (2,) is that by the sums."""
+        of_loss, of_kl = gradient.tolist()
+        of_kl *= ctx.temperature
+        result = torch.empty_like(ctx.saved_tensors[0])
+        found = zip(result.split(ctx.part), top_parts(ctx.saved_tensors, ctx.part), ctx.normalizers, strict=True)
+        for place, (student, top, theirs, target), (whole, rest, normalizer) in found:
+            change = torch.sub(student, whole).exp_().mul_(of_loss)
+            student = student / ctx.temperature
+            change.add_(torch.sub(student, normalizer).exp_(), alpha=of_kl)
+            # Where there are no others, `rest` is -inf.
+            others = student.scatter_(1, top, -torch.inf).sub_(rest.clamp(min=torch.finfo(rest.dtype).min)).exp_()
+            change.sub_(others.mul_(theirs[:, -1:].exp()), alpha=of_kl)
+            change.scatter_add_(1, top, theirs[:, :-1].exp().mul_(-of_kl))
+            change.scatter_add_(1, target.clamp(min=0)[:, None], torch.full_like(whole, -of_loss))
+            place.copy_(change.mul_((target >= 0)[:, None]))
+        return result, None, None, None, None, None
+
+
+def top_parts(tensors: tuple[torch.Tensor, ...], part: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the student's logits (n, V), ids, log p and targets of n = `part` tokens at a time, in at least float32."""
+    for logits, ids, buckets, targets in zip(*(x.split(part) for x in tensors), strict=True):
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        yield logits.to(dtype), ids, buckets.to(dtype), targets

@@ -40,7 +40,7 @@ def choose_parameters(model: PreTrainedModel, trainable: str) -> None:
 
 
 def load_pair(recipe: "UptrainRecipe") -> tuple[PreTrainedModel, PreTrainedModel | None]:
-    """Load student and teacher, which is `None` where the recipe names none; raises `UserError`."""
+    """Load student and teacher, which is `None` where the recipe names none, or its logits; raises `UserError`."""
     if recipe.teacher is None:
         return load_model("student", recipe.student, recipe, recipe.trainable), None
     if recipe.n_gpu > 1:
@@ -48,6 +48,10 @@ def load_pair(recipe: "UptrainRecipe") -> tuple[PreTrainedModel, PreTrainedModel
     if Path(recipe.student).resolve() == Path(recipe.teacher).resolve():
         raise UserError(f"student and teacher are the same model, {recipe.student}; set teacher none to train it alone")
     student = load_model("student", recipe.student, recipe, recipe.trainable)
+    if recipe.teacher_logits:
+        recipe.check_models()
+        check_pair(student.config, open_checkpoint(recipe.teacher, companions=False).config)
+        return student, None
     teacher = load_model("teacher", recipe.teacher, recipe)
     check_pair(student.config, teacher.config)
     if not recipe.fsdp:  # which cuts each model's parameters into pieces of its own

@@ -35,6 +35,7 @@ class Results(TypedDict, total=False):
     teacher_validation_perplexity: float
     kl: float
     initial_kl: float
+    kl_top_k: int
     result_step: int
     stopped_step: int
     last_kl: float
@@ -58,6 +59,7 @@ LABELS = {
     "gap_closed": ("Share of the perplexity between teacher and conversion that uptraining closed", "{:.1%}"),
     "kl": ("KL divergence from the teacher, nats per token", "{:.4f}"),
     "initial_kl": ("KL divergence from the teacher before uptraining", "{:.4f}"),
+    "kl_top_k": ("Most likely tokens that the KL divergences are over; all others count as one", "{:,}"),
     "result_step": ("Step whose weights these are; the last ones were worse than those before training", "{:,}"),
     "stopped_step": ("Step at which training stopped, since the KL divergence stayed above that before", "{:,}"),
     "last_kl": ("KL divergence after the last step", "{:.4f}"),

@@ -97,10 +97,7 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
                 checkpoint, mark = setup.resume()
             else:
                 setup.begin()
-        try:  # waits until the main process has prepared the run
-            (checkpoint,) = broadcast_object_list([checkpoint])
-        except RuntimeError as error:
-            raise UserError("the main process has stopped; it says why") from error
+        checkpoint = from_main(checkpoint)  # waits until the run is prepared
         with trackers_in(output):
             text, seconds = load_text(recipe, source, mark), mark.get("training_seconds", 0.0)
             yield OpenRun(source, *text, folder, checkpoint, seconds, upload)
@@ -114,6 +111,14 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
     finally:
         if folder is not None:
             folder.close()
+
+
+def from_main(value: Any) -> Any:
+    """Return the main process's value on every process; raises `UserError` where that process has stopped."""
+    try:
+        return broadcast_object_list([value])[0]
+    except RuntimeError as error:
+        raise UserError("the main process has stopped; it says why") from error
 
 
 def announce(run: OpenRun, recipe: Recipe, model: PreTrainedModel) -> None:

@@ -21,11 +21,12 @@ from ..checkpoints.files import LICENCES, copy_files, is_gguf, local_folder
 from ..common.atomic import read_object
 from ..common.cards import base_metadata, kept_metadata
 from ..common.console import warn
-from ..conversion.divergence import prediction_losses
+from ..conversion.divergence import prediction_losses, top_prediction_losses
 from .distillation import choose_parameters, layerwise_loss, model_inputs, run_teacher
 from .recipe import UNUSED, Recipe
 from .results import RESULTS, Results
 from .run_folder import is_whole
+from .teacher_logits import FIELDS
 from .trainer import PretrainTrainer, perplexity
 
 # Chosen with configuration/recipes/uptrain-tiny.yaml.
@@ -67,6 +68,8 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
             for name in ("layerwise_fraction", "kl_weight"):
                 if getattr(self, name):
                     raise ValueError(f"{name} is {getattr(self, name)} and there is no teacher; give one, or {name} 0")
+        if self.teacher_logits:
+            self.check_teacher_logits()
         for name, default in (("layerwise_fraction", LAYERWISE_FRACTION), ("kl_weight", KL_WEIGHT)):
             if getattr(self, name) is None:
                 setattr(self, name, default if self.teacher else 0.0)
@@ -92,9 +95,29 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
             if self.max_steps > 0 and 0 < (getattr(self, name) or 0) < 1:
                 setattr(self, name, math.ceil(getattr(self, name) * self.max_steps))
 
+    def check_teacher_logits(self) -> None:
+        """Raise `ValueError` for options that do not go with `teacher_logits`, which stage 1 cannot use."""
+        if self.teacher is None:
+            raise ValueError("teacher_logits is given and there is no teacher: name the one that they are of")
+        if self.streaming:
+            raise ValueError(
+                "teacher_logits needs all of the text before training, and streaming tokenizes it meanwhile: leave one "
+                "of them out"
+            )
+        if self.layerwise_fraction:
+            raise ValueError(
+                f"layerwise_fraction is {self.layerwise_fraction}, and stage 1 needs the teacher's hidden states, "
+                "which teacher_logits does not hold: set layerwise_fraction 0, or leave teacher_logits out"
+            )
+        if self.teacher_top_k < 1:
+            raise ValueError(f"teacher_top_k is {self.teacher_top_k}; it must be at least 1")
+        self.layerwise_fraction = 0.0
+        self.remove_unused_columns = False  # the model does not take what is known of its teacher
+
     def inputs(self) -> list[tuple[str, str]]:
-        """Return student and teacher beside what pretraining reads."""
-        return [*self.models().items(), *super().inputs()]
+        """Return student, teacher and the teacher's logits beside what pretraining reads."""
+        logits = [("teacher_logits", self.teacher_logits)] if self.teacher_logits else []
+        return [*self.models().items(), *logits, *super().inputs()]
 
     def training_budget(self) -> float | None:
         """Return the number of tokens to train on: pretraining_fraction times the teacher's (2305.13245, section 2.1).
@@ -126,12 +149,12 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
         return tokens
 
     def check_models(self) -> None:
-        """Raise `ValueError` where student or teacher cannot be opened: it comes before what is wrong with a budget."""
+        """Raise `UserError` where student or teacher cannot be opened: it comes before what is wrong with a budget."""
         for role, name in self.models().items():
             try:
                 open_checkpoint(name, companions=False)
             except (OSError, ValueError) as error:
-                raise ValueError(f"cannot load the {role} {name}: {error}") from error
+                raise UserError(f"cannot load the {role} {name}: {error}") from error
 
     # -- What depends on the kind of recipe.
 
@@ -165,7 +188,7 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
 
 
 class UptrainTrainer(PretrainTrainer):
-    """`PretrainTrainer` with a teacher; without one it trains on the next-token loss alone."""
+    """`PretrainTrainer` with a teacher, or with blocks that hold its logits; else the next-token loss is all."""
 
     args: UptrainRecipe
 
@@ -178,6 +201,7 @@ class UptrainTrainer(PretrainTrainer):
         self.teacher = teacher
         if teacher is not None:
             teacher.to(device=args.device).eval().requires_grad_(False)
+        if args.teacher is not None:
             self.preprocess_logits_for_metrics = None
             self.add_callback(WatchStages(self))
         if teacher is not None or args.trainable != "all":
@@ -190,7 +214,7 @@ class UptrainTrainer(PretrainTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        if self.teacher is None or not model.training:
+        if self.args.teacher is None or not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         assert not return_outputs
         if self.state.global_step < self.layerwise_steps:
@@ -198,31 +222,39 @@ class UptrainTrainer(PretrainTrainer):
                 seen = run_teacher(self.teacher, inputs)
             loss = layerwise_loss(model, self.accelerator.unwrap_model(model), seen, inputs)
             return loss / self.current_gradient_accumulation_steps  # every micro-batch has as many tokens
+        teacher = self.teacher_predictions(inputs)
         logits = model(**model_inputs(inputs)).logits
-        sums = self.prediction_sums(logits, self.teacher_states(inputs), inputs["labels"], self.args.temperature)
+        sums = self.prediction_sums(logits, teacher, inputs["labels"], self.args.temperature)
         loss, kl, _ = sums / num_items_in_batch
         loss = (1 - self.args.kl_weight) * loss + self.args.kl_weight * kl
         # The number of items is that of all processes, over which DDP takes the mean.
         return loss * self.accelerator.num_processes if self.args.average_tokens_across_devices else loss
 
-    def teacher_states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def teacher_predictions(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the teacher's last hidden states (B, T, E); or its `FIELDS`, which are taken out of `inputs`."""
+        if self.teacher is None:
+            return tuple(inputs.pop(name) for name in FIELDS)
         with torch.no_grad(), self.accelerator.autocast():
-            return self.teacher.model(**model_inputs(inputs)).last_hidden_state  # (B, T, E)
+            return (self.teacher.model(**model_inputs(inputs)).last_hidden_state,)
 
     def prediction_sums(
-        self, logits: torch.Tensor, states: torch.Tensor, labels: torch.Tensor, temperature: float
-    ) -> Any:
+        self, logits: torch.Tensor, teacher: tuple[torch.Tensor, ...], labels: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
+        if self.teacher is None:
+            ids, log_probs, rest, target_log_probs = teacher
+            rest = rest[..., int(temperature != 1)]  # (B, T)
+            return top_prediction_losses(logits, ids, log_probs, rest, target_log_probs, labels, temperature)
         with self.accelerator.autocast():
-            return prediction_losses(logits, states, self.teacher.lm_head, labels, temperature)
+            return prediction_losses(logits, teacher[0], self.teacher.lm_head, labels, temperature)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.args.teacher is None:
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        inputs = self._prepare_inputs(inputs)
+        teacher = self.teacher_predictions(inputs)
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
-        if self.teacher is None:
-            return loss, logits, labels
         # A sum for each sequence: the Trainer drops those that only fill up the last batch.
-        sequences = zip(
-            logits.split(1), self.teacher_states(self._prepare_inputs(inputs)).split(1), labels.split(1), strict=True
-        )
+        sequences = zip(logits.split(1), zip(*(x.split(1) for x in teacher), strict=True), labels.split(1), strict=True)
         sums = torch.stack([self.prediction_sums(*x, temperature=1.0) for x in sequences])  # (B, 3)
         return loss, torch.cat([labels[:, 1:].ne(-100).sum(-1, keepdim=True), sums], dim=-1), labels  # (B, 4)
 
@@ -332,8 +364,10 @@ class UptrainTrainer(PretrainTrainer):
             "initial_validation_loss": before["eval_loss"],
             "initial_validation_perplexity": before["eval_perplexity"],
         }
-        if self.teacher is None:
+        if self.args.teacher is None:
             return results
+        if self.args.teacher_logits:
+            results["kl_top_k"] = self.eval_dataset.top_k
         results |= {
             "teacher_validation_loss": metrics["eval_teacher_loss"],
             "teacher_validation_perplexity": metrics["eval_teacher_perplexity"],
