@@ -56,7 +56,9 @@ class HowToConvert:
     regroup: bool | None = switch("Choose which heads to merge (--no-regroup: neighbours). Default: chosen.")
     refit: bool | None = switch("Fit each output projection on the text (--no-refit: do not). Default: with --text.")
     refine: int | None = option("Passes of gradient steps in each layer. Default: 1 with --text, else 0.")
-    polish: int = option("Tokens to train all new layers on at the end, by KL to SOURCE. Default: 0.", 0)
+    polish: int | None = option(
+        "Tokens to train all layers on at the end, by KL to SOURCE. Default: --calibration-tokens, if memory allows."
+    )
     seed: int = option("Seed of --method random, regrouping and the text's order. Default: 0.", 0)
 
 

@@ -80,7 +80,7 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
-TEXT_OPTIONS = ("--sequence-length", 32, "--calibration-tokens", 640, "--evaluation-tokens", 320)
+TEXT_OPTIONS = ("--sequence-length", 32, "--calibration-tokens", 640, "--evaluation-tokens", 320, "--polish", 0)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -352,6 +352,21 @@ def test_polishing_is_reported(checkpoints, corpus, tmp_path):
     assert done["kl_after"] <= done["kl_before"] and done["tokens"] <= 600 and report["command"]["polish"] == 600
     assert "with --polish 0" in printed
     assert f"polished on {done['tokens']:,} tokens" in (tmp_path / "polished" / "README.md").read_text()
+
+
+def test_polishing_is_the_default_where_memory_allows(checkpoints, corpus, tmp_path, monkeypatch):
+    """It takes as many tokens as are calibrated on. No method of the GQA paper is trained, and no exact conversion."""
+    options = ("--text", corpus, *TEXT_OPTIONS[:-2])
+    mean = (*MQA, "--method", "mean")
+    exact = ("--attention-kind", "mha")
+    for name, arguments, tokens in (("default", MQA, 640), ("mean", mean, 0), ("exact", exact, 0)):
+        run("convert", checkpoints / "gqa", tmp_path / name, *options, *arguments)
+        report = json.loads((tmp_path / name / "conversion.json").read_text())
+        assert report["command"]["polish"] == tokens and bool(report["polish"]) == bool(tokens)
+    monkeypatch.setattr("modeling_gqa.conversion.job.free_memory", lambda device: 2**20)
+    printed = run("convert", checkpoints / "gqa", tmp_path / "small", *options, *MQA)
+    report = json.loads((tmp_path / "small" / "conversion.json").read_text())
+    assert report["command"]["polish"] == 0 and report["polish"] is None and "--polish 0" in printed
 
 
 def test_a_conversion_that_changes_much_ends_with_a_warning(checkpoints, corpus, tmp_path):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from modeling_gqa_cli.errors import UserError, one_line
+from modeling_gqa_cli.errors import UserError, install_extra, one_line
 
 # Model inputs by name; "input_ids" (B, T) is always there.
 Batch = dict[str, torch.Tensor]
@@ -57,3 +57,14 @@ def usable_device(device: str | None) -> str:
             f"--device={device} cannot be used: give one device, such as cpu or cuda:1 ({one_line(error)})"
         ) from error
     return device
+
+
+def free_memory(device: str) -> int:
+    """Return the bytes that are free on a device; raises `UserError` without psutil, which comes with accelerate."""
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        import psutil
+    except ImportError:
+        raise UserError(f"to see how much memory is free takes psutil: {install_extra('conversion')}") from None
+    return psutil.virtual_memory().available

@@ -22,14 +22,14 @@ from modeling_gqa_vllm.kernels import FAST_SIZES
 from .. import __version__
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.writing import check_target, new_checkpoint, refuse_overlap, write_model
-from ..common.batches import Batch
+from ..common.batches import Batch, free_memory
 from ..common.progress import ShowProgress
 from ..configuration_gqa import GQAConfig
 from ..costs import CostedModel, cache_bytes_per_token, count_parameters
 from ..data.packing import read_batches
 from ..data.tokenizer import load_tokenizer
 from ..modeling_gqa import GQAForCausalLM
-from .convert import SELECTION_TOKENS, convert_model
+from .convert import FITTED_METHODS, SELECTION_TOKENS, convert_model
 from .divergence import LOGITS_AT_ONCE, TOKENS_AT_ONCE, compare_predictions, layer_errors
 from .fitting import STEP_TOKENS
 from .layer_store import choose_target, layers_folder, resumable_folder
@@ -67,6 +67,7 @@ class Job(Options):
         check_target(self.target.resolve(), force)
         checkpoint = self.open(download=False)
         config, goal = checkpoint.config, find_goal(self, checkpoint.config, checkpoint.dtype)
+        self.choose_polish(checkpoint, goal, say)
         if checkpoint.tensors:
             self.read_text(checkpoint, goal.exact)
         self.announce(checkpoint, goal, say)
@@ -103,6 +104,7 @@ class Job(Options):
                 refuse_overlap(checkpoint.folder, self.target)
                 if checkpoint.dtype != assumed:  # config.json does not name it
                     goal = find_goal(self, checkpoint.config, checkpoint.dtype)
+            self.choose_polish(checkpoint, goal, say)
             with self.timed("reading text"):
                 batches = self.read_text(checkpoint, goal.exact)
             with self.timed("loading"):
@@ -138,15 +140,30 @@ class Job(Options):
         checkpoint = open_checkpoint(self.source, download=download, ignore_fields=ignored, dtype=dtype)
         return replace(checkpoint, dtype=dtype) if dtype else checkpoint
 
+    def memory(self, checkpoint: Checkpoint, goal: Goal, polished: bool) -> "Memory":
+        """Return the memory that the conversion takes, by accounting."""
+        config, rows = checkpoint.config, self.batch_size if self.text else 0
+        target = expected_target(goal, config, checkpoint.dtype)
+        return count_memory(config, target, checkpoint.dtype, rows, self.text_length(config), polished)
+
+    def choose_polish(self, checkpoint: Checkpoint, goal: Goal, say: Callable[[str], None]) -> None:
+        """Set `polish` where it was not given: 0 where there is nothing to train, or not enough memory."""
+        if self.polish is not None:
+            return
+        self.polish = 0
+        if self.text and not goal.exact and self.method in FITTED_METHODS:
+            needed, free = self.memory(checkpoint, goal, True).peak, free_memory(self.device)
+            if needed < free:
+                self.polish = self.calibration_tokens
+            else:
+                said = f"takes {needed / GIB:.1f} GiB, and {free / GIB:.1f} are free"
+                say(f"The layers are not trained together at the end (--polish 0): that {said}.")
+
     def announce(self, checkpoint: Checkpoint, goal: Goal, say: Callable[[str], None]) -> None:
         """Say which memory the conversion takes, by accounting, and with `--for` which sizes were chosen."""
-        config, dtype = checkpoint.config, checkpoint.dtype
-        rows, length = self.batch_size if self.text else 0, self.text_length(config)
-        polished = self.polish > 0 and not goal.exact
-        target = expected_target(goal, config, dtype)
-        memory, less = (count_memory(config, target, dtype, rows, length, what) for what in (polished, False))
-        without = f"; {less.peak / GIB:.1f} with --polish 0" if polished else ""
-        say(f"Memory on {self.device}: {memory}{without}.")
+        polished = bool(self.polish) and not goal.exact
+        without = f"; {self.memory(checkpoint, goal, False).peak / GIB:.1f} with --polish 0" if polished else ""
+        say(f"Memory on {self.device}: {self.memory(checkpoint, goal, polished)}{without}.")
         if self.engine and self.attention_kind == "mla":
             rank, rope = goal.options.kv_lora_rank, goal.options.qk_rope_head_dim
             sizes = "as given" if goal.options is self else f"R = {rank} and P = {rope}"
@@ -174,7 +191,7 @@ class Job(Options):
             "selection": min(self.calibration_tokens // SELECTION_SHARE, SELECTION_TOKENS),
             "evaluation": self.evaluation_tokens,
         }
-        rest = ("polish", max(self.polish - self.calibration_tokens, 0))
+        rest = ("polish", max((self.polish or 0) - self.calibration_tokens, 0))
         if exact:  # nothing to calibrate
             tokens, rest = {"evaluation": self.evaluation_tokens}, ("polish", 0)
         return read_batches(
@@ -223,7 +240,7 @@ class Job(Options):
             regroup=self.regroup,
             refit=self.refit,
             refine=self.refine,
-            polish=self.polish,
+            polish=self.polish or 0,
             polish_text=batches.get("polish", ()),
             divide_cache=goal.options.divides_cache,
             share_weights=True,
@@ -360,8 +377,8 @@ def polish_work(source: GQAConfig, trained: int, itemsize: int, tokens: int) -> 
         for x in source.per_layer_config
     )
     logits = tokens * source.vocab_size
-    # In float32: parameters, gradients, Adam's moments; two copies of the weights; what the backward pass needs.
-    return 24 * trained + tokens * itemsize * sum(widths) + 3 * itemsize * logits + 20 * min(logits, LOGITS_AT_ONCE)
+    # In float32: parameters, gradients, Muon's momentum; two copies of the weights; what the backward pass needs.
+    return 20 * trained + tokens * itemsize * sum(widths) + 3 * itemsize * logits + 20 * min(logits, LOGITS_AT_ONCE)
 
 
 def forward_work(layer: GQAConfig, itemsize: int, tokens: int) -> int:

@@ -20,11 +20,11 @@ from .divergence import last_hidden_state, predicted_positions, prediction_losse
 from .fitting import pieces
 from .streams import held_out, scratch
 
-# Learning rates of Adam that are tried, from the largest on, as long as a smaller one is better after `TRIAL_STEPS`.
+# Learning rates that are tried, from the largest on, as long as a smaller one is better after `TRIAL_STEPS`.
 LEARNING_RATES = (1e-3, 3e-4, 1e-4, 3e-5)
-TRIAL_STEPS = 8
+TRIAL_STEPS = 6
 JUDGE_TOKENS = 16384  # at most, which judge; of more text the rest is trained on
-JUDGED = 8  # times at most that the documents held out are looked at in a run
+JUDGED = 4  # times at most that the documents held out are looked at in a run
 NOT_PREDICTED = -100  # as a label, PyTorch's mark of what no loss counts
 
 
@@ -167,11 +167,19 @@ class Run:
     def steps(
         self, fitted: Sequence[int], number: int, rate: float, seed: int, progress: Progress = iter
     ) -> Iterator[int]:
-        """Make `number` steps of Adam (1412.6980) from the rate `rate` down to 0, one piece each; yields 1, 2, ..."""
-        optimizer = torch.optim.Adam(self.parameters, lr=rate, betas=(0.9, 0.95), fused=True)
+        """Make `number` steps, one piece each, at a rate that falls from `rate` to 0 on a line; yields 1, 2, ...
+
+        They are of Muon for matrices and of Adam (1412.6980) for biases and norms.
+        """
         order = torch.Generator().manual_seed(seed)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, number)  # to 0
         waiting: list[int] = []
+        matrices, others = ([x for x in self.parameters if (x.ndim == 2) is wanted] for wanted in (True, False))
+        optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        ]
+        if others:
+            optimizers.append(torch.optim.Adam(others, rate, betas=(0.9, 0.95)))
+        schedules = [torch.optim.lr_scheduler.LinearLR(x, 1.0, 1 / number, number) for x in optimizers]
         for step in progress(range(1, number + 1)):
             if not waiting:
                 waiting = [fitted[i] for i in torch.randperm(len(fitted), generator=order)]
@@ -179,9 +187,10 @@ class Run:
             with torch.enable_grad():
                 kl, count = self.loss(piece, self.text[piece].fitted)
                 (kl / count).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+            for stepped in (*optimizers, *schedules):
+                stepped.step()  # type: ignore[attr-defined]
+            for parameter in self.parameters:
+                parameter.grad = None
             yield step
 
     def copy(self) -> list[torch.Tensor]:

@@ -249,7 +249,8 @@ def convert_layer(
     `choice` says how, where it becomes MLA. `source` is what `read_latent_source` returns, for callers that make MLA in
     several ways of it.
     """
-    before, chosen = model.config.per_layer_config[index], {}
+    before = model.config.per_layer_config[index]
+    chosen: dict[str, Any] = {}
     with living_layer(index) as computed:
         if fields["attention_kind"] == "mla":
             heads, moments = source or read_latent_source(model, index, statistics)

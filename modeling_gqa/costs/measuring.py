@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from modeling_gqa_cli.errors import UserError, install_extra
+from modeling_gqa_cli.errors import UserError
 
+from ..common.batches import free_memory
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from . import CostedModel, Machine, cache_bytes, count_parameters
@@ -164,15 +165,7 @@ def check_measurable(models: Sequence[CostedModel], tokens: int, rows: int, dtyp
     # A cache that grows has room for a quarter more, and is copied when it does.
     caches = sum(cache_bytes(model, rows, tokens, dtype) for model in models)
     needed = sum(count_parameters(model) for model in models) * dtype.itemsize + 2.25 * caches
-    if device.startswith("cuda"):
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        try:
-            import psutil  # which comes with accelerate
-        except ImportError:
-            raise UserError(f"measuring needs psutil: {install_extra('conversion')}") from None
-        free = psutil.virtual_memory().available
-    if needed > free:
+    if needed > (free := free_memory(device)):
         raise UserError(
             f"measuring takes {needed / GIB:.1f} GiB of memory and {free / GIB:.1f} are free: give fewer models, or "
             "smaller --context and --batch-size"

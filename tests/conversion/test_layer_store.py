@@ -37,7 +37,7 @@ def source(tmp_path_factory) -> Path:
 
 
 def convert(source: Path, target: Path, **options) -> None:
-    tokens: dict[str, Any] = {"sequence_length": 32, "calibration_tokens": 512, "evaluation_tokens": 128}
+    tokens: dict[str, Any] = {"sequence_length": 32, "calibration_tokens": 512, "evaluation_tokens": 128, "polish": 0}
     options = tokens | options
     Job(source=str(source / "model"), target=target, device="cpu", text=[source / "text.txt"], **options).run(
         False, lambda _: iter
