@@ -28,7 +28,7 @@ SELECTION_TOKENS = 16384
 # Tokens that a setting is tried on where trials are made without gradient steps.
 CANDIDATE_TOKENS = 16384
 # What `NewLayer` says of how a layer was converted, as in `conversion.json`.
-CHOSEN = ("loss", "gain", "alpha", "weighted", "learning_rate", "ridge")
+CHOSEN = ("loss", "gain", "alpha", "learning_rate", "ridge")
 METHODS = ("lowrank", "auto", "procrustes", "mean", "first", "random")
 # Methods whose output projections are fitted on text where nothing else is said; the others are the GQA paper's.
 FITTED_METHODS = ("lowrank", "auto", "procrustes")
@@ -68,7 +68,7 @@ def convert_model(
         selection: batches by which "auto" chooses; `None` for the last quarter of `calibration`, at most
             `SELECTION_TOKENS` tokens.
         method: how heads are merged, one of `METHODS`. "lowrank" keeps the leading subspace of the heads of a group.
-            "auto" tries settings of "lowrank" and "procrustes", and these with and without choices by layer, and keeps
+            "auto" tries settings of "lowrank" and "procrustes", and MLA with and without choices by layer, and keeps
             the one with the least KL(source || converted) on `selection`; trials make no gradient steps and see 16,384
             tokens.
         regroup: whether heads may be merged with others than their neighbours; `None`: "auto" tries both, "lowrank" and
@@ -282,9 +282,10 @@ class Search:
         trial = first != start
         if False in to_mla:
             groupings = [True, False] if regroup is None else [regroup]
-            settings = [replace(first, regroup=regrouped) for regrouped in groupings]
+            settings = [replace(first, weighted=weighted, regroup=r) for weighted in (True, False) for r in groupings]
             best = self.best_of([*settings, replace(first, method="procrustes", regroup=groupings[0])], trial)
-        best = self.best_of((replace(best, by_layer=by_layer) for by_layer in (True, False)), trial)
+        if True in to_mla:
+            best = self.best_of((replace(best, by_layer=by_layer) for by_layer in (True, False)), trial)
         return replace(best, refine=start.refine)
 
 

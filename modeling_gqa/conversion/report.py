@@ -154,8 +154,6 @@ def describe_cost(report: Report) -> str:
     for name in ("gain", "alpha"):
         if counts := Counter(row[name] for row in lossy if row[name] is not None):
             parts.append(f"{name} {', '.join(f'{value:g} in {n}' for value, n in sorted(counts.items()))} layers")
-    if counted := [row["weighted"] for row in lossy if row["weighted"] is not None]:
-        parts.append(f"keys weighted by their queries in {sum(counted)} of {len(counted)} layers")
     if polished := report["polish"]:
         found = "{kl_before:.3g} to {kl_after:.3g} on documents held out".format(**polished)
         parts.append(f"polished on {polished['tokens']:,} tokens, KL {found}")

@@ -8,7 +8,7 @@ import copy
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -63,7 +63,6 @@ class NewLayer(NamedTuple):
         loss: the squared error that its conversion minimises, estimated; 0 where exact, `None` where unknown.
         learning_rate, ridge: of the gradient steps, and of the fit of its output projection; `None` for none.
         gain, alpha: of a lossy layer of MLA, those of its `LatentChoice`.
-        weighted: of a lossy layer of fewer heads, as in `Setting`.
     """
 
     state: State
@@ -73,7 +72,6 @@ class NewLayer(NamedTuple):
     ridge: float | None = None
     gain: float | None = None
     alpha: float | None = None
-    weighted: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -85,8 +83,7 @@ class Setting:
         metric: of the layers' input, as reports name it: "full", what text shows, or "identity", uncorrelated inputs.
         weighted: whether the errors of keys are weighted by the queries that read them when heads are merged.
         regroup: whether heads may be merged with others than their neighbours.
-        by_layer: whether each layer of MLA gets the `LatentChoice`, and each layer of fewer heads the `weighted`, that
-            leaves the least error on documents held out.
+        by_layer: whether each layer of MLA gets the `LatentChoice` that leaves the least error on documents held out.
         divide_cache: whether R + P is divided anew: with `by_layer` by that error, else by the rule `divided`.
         refit: whether the output projections are fitted on text.
         refine: passes over the text in which each layer's new attention is trained by gradient steps, before the fit.
@@ -161,11 +158,8 @@ def convert_on_text(
     `known` is the result where it was found before.
     """
     statistics = text.collect(index)
-    if known is None and setting.by_layer and text.holds_out:
-        if fields["attention_kind"] == "mla":
-            _, new = best_latent(text, index, fields, statistics, setting)
-        else:
-            new = best_merge(text, index, fields, statistics, setting)
+    if known is None and setting.by_layer and text.holds_out and fields["attention_kind"] == "mla":
+        _, new = best_latent(text, index, fields, statistics, setting)
     else:
         new = known or convert_layer(model, index, fields, statistics, setting, True)
     attention = new_attention(model, index, new)
@@ -224,16 +218,6 @@ def best_latent(
     return best, made(best)
 
 
-def best_merge(text: Streams, index: int, fields: Fields, statistics: Statistics, setting: Setting) -> NewLayer:
-    """Merge the heads of layer `index`, with `weighted` or without, by the error as in `best_latent`."""
-
-    def error(new: NewLayer) -> float:
-        return fit(text, index, new_attention(text.model, index, new), setting.refit, TRIAL_TOKENS).error
-
-    settings = [replace(setting, weighted=weighted) for weighted in (True, False)]
-    return min((convert_layer(text.model, index, fields, statistics, each, True) for each in settings), key=error)
-
-
 def convert_layer(
     model: GQAForCausalLM,
     index: int,
@@ -249,8 +233,7 @@ def convert_layer(
     `choice` says how, where it becomes MLA. `source` is what `read_latent_source` returns, for callers that make MLA in
     several ways of it.
     """
-    before = model.config.per_layer_config[index]
-    chosen: dict[str, Any] = {}
+    before, chosen = model.config.per_layer_config[index], {}
     with living_layer(index) as computed:
         if fields["attention_kind"] == "mla":
             heads, moments = source or read_latent_source(model, index, statistics)
@@ -264,7 +247,6 @@ def convert_layer(
             std, seed = model.config.initializer_range, setting.seed * model.config.num_hidden_layers + index
             heads, loss = fewer_heads(read_heads(model, index), fields, statistics, setting, std, seed)
             state, found = write_grouped(heads)
-            chosen = {"weighted": setting.weighted} if lossy else {}
             if before.attention_kind != "mla":  # its heads are rotated as before, partly perhaps
                 found |= {name: fields[name] for name in ROTATION_FIELDS}
         for name in ("qk_nope_head_dim", "v_head_dim", "head_dim"):

@@ -104,14 +104,13 @@ def test_the_report_of_an_automatic_search():
         "loss": 0.0,
         "gain": None,
         "alpha": None,
-        "weighted": None,
         "learning_rate": None,
         "ridge": None,
     }
     assert report["candidates"] == [] and report["setting"] is None and report["layers"][0]["loss"] is None
 
     model = random_model("mha")
-    for kind, number in (("mqa", 3), ("gqa", 4)):  # grouped or not; procrustes; choices by layer or none
+    for kind, number in (("mqa", 3), ("gqa", 5)):  # weighted or not, grouped or not; procrustes
         sizes = {"num_key_value_heads": 2} if kind == "gqa" else {}  # MQA has one group, however it is made
         wanted = target(model, kind, layers=[0], **sizes)
         other, report = convert_model(model, wanted, CALIBRATION, method="auto", refine=0)
@@ -122,14 +121,13 @@ def test_the_report_of_an_automatic_search():
     assert chosen == names[kls.index(min(kls))]
     # The last of four batches is what was chosen by.
     assert compare_predictions(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
-    assert report["layers"][0] | {"loss": 0, "weighted": True, "ridge": 0} == {
+    assert report["layers"][0] | {"loss": 0, "ridge": 0} == {
         "layer": 0,
         "from": "mha, 6 of 6 heads of 14",
         "to": "gqa, 2 of 6 heads of 14",
         "loss": 0,
         "gain": None,
         "alpha": None,
-        "weighted": True,
         "learning_rate": None,
         "ridge": 0,
     }
@@ -155,7 +153,7 @@ def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():
     both = target(random_model("gqa"), "mla", **MLA, layers=[0])
     other, report = convert_model(model, both, CALIBRATION, method="auto", refine=0)
     kls = [candidate["kl"] for candidate in report["candidates"]]
-    assert len(kls) == 3 + 1  # the best of the first is not tried again
+    assert len(kls) == 5 + 1  # the best of the first is not tried again
     assert {"by_layer=True" in candidate["name"] for candidate in report["candidates"]} == {True, False}
     assert compare_predictions(model, other, CALIBRATION[3:])["kl"] == pytest.approx(min(kls), rel=1e-5)
     assert [layer.attention_kind for layer in other.config.per_layer_config] == ["mla", "gqa", "gqa"]

@@ -183,7 +183,7 @@ REPORT = {
     "polish": {"learning_rate": 1e-4, "tokens": 765, "kl_before": 0.375, "kl_after": 0.3125},
     "layers": [
         {"layer": i, "from": "mha", "to": "mla", "loss": 0.5, "learning_rate": rate, "ridge": 0.1, "error": 0.0625}
-        | {"gain": 0.5 if rate else 0.0, "alpha": 1.0, "weighted": None if rate else False}
+        | {"gain": 0.5 if rate else 0.0, "alpha": 1.0}
         for i, rate in enumerate((None, 1e-4, 1e-3))
     ],
     "text": {"calibration_tokens": 999, "sequence_length": 64},
@@ -229,7 +229,6 @@ def test_card_has_every_number_and_the_licence(tmp_path):
     assert "\n- vLLM, layers 0-2: GPUs: none; CPU: yes.\n" in card
     assert "gradient steps kept in 2 of 3 layers; output fits kept in 3 of 3 layers" in card
     assert "gain 0 in 1, 0.5 in 2 layers; alpha 1 in 3 layers" in card
-    assert "weighted by their queries in 0 of 1 layers" in card
     assert "vLLM 0.32 caches the latent" in card and "transformers 5.17" in card
     assert "R + P = 22 + 6, no latent norm" in card
 
