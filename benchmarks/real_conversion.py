@@ -4,7 +4,7 @@
     python -m benchmarks.real_conversion Qwen2.5-Coder-0.5B-Instruct --name real_conversion_qwen --tokens 16384
     python -m benchmarks.real_conversion meta-llama/Llama-3.2-1B --name llama-3.2-1b --targets mla-512+64
     python -m benchmarks.real_conversion --targets mla-1/4 --methods transmla mha2mla
-    python -m benchmarks.real_conversion --dtype float32 --targets mla-1/4 --methods default polish
+    python -m benchmarks.real_conversion --work kept/ --targets mla-1/4 --methods default polish
 
 Without a model it is SmolLM2-135M-Instruct. `benchmarks.real` builds it, Qwen2.5-Coder-0.5B-Instruct and the text where
 they are missing. A run may do a part: rows that FILE holds already stay, and a row done again replaces the old one.
@@ -15,6 +15,7 @@ pages of the books that calibration reads, another book, and source code.
 import argparse
 import json
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -120,7 +121,7 @@ class Bench:
         polish_tokens: int = 0,
     ) -> None:
         self.source, tokenizer = load_source(folder).eval().to(dtype=dtype), AutoTokenizer.from_pretrained(folder)
-        self.work, self.name = work, f"{Path(folder).name}-{tokens}-{str(self.source.dtype)[6:]}"
+        self.work, self.name = work, f"{Path(folder).name}-{tokens}-{length}-{str(self.source.dtype)[6:]}"
         packed: dict[str, Any] = {"tokenizer": tokenizer, "sequence_length": length, "batch_size": batch_size}
 
         packed["rest"] = ("polish", max(polish_tokens - tokens, 0))
@@ -195,7 +196,10 @@ def ours(bench: Bench, target: Target, row: str, calibrated: bool = True) -> GQA
         options = {"divide_cache": calibrated, **options}
     converted = convert_model(bench.source, wanted, bench.calibration if calibrated else None, **options)[0]
     if row == "default" and (folder := bench.kept(target)):
-        converted.save_pretrained(folder)
+        aside = folder.with_name(f"{folder.name}.partial")
+        converted.save_pretrained(aside)
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
     return converted
 
 

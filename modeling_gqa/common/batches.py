@@ -1,7 +1,8 @@
 """Batches of model inputs, models that are run on them for a while, and the device that both are on."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from modeling_gqa_cli.errors import UserError, install_extra, one_line
 Batch = dict[str, torch.Tensor]
 # The entries of a batch that a model's layers use; labels, for instance, are not among them.
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def first_batches(batches: Sequence[Batch], tokens: int) -> list[Batch]:
@@ -60,11 +62,18 @@ def usable_device(device: str | None) -> str:
 
 
 def free_memory(device: str) -> int:
-    """Return the bytes that are free on a device; raises `UserError` without psutil, which comes with accelerate."""
+    """Return the bytes that are free on a device, and to this process in a container of Linux (cgroup v2).
+
+    Raises `UserError` without psutil, which comes with accelerate.
+    """
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
     try:
         import psutil
     except ImportError:
         raise UserError(f"to see how much memory is free takes psutil: {install_extra('conversion')}") from None
-    return psutil.virtual_memory().available
+    free = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # no container; "max" says that it has no limit
+        most, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        free = min(free, most - used)
+    return free

@@ -43,6 +43,7 @@ GIB = 2**30
 PROGRAM = GIB // 2
 # "auto" compares settings on a quarter of the tokens that calibrate them.
 SELECTION_SHARE = 4
+LEFT_FREE = 0.9  # share of the free memory that training at the end may take by default
 LONGEST_SEQUENCE = 1024  # tokens, where --sequence-length is left out
 
 Batches = dict[str, list[Batch]]
@@ -153,11 +154,11 @@ class Job(Options):
         self.polish = 0
         if self.text and not goal.exact and self.method in FITTED_METHODS:
             needed, free = self.memory(checkpoint, goal, True).peak, free_memory(self.device)
-            if needed < free:
+            if needed < LEFT_FREE * free:
                 self.polish = self.calibration_tokens
             else:
-                said = f"takes {needed / GIB:.1f} GiB, and {free / GIB:.1f} are free"
-                say(f"The layers are not trained together at the end (--polish 0): that {said}.")
+                said = f"it needs {needed / GIB:.1f} GiB, and {free / GIB:.1f} are free (--polish TOKENS forces it)"
+                say(f"Training at the end is left out: {said}.")
 
     def announce(self, checkpoint: Checkpoint, goal: Goal, say: Callable[[str], None]) -> None:
         """Say which memory the conversion takes, by accounting, and with `--for` which sizes were chosen."""
@@ -345,7 +346,8 @@ def count_memory(
     trained = sum(new[i] for i in changed)
     weights, attention = count_parameters(source) * dtype.itemsize, trained * dtype.itemsize
     if polished:
-        measuring = max(measuring, polish_work(source, trained, dtype.itemsize, max(STEP_TOKENS, length)))
+        step = min(max(round(STEP_TOKENS / length), 1), rows) * length
+        measuring = max(measuring, polish_work(source, trained, dtype.itemsize, step))
     return Memory(weights, attention, PROGRAM + weights + max(*work, 0, attention + measuring))
 
 
@@ -378,7 +380,8 @@ def polish_work(source: GQAConfig, trained: int, itemsize: int, tokens: int) -> 
     )
     logits = tokens * source.vocab_size
     # In float32: parameters, gradients, Muon's momentum; two copies of the weights; what the backward pass needs.
-    return 20 * trained + tokens * itemsize * sum(widths) + 3 * itemsize * logits + 20 * min(logits, LOGITS_AT_ONCE)
+    training = 20 * trained + tokens * itemsize * sum(widths) + 3 * itemsize * logits
+    return IN_MEMORY + training + 20 * min(logits, LOGITS_AT_ONCE)
 
 
 def forward_work(layer: GQAConfig, itemsize: int, tokens: int) -> int:

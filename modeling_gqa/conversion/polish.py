@@ -1,8 +1,9 @@
 """The last step of a conversion: its new attention, trained in all layers at once on the source's predictions.
 
 Layers are converted one by one, each by the error that it leaves in its own stream. Here the loss is the divergence of
-the predictions, KL(source || converted), as in knowledge distillation (1503.02531). Documents that nothing is fitted to
-choose the learning rate and when to stop, and weights with which their divergence is no less are not kept.
+the predictions, KL(source || converted), as in knowledge distillation (1503.02531). Documents that are not trained on
+choose the learning rate and when to stop, and weights with which their divergence is no less are not kept. The fits of
+the layers may have seen these documents.
 Shapes: B rows, T tokens, E hidden size.
 """
 
@@ -23,7 +24,7 @@ from .streams import held_out, scratch
 # Learning rates that are tried, from the largest on, as long as a smaller one is better after `TRIAL_STEPS`.
 LEARNING_RATES = (1e-3, 3e-4, 1e-4, 3e-5)
 TRIAL_STEPS = 6
-JUDGE_TOKENS = 16384  # at most, which judge; of more text the rest is trained on
+JUDGE_TOKENS = 16384  # at the text's end, or its last batch, of which documents judge; all before is trained on
 JUDGED = 4  # times at most that the documents held out are looked at in a run
 NOT_PREDICTED = -100  # as a label, PyTorch's mark of what no loss counts
 
@@ -207,7 +208,7 @@ class Run:
 def cut(batches: Sequence[Batch]) -> Iterator[Piece]:
     """Yield the text in pieces of about `fitting.STEP_TOKENS` tokens."""
     sizes = [batch["input_ids"].numel() for batch in batches]
-    left, judging = sum(sizes), max(JUDGE_TOKENS, *sizes[-1:])
+    left, judging = sum(sizes), max([JUDGE_TOKENS, *sizes[-1:]])
     for batch, held in zip(batches, held_out(batches), strict=True):
         held = held & (left <= judging)
         left -= held.numel()

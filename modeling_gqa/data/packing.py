@@ -164,7 +164,7 @@ def read_batches(
     """
     parts = {name: Part(name, max(wanted, sequence_length)) for name, wanted in tokens.items()}
     if rest[1]:
-        parts[rest[0]] = Part(*rest, rest=True)
+        parts[rest[0]] = Part(rest[0], max(rest[1], sequence_length), rest=True)
     # The evaluation's own text first, so that calibration leaves out what is evaluated on.
     own = {"evaluation"} if evaluation_paths else set()
     sources = [

@@ -90,6 +90,7 @@ def with_teacher_logits(run: OpenRun, recipe: "UptrainRecipe", vocab_size: int) 
             "teacher": run.folder.notes["models"]["teacher"],
             "sequence_length": recipe.sequence_length,
             "temperature": recipe.temperature,
+            "precision": "bfloat16" if recipe.bf16 else "float16" if recipe.fp16 else "float32",
             **{part: run.folder.files[f"data/{part}.npy"] for part in parts},
             "top_k": min(recipe.teacher_top_k, vocab_size),
         }

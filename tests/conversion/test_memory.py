@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
+from modeling_gqa.common import batches as common_batches
+from modeling_gqa.common.batches import free_memory
 from modeling_gqa.conversion import compare_predictions, convert_model, job, target_config
 from modeling_gqa.conversion import polish as module
 from modeling_gqa.conversion.job import GIB, LONGEST_SEQUENCE, count_memory
@@ -156,7 +158,17 @@ def test_llama_8b_as_the_docs_say():
     count = count_memory(config, expected(config, "mla", cache_size=1024), torch.bfloat16, 4, LONGEST_SEQUENCE)
     assert [round(x / GIB, 1) for x in count] == [15.0, 4.6, 20.8]
     polished = count_memory(config, expected(config, "mla", cache_size=1024), torch.bfloat16, 4, LONGEST_SEQUENCE, True)
-    assert round(polished.peak / GIB, 1) == 74.3
+    assert round(polished.peak / GIB, 1) == 74.6
     assert str(count).startswith(
         "about 20.8 GiB by accounting, of which the source takes 15.0 and the new attention 4."
     )
+
+
+def test_a_containers_memory_is_what_is_free(tmp_path, monkeypatch):
+    """Its limit less what it uses; a container without a limit has what the machine has."""
+    monkeypatch.setattr(common_batches, "CGROUP", tmp_path)
+    (tmp_path / "memory.current").write_text("3000\n")
+    for limit, free in (("8000\n", 5000), ("max\n", None)):
+        (tmp_path / "memory.max").write_text(limit)
+        found = free_memory("cpu")
+        assert found == free if free else found > 2**20
