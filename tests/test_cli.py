@@ -366,7 +366,7 @@ def test_polishing_is_the_default_where_memory_allows(checkpoints, corpus, tmp_p
     monkeypatch.setattr("modeling_gqa.conversion.job.free_memory", lambda device: 2**20)
     printed = run("convert", checkpoints / "gqa", tmp_path / "small", *options, *MQA)
     report = json.loads((tmp_path / "small" / "conversion.json").read_text())
-    assert report["command"]["polish"] == 0 and report["polish"] is None and "--polish 0" in printed
+    assert report["command"]["polish"] == 0 and report["polish"] is None and "--polish TOKENS" in printed
 
 
 def test_a_conversion_that_changes_much_ends_with_a_warning(checkpoints, corpus, tmp_path):
