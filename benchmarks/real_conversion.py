@@ -351,8 +351,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     for target in options.targets:
         for method in options.methods:
             if row := measured_row(bench, target, method):
-                row |= {"dtype": str(bench.source.dtype)[6:]}
-                row |= {"polish_tokens": bench.polish_tokens} if method == "polish" else {}
+                row["dtype"] = str(bench.source.dtype)[6:]
+                if method == "polish":
+                    row["polish_tokens"] = bench.polish_tokens
                 rows = replaced(rows, row)
                 write(path, command, machine, settings=settings, rows=rows)
     show(name, rows)

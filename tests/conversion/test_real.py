@@ -5,8 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.real import SMOLLM2, cache_folder
-from modeling_gqa.conversion import compare_predictions, convert_model, load_source, target_config
+from modeling_gqa.conversion import compare_predictions, convert_model, load_source, sequential, target_config
 from modeling_gqa.conversion.inspection import inspect_checkpoint
+from modeling_gqa.conversion.layers.latent import ALPHAS, GAINS
 from modeling_gqa.data.packing import read_batches
 
 FOLDER, TEXT = cache_folder() / SMOLLM2, cache_folder() / "text"
@@ -40,14 +41,16 @@ def test_inspect_knows_it():
     assert found["family"] == "llama" and found["cache_bytes_per_token"] == 30 * 384 * 2
 
 
-def test_layers_calibrated_in_order_and_fitted_lose_less():
-    """MLA at a quarter of the cache in five layers loses less by the defaults than without gradient steps and fits."""
+def test_layers_calibrated_in_order_and_fitted_lose_less(monkeypatch):
+    """MLA at a quarter of the cache in five layers loses less by the defaults than without all that text chooses or
+    trains: gradient steps, fits, gain and alpha."""
     source = load_source(FOLDER).eval()
     calibration, evaluation = batches("calibration", 4096), batches("test", 2048)
     target = target_config(source.config, "mla", cache_size=96, layers=range(0, 30, 6))
     kls = []
-    for options in ({"refit": False}, {}):
+    for options, gains, alphas in (({"refit": False}, GAINS[:1], ALPHAS[:1]), ({}, GAINS, ALPHAS)):
+        monkeypatch.setattr(sequential, "GAINS", gains)
+        monkeypatch.setattr(sequential, "ALPHAS", alphas)
         converted, _ = convert_model(source, target, calibration, divide_cache=True, share_weights=True, **options)
         kls.append(compare_predictions(source, converted, evaluation)["kl"])
-    # 0.060 and 0.067, where they were 0.063 and 0.082 before each layer chose its gain and alpha, which help both.
-    assert kls[1] < 0.95 * kls[0] and kls[1] < 0.066, kls
+    assert kls[1] < 0.85 * kls[0] and kls[1] < 0.066, kls  # 0.060 and 0.082

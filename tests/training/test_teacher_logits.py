@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from errno import ENOSPC
 from pathlib import Path
 from types import SimpleNamespace
@@ -368,18 +366,7 @@ def test_two_processes_equal_one(train, write, tmp_path):
     options = {"max_steps": 4, "per_device_train_batch_size": 2, "student": str(tmp_path / "student")}
     options |= {"tokenizer": tokenizer, "layerwise_fraction": 0, "teacher_top_k": 8}
     logits = tmp_path / "of-two"
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "training.uptrain"]
-    recipe = write(**options, teacher_logits=str(logits))
-    process = subprocess.run(
-        [sys.executable, *launch, recipe, "--output_dir", str(tmp_path / "two")],
-        cwd=test_uptrain.ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr
+    test_uptrain.by_two_processes(write(**options, teacher_logits=str(logits)), tmp_path / "two")
     two = json.loads((tmp_path / "two" / "results.json").read_text())
     one = train("one", "--gradient_accumulation_steps", "2", **options)
     for key in ("tokens_seen", "initial_kl", "kl", "validation_loss", "teacher_validation_loss"):

@@ -114,6 +114,22 @@ def packed() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
 
 
+def by_two_processes(recipe: str, output: Path) -> subprocess.CompletedProcess[str]:
+    """Uptrain by two processes of this machine, into `output`."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "training.uptrain"]
+    process = subprocess.run(
+        [sys.executable, *launch, recipe, "--output_dir", str(output)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert process.returncode == 0, process.stderr
+    return process
+
+
 def documents(batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """Each document's token ids, (1, T)."""
     found = []
@@ -539,17 +555,7 @@ def test_two_processes_equal_one_and_a_stranger_loads_the_result(rate, write, he
     options["student"] = str(tmp_path / "student")
     options["tokenizer"] = str(Path(yaml.safe_load(Path(write()).read_text())["teacher"]))
     one = here(tmp_path / "one", "--gradient_accumulation_steps", "2", **options)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "training.uptrain"]
-    process = subprocess.run(
-        [sys.executable, *launch, write(**options), "--output_dir", str(tmp_path / "two")],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr
+    process = by_two_processes(write(**options), tmp_path / "two")
     assert "loads it and writes:\n\nthe " in process.stdout
     two = json.loads((tmp_path / "two" / "results.json").read_text())
     for key in ("tokens_seen", "initial_kl", "kl", "validation_loss"):
