@@ -4,7 +4,7 @@
     python -m benchmarks.real_conversion Qwen2.5-Coder-0.5B-Instruct --name real_conversion_qwen --tokens 16384
     python -m benchmarks.real_conversion meta-llama/Llama-3.2-1B --name llama-3.2-1b --targets mla-512+64
     python -m benchmarks.real_conversion --targets mla-1/4 --methods transmla mha2mla
-    python -m benchmarks.real_conversion --work kept/ --targets mla-1/4 --methods default polish
+    python -m benchmarks.real_conversion --work kept/ --targets mla-1/4 --methods untrained default
 
 Without a model it is SmolLM2-135M-Instruct. `benchmarks.real` builds it, Qwen2.5-Coder-0.5B-Instruct and the text where
 they are missing. A run may do a part: rows that FILE holds already stay, and a row done again replaces the old one.
@@ -30,7 +30,9 @@ from transformers import AutoTokenizer
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.common.batches import evaluating
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, load_source, target_config
+from modeling_gqa.conversion.convert import SELECTION_TOKENS
 from modeling_gqa.conversion.divergence import predicted_states
+from modeling_gqa.conversion.job import SELECTION_SHARE
 from modeling_gqa.conversion.polish import polish
 from modeling_gqa.costs import cache_bytes_per_token
 from modeling_gqa.data.packing import read_batches
@@ -45,9 +47,10 @@ from .report import RESULTS, kebab_shown, print_machine, print_table, write
 TARGETS = ("mla-1/2", "mla-1/4", "mla-1/8", "mqa")
 # Files of the text that is measured on; the columns of the first have no suffix.
 EVALUATIONS = {"": "test", "_other": "test-other", "_code": "test-code"}
-# Options of `convert_model` by row; a row that makes no sense of a target is left out there.
+# Options of `convert_model` by row, none of which is trained at the end but "default"; a row that makes no sense of a
+# target is left out there.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
+    "untrained": {},
     "closed form": {"refine": 0},
     "refine 4": {"refine": 4},
     "auto": {"method": "auto"},
@@ -103,8 +106,8 @@ class Bench:
         batch_size: blocks of a batch.
         evaluations: files of the text that is measured on, by suffix of their columns.
         dtype: to compute in; `None` for the checkpoint's.
-        work: folder where default conversions are kept, for what trains them; `None`: they are made again.
-        polish_tokens: that "polish" trains on, in passes over `calibration` and what text there is beyond it.
+        work: folder where the conversions of "untrained" are kept, which "default" trains; `None`: made again.
+        polish_tokens: that "default" trains on, in passes over `calibration` and what text there is beyond it.
     """
 
     def __init__(
@@ -125,8 +128,10 @@ class Bench:
         packed: dict[str, Any] = {"tokenizer": tokenizer, "sequence_length": length, "batch_size": batch_size}
 
         packed["rest"] = ("polish", max(polish_tokens - tokens, 0))
-        found = read_batches([text / "calibration.jsonl"], tokens={"calibration": tokens}, **packed)
-        self.calibration, self.polish_tokens = found["calibration"], polish_tokens or tokens
+        wanted = {"calibration": tokens, "selection": min(tokens // SELECTION_SHARE, SELECTION_TOKENS)}
+        found = read_batches([text / "calibration.jsonl"], tokens=wanted, **packed)
+        self.calibration, self.selection = found["calibration"], found["selection"]
+        self.polish_tokens = polish_tokens or tokens
         self.polish_text = [*self.calibration, *found.get("polish", ())]
         packed |= {"tokens": {"evaluation": evaluation_tokens}, "rest": ("", 0)}
         self.evaluations = {
@@ -154,7 +159,7 @@ class Bench:
         return {"bytes": cache_bytes_per_token(converted.config, torch.bfloat16), **row}
 
     def kept(self, target: Target) -> Path | None:
-        """Return the folder of a default conversion that is kept."""
+        """Return the folder where the conversion that "default" trains is kept."""
         return self.work and self.work / f"{self.name}-{target.name.replace('/', '-')}"
 
     # -- sizes
@@ -194,8 +199,10 @@ def ours(bench: Bench, target: Target, row: str, calibrated: bool = True) -> GQA
     else:
         wanted = target_config(config, "mla", cache_size=bench.cache_size(target))
         options = {"divide_cache": calibrated, **options}
+    if options.get("method") == "auto":
+        options = {"selection": bench.selection, **options}
     converted = convert_model(bench.source, wanted, bench.calibration if calibrated else None, **options)[0]
-    if row == "default" and (folder := bench.kept(target)):
+    if row == "untrained" and (folder := bench.kept(target)):
         aside = folder.with_name(f"{folder.name}.partial")
         converted.save_pretrained(aside)
         shutil.rmtree(folder, ignore_errors=True)
@@ -204,14 +211,14 @@ def ours(bench: Bench, target: Target, row: str, calibrated: bool = True) -> GQA
 
 
 def polished(bench: Bench, target: Target) -> GQAForCausalLM:
-    """The default's result, trained at the end; seconds are those of the training alone where `Bench.kept` has it."""
+    """What the command makes; seconds are those of the training at the end alone where `Bench.kept` has the rest."""
     folder = bench.kept(target)
     if folder and (folder / "config.json").is_file():
         converted = load_source(str(folder)).eval()
     else:
-        converted = ours(bench, target, "default")
-    layers = range(len(converted.model.layers))
-    print(polish(bench.source, converted, bench.polish_text, layers, bench.polish_tokens), flush=True)
+        converted = ours(bench, target, "untrained")
+    layers, text = range(len(converted.model.layers)), (bench.polish_text, bench.selection)
+    print(polish(bench.source, converted, *text, layers, bench.polish_tokens), flush=True)
     return converted
 
 
@@ -248,9 +255,9 @@ def by_mha2mla(bench: Bench, target: Target) -> GQAForCausalLM | None:
 
 
 METHODS: dict[str, Callable[[Bench, Target], GQAForCausalLM | None]] = {
-    "default": partial(ours, row="default"),
+    "default": polished,
+    "untrained": partial(ours, row="untrained"),
     "closed form": partial(ours, row="closed form"),
-    "polish": polished,
     "refine 4": partial(ours, row="refine 4"),
     "auto": partial(ours, row="auto"),
     "weights only": partial(ours, row="weights only", calibrated=False),
@@ -287,7 +294,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", "--batch_size", type=int, default=4, help="blocks of a batch")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="to compute in; the checkpoint's by default")
     parser.add_argument("--polish-tokens", "--polish_tokens", type=int, default=0, help="--tokens by default")
-    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps default conversions, for the method polish")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps conversions for default")
     parser.add_argument("--targets", type=Target.parse, nargs="+", default=[Target.parse(name) for name in TARGETS])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     return kebab_shown(parser).parse_args(arguments)
@@ -325,7 +332,7 @@ def show(name: str, rows: list[dict]) -> None:
     if rows:
         before = ", ".join(f"{rows[-1][f'source_perplexity{key}']:.2f} on {text}" for key, text in EVALUATIONS.items())
         print(f"source: perplexity {before}")
-        print_table(f"Conversions of {name}, before any training", rows, COLUMNS)
+        print_table(f"Conversions of {name}", rows, COLUMNS)
     for key, published in ANCHORS.items():
         if key in name.lower():
             print(f"published, perplexity on WikiText-2: {published}")
@@ -352,7 +359,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         for method in options.methods:
             if row := measured_row(bench, target, method):
                 row["dtype"] = str(bench.source.dtype)[6:]
-                if method == "polish":
+                if method == "default":
                     row["polish_tokens"] = bench.polish_tokens
                 rows = replaced(rows, row)
                 write(path, command, machine, settings=settings, rows=rows)

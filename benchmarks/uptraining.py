@@ -7,7 +7,7 @@
         --targets mla-512+64
 
 Without a model it is SmolLM2-135M-Instruct, and the text is that of `benchmarks.real`. Each target of `--targets` is
-converted as `benchmarks.real_conversion` does by default, and uptrained by `training.uptrain` with `--recipe` on
+converted as the row "untrained" of `benchmarks.real_conversion`, and uptrained by `training.uptrain` with `--recipe` on
 `calibration.jsonl`. Every number of tokens is a run of its own, with a learning rate schedule of its own. Students
 learn from the source's predictions (KL divergence) and the next token; the control is the source itself, trained on as
 many tokens of the same text with the next-token loss.
@@ -94,7 +94,7 @@ class Uptraining:
         folder = self.options.work / "converted" / name
         if not (folder / "config.json").is_file():
             partial = folder.with_name(f"{name}.partial")
-            ours(self.test, target, "default").save_pretrained(partial)
+            ours(self.test, target, "untrained").save_pretrained(partial)
             AutoTokenizer.from_pretrained(self.source).save_pretrained(partial)
             partial.rename(folder)
         return folder

@@ -61,6 +61,17 @@ def usable_device(device: str | None) -> str:
     return device
 
 
+def computing_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
+    """Return `dtype`, or float32 where `device` is a CPU that multiplies `dtype` many times slower than float32.
+
+    That is float16, and bfloat16 without AVX-512.
+    """
+    slow = dtype == torch.float16 or (
+        dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    )
+    return torch.float32 if slow and device == "cpu" else dtype
+
+
 def free_memory(device: str) -> int:
     """Return the bytes that are free on a device, and to this process in a container of Linux (cgroup v2).
 

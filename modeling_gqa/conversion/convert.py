@@ -65,8 +65,8 @@ def convert_model(
             frequencies, softmax scale and biases of its MLA layers, which have no latent norm.
         calibration: batches of model inputs of typical text, `[{"input_ids": (B, T)}, ...]`, with "attention_mask" or
             "position_ids" where they are needed; `None`: the weights alone decide.
-        selection: batches by which "auto" chooses; `None` for the last quarter of `calibration`, at most
-            `SELECTION_TOKENS` tokens.
+        selection: batches that judge the whole model, where "auto" chooses and in the training at the end; `None`:
+            these get the last quarter of `calibration`, at most `SELECTION_TOKENS` tokens.
         method: how heads are merged, one of `METHODS`. "lowrank" keeps the leading subspace of the heads of a group.
             "auto" tries settings of "lowrank" and "procrustes", and MLA with and without choices by layer, and keeps
             the one with the least KL(source || converted) on `selection`; trials make no gradient steps and see 16,384
@@ -79,8 +79,8 @@ def convert_model(
             the fit; `None`: one where it is fitted, else none. The last quarter of the documents judges both: in each
             layer each is kept only where it lowers the error there, by which learning rate and ridge are chosen too.
         polish: tokens on which the new attention of all lossy layers is trained at the end on the source's predictions,
-            in passes over `calibration` and `polish_text`; see `polish.polish`. What does not lower the KL on documents
-            held out is not kept.
+            in passes over `calibration` and `polish_text`; see `polish.polish`. What does not lower the KL on
+            `selection` is not kept.
         polish_text: batches of further text for that step.
         divide_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: by the error
             that is left on the last quarter of the documents, else by a rule.
@@ -119,7 +119,7 @@ def convert_model(
         raise UserError(f"method={method!r} is unknown{near}: choose one of {', '.join(METHODS)}")
     check_same_model(model.config, target_config)
     lossy = lossy_layers(model.config, target_config)
-    if lossy and method == "auto" and calibration and selection is None:
+    if lossy and (method == "auto" or polish) and calibration and selection is None:
         calibration, selection = hold_out(calibration)
     after = [target_config.per_layer_config[index] for index in lossy]
     to_mla = {layer.attention_kind == "mla" for layer in after}
@@ -149,10 +149,11 @@ def convert_model(
             setting = search.run(setting, to_mla, regroup)
         converted, layers = search.converted(setting, share=share_weights)
     polished = None
-    if polish and lossy and calibration:
+    if polish and lossy and calibration and selection:
         from .polish import polish as train
 
-        polished = train(model, converted, [*calibration, *polish_text], lossy, polish, show_progress, seed)
+        text = [*calibration, *polish_text]
+        polished = train(model, converted, text, selection, lossy, polish, show_progress, seed)
     done = {
         "exact": not lossy,
         "method": setting.method if lossy else "exact",
@@ -204,7 +205,7 @@ def hold_out(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
             for row in range(len(batch["input_ids"]))
         ]
     if len(batches) < 4:
-        raise UserError(f"{len(batches)} sequences of text are too few for auto to choose by: give 4, or name a method")
+        raise UserError(f"{len(batches)} sequences of text are too few to hold some out: give 4, or `selection`")
     held_out = len(batches) // 4
     while held_out > 1 and sum(batch["input_ids"].numel() for batch in batches[-held_out:]) > SELECTION_TOKENS:
         held_out -= 1

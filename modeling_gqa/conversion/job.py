@@ -22,7 +22,7 @@ from modeling_gqa_vllm.kernels import FAST_SIZES
 from .. import __version__
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.writing import check_target, new_checkpoint, refuse_overlap, write_model
-from ..common.batches import Batch, free_memory
+from ..common.batches import Batch, computing_dtype, free_memory
 from ..common.progress import ShowProgress
 from ..configuration_gqa import GQAConfig
 from ..costs import CostedModel, cache_bytes_per_token, count_parameters
@@ -110,9 +110,14 @@ class Job(Options):
                 batches = self.read_text(checkpoint, goal.exact)
             with self.timed("loading"):
                 model = checkpoint.load(checkpoint.dtype, self.device).eval()
+                model.to(dtype=computing_dtype(checkpoint.dtype, self.device))
             self.announce(checkpoint, goal, say)
             with self.timed("converting"):
                 converted, done = self.convert(model, goal, checkpoint, batches, held, show_progress)
+                if converted.dtype != checkpoint.dtype:  # measured as it will be saved
+                    with torch.no_grad():
+                        for x in converted.parameters():
+                            x.copy_(x.to(checkpoint.dtype))
             report = self.begin_report(checkpoint, converted.config)
             report.update(done)
             report["serving"] = vllm_kernels(converted.config)
@@ -126,6 +131,7 @@ class Job(Options):
                 for name, part in batches.items():
                     report["text"][f"{name}_tokens"] = sum(batch["input_ids"].numel() for batch in part)
             with self.timed("saving"):
+                converted.to(dtype=checkpoint.dtype)
                 write_model(aside, converted, checkpoint.folder, show_progress("saving"))
             report["seconds"] = self.seconds
             write_report(aside, report)
@@ -144,8 +150,8 @@ class Job(Options):
     def memory(self, checkpoint: Checkpoint, goal: Goal, polished: bool) -> "Memory":
         """Return the memory that the conversion takes, by accounting."""
         config, rows = checkpoint.config, self.batch_size if self.text else 0
-        target = expected_target(goal, config, checkpoint.dtype)
-        return count_memory(config, target, checkpoint.dtype, rows, self.text_length(config), polished)
+        target, dtype = expected_target(goal, config, checkpoint.dtype), computing_dtype(checkpoint.dtype, self.device)
+        return count_memory(config, target, dtype, rows, self.text_length(config), polished)
 
     def choose_polish(self, checkpoint: Checkpoint, goal: Goal, say: Callable[[str], None]) -> None:
         """Set `polish` where it was not given: 0 where there is nothing to train, or not enough memory."""
@@ -165,6 +171,9 @@ class Job(Options):
         polished = bool(self.polish) and not goal.exact
         without = f"; {self.memory(checkpoint, goal, False).peak / GIB:.1f} with --polish 0" if polished else ""
         say(f"Memory on {self.device}: {self.memory(checkpoint, goal, polished)}{without}.")
+        if (dtype := computing_dtype(checkpoint.dtype, self.device)) != checkpoint.dtype:
+            names = (str(x).removeprefix("torch.") for x in (dtype, checkpoint.dtype))
+            say("Computing in {}, because this CPU is slow in {}.".format(*names))
         if self.engine and self.attention_kind == "mla":
             rank, rope = goal.options.kv_lora_rank, goal.options.qk_rope_head_dim
             sizes = "as given" if goal.options is self else f"R = {rank} and P = {rope}"

@@ -1,9 +1,8 @@
 """The last step of a conversion: its new attention, trained in all layers at once on the source's predictions.
 
 Layers are converted one by one, each by the error that it leaves in its own stream. Here the loss is the divergence of
-the predictions, KL(source || converted), as in knowledge distillation (1503.02531). Documents that are not trained on
-choose the learning rate and when to stop, and weights with which their divergence is no less are not kept. The fits of
-the layers may have seen these documents.
+the predictions, KL(source || converted), as in knowledge distillation (1503.02531). Text that nothing was fitted to
+chooses the learning rate and when to stop, and weights with which its divergence is no less are not kept.
 Shapes: B rows, T tokens, E hidden size.
 """
 
@@ -19,13 +18,12 @@ from ..common.progress import Progress, ShowProgress, no_progress
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import last_hidden_state, predicted_positions, prediction_losses
 from .fitting import pieces
-from .streams import held_out, scratch
+from .streams import scratch
 
 # Learning rates that are tried, from the largest on, as long as a smaller one is better after `TRIAL_STEPS`.
 LEARNING_RATES = (1e-3, 3e-4, 1e-4, 3e-5)
 TRIAL_STEPS = 6
-JUDGE_TOKENS = 16384  # at the text's end, or its last batch, of which documents judge; all before is trained on
-JUDGED = 4  # times at most that the documents held out are looked at in a run
+JUDGED = 4  # times at most that the text that judges is looked at in a run
 NOT_PREDICTED = -100  # as a label, PyTorch's mark of what no loss counts
 
 
@@ -34,19 +32,18 @@ class Piece(NamedTuple):
 
     Args:
         inputs: of a model.
-        fitted, held: (B, T), the tokens that are predicted in documents to train on, and in those that judge;
-            `NOT_PREDICTED` elsewhere.
+        labels: (B, T), the tokens that are predicted; `NOT_PREDICTED` elsewhere.
     """
 
     inputs: Batch
-    fitted: torch.Tensor
-    held: torch.Tensor
+    labels: torch.Tensor
 
 
 def polish(
     source: GQAForCausalLM,
     converted: GQAForCausalLM,
-    batches: Sequence[Batch],
+    text: Sequence[Batch],
+    judges: Sequence[Batch],
     layers: Sequence[int],
     tokens: int,
     show_progress: ShowProgress = no_progress,
@@ -57,16 +54,17 @@ def polish(
     Args:
         source: the model that was converted; it is not changed.
         converted: the conversion; its other parameters may be those of `source`, and stay.
-        batches: the text. The documents that `streams.held_out` names judge, of its last `JUDGE_TOKENS` tokens.
+        text: batches to train on.
+        judges: batches of other text, best of what nothing was fitted to.
         layers: indices of the layers whose attention is trained.
-        tokens: to train on at most, in passes over the text.
+        tokens: to train on at most, in passes over `text`.
         show_progress: returns, for a description, what wraps an iterable to show progress.
         seed: of the text's order.
 
     Returns:
         `learning_rate` that was best, `None` where no weights were better than before; `tokens` trained on up to the
-        weights that were kept; `kl_before` and `kl_after`, in nats per token of the documents that judge. `None` where
-        no document judges, or there is nothing to train on: then nothing is done.
+        weights that were kept; `kl_before` and `kl_after`, in nats per token of `judges`. `None` where nothing is
+        predicted in `text` or in `judges`: then nothing is done.
 
     Example:
         ```python
@@ -78,30 +76,28 @@ def polish(
 
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mha", **sizes))
-        batches = [{"input_ids": torch.randint(64, (4, 16))}]
-        converted, _ = convert_model(model, target_config(model.config, "mqa"), batches)
-        done = polish(model, converted, batches, layers=[0, 1], tokens=1000)
+        text, judges = ([{"input_ids": torch.randint(64, (4, 16))}] for _ in range(2))
+        converted, _ = convert_model(model, target_config(model.config, "mqa"), text)
+        done = polish(model, converted, text, judges, layers=[0, 1], tokens=1000)
         assert done["kl_after"] <= done["kl_before"]
         ```
     """
-    text = list(cut(batches))
-    fitted = [number for number, piece in enumerate(text) if (piece.fitted >= 0).any()]
-    judges = [number for number, piece in enumerate(text) if (piece.held >= 0).any()]
-    if not fitted or not judges or tokens <= 0:
+    cut_text, cut_judges = (list(cut(batches)) for batches in (text, judges))
+    if not cut_text or not cut_judges:
         return None
-    size = sum(int((text[number].fitted >= 0).sum()) for number in fitted) / len(fitted)
-    steps = max(int(tokens / size), 1)
+    size = sum(count_predicted(piece) for piece in cut_text) / len(cut_text)
+    steps = max(round(tokens / size), 1)
     with evaluating(source, converted), scratch(source.device) as states, trained(converted, layers) as parameters:
         with torch.no_grad():
-            for number, piece in enumerate(text):
+            for number, piece in enumerate([*cut_text, *cut_judges]):
                 states[number] = last_hidden_state(source, piece.inputs)
-        run = Run(source, converted, text, states, judges, parameters)
+        run = Run(source, converted, cut_text, cut_judges, states, parameters)
         before = run.divergence()
         first = run.copy()
-        rate = best_rate(run, fitted, min(TRIAL_STEPS, steps), first, seed, show_progress("trying learning rates"))
+        rate = best_rate(run, min(TRIAL_STEPS, steps), first, seed, show_progress("trying learning rates"))
         every, best, kept, since = math.ceil(steps / JUDGED), before, 0, 0
         weights = first
-        for step in run.steps(fitted, steps, rate, seed, show_progress("polishing")):
+        for step in run.steps(steps, rate, seed, show_progress("polishing")):
             if (step % every == 0 or step == steps) and (found := run.divergence()) < best:
                 best, kept, since, weights = found, step, 0, run.copy()
             elif step % every == 0 and (since := since + 1) == 2:
@@ -111,13 +107,11 @@ def polish(
     return {"learning_rate": rate if kept else None, **done}
 
 
-def best_rate(
-    run: "Run", fitted: Sequence[int], steps: int, first: list[torch.Tensor], seed: int, progress: Progress
-) -> float:
+def best_rate(run: "Run", steps: int, first: list[torch.Tensor], seed: int, progress: Progress) -> float:
     """Return which of `LEARNING_RATES` leaves least after some steps from the weights `first`, which are put back."""
     found: dict[float, float] = {}
     for rate in progress(LEARNING_RATES):
-        for _ in run.steps(fitted, steps, rate, seed):
+        for _ in run.steps(steps, rate, seed):
             pass
         found[rate] = run.divergence()
         run.put(first)
@@ -131,9 +125,8 @@ class Run:
 
     Args:
         source, model: the teacher and what is trained.
-        text: all pieces.
-        states: the teacher's last hidden states (B, T, E) by number of the piece.
-        judges: numbers of the pieces by which `divergence` judges.
+        text, judges: pieces to train on, and to judge by.
+        states: the teacher's last hidden states (B, T, E) by number of the piece, those of `judges` last.
         parameters: that are trained.
     """
 
@@ -142,32 +135,31 @@ class Run:
         source: GQAForCausalLM,
         model: GQAForCausalLM,
         text: Sequence[Piece],
+        judges: Sequence[Piece],
         states: Mapping[int, torch.Tensor],
-        judges: Sequence[int],
         parameters: list[torch.nn.Parameter],
     ) -> None:
-        self.source, self.model, self.text, self.states = source, model, text, states
-        self.judges, self.parameters = judges, parameters
+        self.source, self.model, self.parameters = source, model, parameters
+        self.fitted, self.pieces, self.states = len(text), [*text, *judges], states
 
-    def loss(self, number: int, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    def loss(self, number: int) -> tuple[torch.Tensor, int]:
         """Return the sum over the predicted tokens of a piece of KL(source || model), and their number."""
         device = self.source.device
         half = self.source.dtype != torch.promote_types(self.source.dtype, torch.float32)
         with torch.autocast(device.type, self.source.dtype) if half else nullcontext():
-            inputs = {name: x.to(device) for name, x in self.text[number].inputs.items()}
+            piece = self.pieces[number]
+            inputs = {name: x.to(device) for name, x in piece.inputs.items()}
             logits = self.model(**inputs, use_cache=False).logits
-            sums = prediction_losses(logits, self.states[number], self.source.lm_head, labels.to(device))
-        return sums[1], int((labels >= 0).sum())
+            sums = prediction_losses(logits, self.states[number], self.source.lm_head, piece.labels.to(device))
+        return sums[1], count_predicted(piece)
 
     @torch.no_grad()
     def divergence(self) -> float:
         """Return the mean KL(source || model) over the tokens that judge."""
-        sums = [self.loss(number, self.text[number].held) for number in self.judges]
+        sums = [self.loss(number) for number in range(self.fitted, len(self.pieces))]
         return sum(kl.item() for kl, _ in sums) / sum(count for _, count in sums)
 
-    def steps(
-        self, fitted: Sequence[int], number: int, rate: float, seed: int, progress: Progress = iter
-    ) -> Iterator[int]:
+    def steps(self, number: int, rate: float, seed: int, progress: Progress = iter) -> Iterator[int]:
         """Make `number` steps, one piece each, at a rate that falls from `rate` to 0 on a line; yields 1, 2, ...
 
         They are of Muon for matrices and of Adam (1412.6980) for biases and norms.
@@ -183,10 +175,9 @@ class Run:
         schedules = [torch.optim.lr_scheduler.LinearLR(x, 1.0, 1 / number, number) for x in optimizers]
         for step in progress(range(1, number + 1)):
             if not waiting:
-                waiting = [fitted[i] for i in torch.randperm(len(fitted), generator=order)]
-            piece = waiting.pop()
+                waiting = torch.randperm(self.fitted, generator=order).tolist()
             with torch.enable_grad():
-                kl, count = self.loss(piece, self.text[piece].fitted)
+                kl, count = self.loss(waiting.pop())
                 (kl / count).backward()
             for stepped in (*optimizers, *schedules):
                 stepped.step()  # type: ignore[attr-defined]
@@ -206,18 +197,19 @@ class Run:
 
 
 def cut(batches: Sequence[Batch]) -> Iterator[Piece]:
-    """Yield the text in pieces of about `fitting.STEP_TOKENS` tokens."""
-    sizes = [batch["input_ids"].numel() for batch in batches]
-    left, judging = sum(sizes), max([JUDGE_TOKENS, *sizes[-1:]])
-    for batch, held in zip(batches, held_out(batches), strict=True):
-        held = held & (left <= judging)
-        left -= held.numel()
+    """Yield the text in pieces of about `fitting.STEP_TOKENS` tokens, without those in which nothing is predicted."""
+    for batch in batches:
         tokens, predicted = batch["input_ids"], torch.nn.functional.pad(predicted_positions(batch), (1, 0))
-        for rows in pieces(held):
-            labels = [
-                torch.where(predicted[rows] & chosen[rows], tokens[rows], NOT_PREDICTED) for chosen in (~held, held)
-            ]
-            yield Piece({name: x[rows] if len(x) == len(tokens) else x for name, x in batch.items()}, *labels)
+        labels = torch.where(predicted, tokens, NOT_PREDICTED)
+        for rows in pieces(tokens):
+            inputs = {name: x[rows] if len(x) == len(tokens) else x for name, x in batch.items()}
+            if predicted[rows].any():
+                yield Piece(inputs, labels[rows])
+
+
+def count_predicted(piece: Piece) -> int:
+    """Return the number of tokens of `piece` that are predicted."""
+    return int((piece.labels != NOT_PREDICTED).sum())
 
 
 @contextmanager

@@ -155,7 +155,7 @@ def describe_cost(report: Report) -> str:
         if counts := Counter(row[name] for row in lossy if row[name] is not None):
             parts.append(f"{name} {', '.join(f'{value:g} in {n}' for value, n in sorted(counts.items()))} layers")
     if polished := report["polish"]:
-        found = "{kl_before:.3g} to {kl_after:.3g} on documents held out".format(**polished)
+        found = "{kl_before:.3g} to {kl_after:.3g} on text held out".format(**polished)
         parts.append(f"polished on {polished['tokens']:,} tokens, KL {found}")
     if not text:
         return "; ".join([*parts, "no text, so nothing was measured"])

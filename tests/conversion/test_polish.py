@@ -10,6 +10,7 @@ from attention_oracle import LONG_CALIBRATION, random_model
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.conversion import compare_predictions, convert_model, target_config
 from modeling_gqa.conversion import polish as module
+from modeling_gqa.conversion.convert import hold_out
 from modeling_gqa.conversion.polish import NOT_PREDICTED, cut, polish
 from modeling_gqa_cli.errors import UserError
 
@@ -27,6 +28,9 @@ def packed(seed: int = 0, batches: int = 6) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": rows, "position_ids": positions} for rows in tokens]
 
 
+JUDGES = packed(seed=1, batches=2)
+
+
 def pair(kind: str = "mqa", layers: list[int] | None = None) -> tuple[GQAForCausalLM, GQAForCausalLM]:
     """A source, and its conversion with as little text as there can be, which shares what does not change."""
     source = random_model("mha").eval()
@@ -39,13 +43,13 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def divergence(source: Any, converted: Any, batches: list[dict], judged: int) -> float:
-    """KL(source || converted) of next tokens in the last `judged` documents, in float64, each document alone."""
+def divergence(source: Any, converted: Any, batches: list[dict]) -> float:
+    """KL(source || converted) of next tokens, in float64, each document of `packed` alone."""
     documents = [
         row[start:end] for batch in batches for row in batch["input_ids"] for start, end in ((0, 10), (10, 24))
     ]
     total, tokens = 0.0, 0
-    for document in documents[-judged:]:
+    for document in documents:
         p, q = (model.double()(document[None]).logits[0, :-1].log_softmax(-1) for model in (source, converted))
         total += (p.exp() * (p - q)).sum().item()
         tokens += len(p)
@@ -55,15 +59,14 @@ def divergence(source: Any, converted: Any, batches: list[dict], judged: int) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_divergence_of_documents_held_out_falls(kind):
-    """The six last documents of 24 judge. The numbers are those of an independent formula before and after."""
+def test_the_divergence_of_the_text_that_judges_falls(kind):
+    """The numbers are those of an independent formula before and after."""
     source, converted = pair(kind)
-    text = packed()
     before = weights(source)
-    expected = divergence(source, copy.deepcopy(converted), text, judged=6)
-    done = polish(source, converted, text, [0, 1, 2], tokens=1500)
+    expected = divergence(source, copy.deepcopy(converted), JUDGES)
+    done = polish(source, converted, packed(), JUDGES, [0, 1, 2], tokens=1500)
     assert done is not None and done["kl_before"] == pytest.approx(expected, rel=1e-4)
-    assert done["kl_after"] == pytest.approx(divergence(source, converted, text, judged=6), rel=1e-3)
+    assert done["kl_after"] == pytest.approx(divergence(source, converted, JUDGES), rel=1e-3)
     assert done["kl_after"] < done["kl_before"] and 0 < done["tokens"] <= 1500
     assert done["learning_rate"] in module.LEARNING_RATES
     assert all(torch.equal(before[name], x) for name, x in source.named_parameters())
@@ -74,7 +77,7 @@ def test_the_chosen_layers_alone_are_trained():
     source, converted = pair(layers=[1])
     converted.model.norm.weight.requires_grad_(False)
     before, required = weights(converted), {name: x.requires_grad for name, x in converted.named_parameters()}
-    done = polish(source, converted, packed(), [1], tokens=500)
+    done = polish(source, converted, packed(), JUDGES, [1], tokens=500)
     assert done is not None and done["learning_rate"]
     changed = {name for name, x in converted.named_parameters() if not torch.equal(before[name], x)}
     assert changed == {name for name in before if name.startswith("model.layers.1.self_attn.")}
@@ -83,17 +86,14 @@ def test_the_chosen_layers_alone_are_trained():
     assert converted.model.norm.weight.data_ptr() == source.model.norm.weight.data_ptr()
 
 
-def test_documents_that_judge_are_not_trained_on(monkeypatch):
-    """Other tokens in them leave the trained weights as they are."""
+def test_the_text_that_judges_is_not_trained_on(monkeypatch):
+    """Other tokens in it leave the trained weights as they are."""
     monkeypatch.setattr(module, "LEARNING_RATES", (1e-4,))
     monkeypatch.setattr(module, "JUDGED", 1)
     found = []
-    for changed in (False, True):
+    for seed in (1, 2):
         source, converted = pair()
-        text = packed()
-        if changed:
-            text[-1] = packed(seed=1, batches=1)[0]  # with the last four documents
-        done = polish(source, converted, text, [0, 1, 2], tokens=200)
+        done = polish(source, converted, packed(), packed(seed, batches=2), [0, 1, 2], tokens=200)
         assert done is not None and done["learning_rate"] == 1e-4
         found.append(weights(converted))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
@@ -104,7 +104,7 @@ def test_what_is_not_better_is_not_kept(rates, monkeypatch):
     monkeypatch.setattr(module, "LEARNING_RATES", rates)
     source, converted = pair()
     before = weights(converted)
-    done = polish(source, converted, packed(), [0, 1, 2], tokens=1000)
+    done = polish(source, converted, packed(), JUDGES, [0, 1, 2], tokens=1000)
     assert done is not None and done["learning_rate"] is None and done["tokens"] == 0
     assert done["kl_after"] == done["kl_before"]
     assert all(torch.equal(before[name], x) for name, x in converted.named_parameters())
@@ -113,25 +113,24 @@ def test_what_is_not_better_is_not_kept(rates, monkeypatch):
 def test_the_rate_is_the_best_of_those_tried(monkeypatch):
     """A first one that is too large is left for the next, and one that is too small is not taken."""
     monkeypatch.setattr(module, "LEARNING_RATES", (1e3, 1e-3, 1e-9))
-    done = polish(*pair(), packed(), [0, 1, 2], tokens=1000)
+    done = polish(*pair(), packed(), JUDGES, [0, 1, 2], tokens=1000)
     assert done is not None and done["learning_rate"] == 1e-3
 
 
-def test_every_predicted_token_is_in_one_part():
-    """Neither a document's first token nor padding is predicted; what is, is trained on or judges."""
+def test_which_tokens_are_predicted():
+    """Neither a document's first token nor padding is; a piece without any is left out."""
     masked = {
         "input_ids": torch.arange(3, 15).view(2, 6),
         "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]),
     }
+    padding = {"input_ids": torch.full((1, 6), 3), "attention_mask": torch.zeros(1, 6, dtype=torch.long)}
     text = [*packed(), masked]
-    pieces = list(cut(text))
-    for batch, piece in zip(text, pieces, strict=True):
-        fitted, held = piece.fitted != NOT_PREDICTED, piece.held != NOT_PREDICTED
+    for batch, piece in zip(text, cut([*text, padding]), strict=True):
         first = batch.get("position_ids", torch.arange(6).expand(2, -1)) == 0
         if "attention_mask" in batch:
             first = first | (batch["attention_mask"] == 0) | (batch["attention_mask"].cumsum(-1) == 1)
-        assert torch.equal(fitted ^ held, ~first) and not (fitted & held).any()
-    assert sum(int((piece.held >= 0).any()) for piece in pieces) == 2  # of 26 documents six: two and four in a batch
+        assert torch.equal(piece.labels == NOT_PREDICTED, first)
+        assert torch.equal(piece.labels[~first], batch["input_ids"][~first])
 
 
 def test_rows_of_a_long_batch_are_trained_on_apart():
@@ -142,23 +141,15 @@ def test_rows_of_a_long_batch_are_trained_on_apart():
     pieces = list(cut([{"input_ids": ids, "attention_mask": mask}]))
     assert [piece.inputs["input_ids"].shape for piece in pieces] == [(1, 700)] * 4
     assert torch.equal(pieces[2].inputs["attention_mask"], mask[2:3])
-    assert (pieces[2].fitted[0, :301] == NOT_PREDICTED).all() and (pieces[2].fitted[0, 301:] >= 0).all()
+    assert (pieces[2].labels[0, :301] == NOT_PREDICTED).all() and (pieces[2].labels[0, 301:] >= 0).all()
 
 
-def test_of_much_text_little_judges(monkeypatch):
-    """The last `JUDGE_TOKENS` tokens, or the last batch; what would judge before them is trained on."""
-    whole = [(piece.held >= 0).sum().item() for piece in cut(packed())]
-    for tokens, batches in ((48, 1), (1, 1), (96, 2)):
-        monkeypatch.setattr(module, "JUDGE_TOKENS", tokens)
-        found = list(cut(packed()))
-        assert [(piece.held >= 0).sum().item() for piece in found] == [0] * (6 - batches) + whole[-batches:]
-        assert all(((piece.held >= 0) ^ (piece.fitted >= 0)).sum() == 2 * 22 for piece in found)
-
-
-def test_one_document_judges_nothing():
+@pytest.mark.parametrize("empty", ["text", "judges"])
+def test_nothing_is_done_where_nothing_is_predicted(empty):
     source, converted = pair()
     before = weights(converted)
-    assert polish(source, converted, [{"input_ids": torch.arange(3, 20)[None]}], [0, 1, 2], tokens=100) is None
+    text = {"text": packed(), "judges": JUDGES, empty: [{"input_ids": torch.tensor([[3], [4]])}]}
+    assert polish(source, converted, text["text"], text["judges"], [0, 1, 2], tokens=100) is None
     assert all(torch.equal(before[name], x) for name, x in converted.named_parameters())
 
 
@@ -166,7 +157,7 @@ def test_in_bfloat16():
     """Weights are trained in float32, and the model is in bfloat16 before and after."""
     source = random_model("mha").bfloat16().eval()
     converted, _ = convert_model(source, target_config(source.config, "mqa"), share_weights=True)
-    done = polish(source, converted, packed(), [0, 1, 2], tokens=2000)
+    done = polish(source, converted, packed(), JUDGES, [0, 1, 2], tokens=2000)
     assert done is not None and done["kl_after"] < done["kl_before"]
     assert {x.dtype for x in converted.parameters()} == {torch.bfloat16}
 
@@ -175,12 +166,27 @@ def test_a_conversion_says_what_it_did():
     """It begins with the layers that the same conversion finds without, and ends nearer to the source."""
     model = random_model("mha").eval()
     wanted = target_config(model.config, "mqa")
-    (plain, without), (better, done) = (convert_model(model, wanted, LONG_CALIBRATION, polish=n) for n in (0, 1500))
+    text, judges = LONG_CALIBRATION[:-1], LONG_CALIBRATION[-1:]
+    (plain, without), (better, done) = (
+        convert_model(model, wanted, text, selection=judges, polish=n) for n in (0, 1500)
+    )
     assert without["polish"] is None and done["polish"]["learning_rate"]
-    before, after = (compare_predictions(model, x, LONG_CALIBRATION)["kl"] for x in (plain, better))
-    assert after < before
-    again, _ = convert_model(model, wanted, LONG_CALIBRATION, polish=1500)
+    before, after = (compare_predictions(model, x, judges)["kl"] for x in (plain, better))
+    assert before == pytest.approx(done["polish"]["kl_before"], rel=1e-4)
+    assert after == pytest.approx(done["polish"]["kl_after"], rel=1e-4) and after < before
+    again, _ = convert_model(model, wanted, text, selection=judges, polish=1500)
     assert all(torch.equal(a, b) for a, b in zip(better.parameters(), again.parameters(), strict=True))
+
+
+def test_a_conversion_holds_out_what_judges():
+    """Without `selection` it is the last quarter of the text, on which then no layer is fitted."""
+    model = random_model("mha").eval()
+    wanted = target_config(model.config, "mqa")
+    whole, done = convert_model(model, wanted, LONG_CALIBRATION, polish=500)
+    text, judges = hold_out(LONG_CALIBRATION)
+    parts, same = convert_model(model, wanted, text, selection=judges, polish=500)
+    assert done["polish"] == same["polish"] and done["polish"]["learning_rate"]
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), parts.parameters(), strict=True))
 
 
 def test_exact_conversions_have_nothing_to_train():
