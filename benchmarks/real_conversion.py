@@ -106,7 +106,7 @@ class Bench:
         batch_size: blocks of a batch.
         evaluations: files of the text that is measured on, by suffix of their columns.
         dtype: to compute in; `None` for the checkpoint's.
-        work: folder where the conversions of "untrained" are kept, which "default" trains; `None`: made again.
+        work: folder where the conversions of "untrained", which "default" trains, and "default" are kept; `None`: none.
         polish_tokens: that "default" trains on, in passes over `calibration` and what text there is beyond it.
     """
 
@@ -123,9 +123,10 @@ class Bench:
         work: Path | None = None,
         polish_tokens: int = 0,
     ) -> None:
-        self.source, tokenizer = load_source(folder).eval().to(dtype=dtype), AutoTokenizer.from_pretrained(folder)
+        self.source = load_source(folder).eval().to(dtype=dtype)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.work, self.name = work, f"{Path(folder).name}-{tokens}-{length}-{str(self.source.dtype)[6:]}"
-        packed: dict[str, Any] = {"tokenizer": tokenizer, "sequence_length": length, "batch_size": batch_size}
+        packed: dict[str, Any] = {"tokenizer": self.tokenizer, "sequence_length": length, "batch_size": batch_size}
 
         packed["rest"] = ("polish", max(polish_tokens - tokens, 0))
         wanted = {"calibration": tokens, "selection": min(tokens // SELECTION_SHARE, SELECTION_TOKENS)}
@@ -158,9 +159,18 @@ class Bench:
                 row |= {"top1": found["top1_agreement"], "tokens": found["tokens"]}
         return {"bytes": cache_bytes_per_token(converted.config, torch.bfloat16), **row}
 
-    def kept(self, target: Target) -> Path | None:
-        """Return the folder where the conversion that "default" trains is kept."""
-        return self.work and self.work / f"{self.name}-{target.name.replace('/', '-')}"
+    def kept(self, target: Target, row: str) -> Path | None:
+        """Return the folder where the conversion of a row is kept."""
+        return self.work and self.work / f"{self.name}-{target.name.replace('/', '-')}-{row}"
+
+    def keep(self, target: Target, row: str, converted: GQAForCausalLM) -> None:
+        """Save a conversion, with the tokenizer, where there is a folder for it; it is there as a whole or not."""
+        if folder := self.kept(target, row):
+            aside = folder.with_name(f"{folder.name}.partial")
+            converted.save_pretrained(aside)
+            self.tokenizer.save_pretrained(aside)
+            shutil.rmtree(folder, ignore_errors=True)
+            aside.rename(folder)
 
     # -- sizes
 
@@ -202,23 +212,21 @@ def ours(bench: Bench, target: Target, row: str, calibrated: bool = True) -> GQA
     if options.get("method") == "auto":
         options = {"selection": bench.selection, **options}
     converted = convert_model(bench.source, wanted, bench.calibration if calibrated else None, **options)[0]
-    if row == "untrained" and (folder := bench.kept(target)):
-        aside = folder.with_name(f"{folder.name}.partial")
-        converted.save_pretrained(aside)
-        shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
+    if row == "untrained":
+        bench.keep(target, row, converted)
     return converted
 
 
 def polished(bench: Bench, target: Target) -> GQAForCausalLM:
     """What the command makes; seconds are those of the training at the end alone where `Bench.kept` has the rest."""
-    folder = bench.kept(target)
+    folder = bench.kept(target, "untrained")
     if folder and (folder / "config.json").is_file():
         converted = load_source(str(folder)).eval()
     else:
         converted = ours(bench, target, "untrained")
     layers, text = range(len(converted.model.layers)), (bench.polish_text, bench.selection)
     print(polish(bench.source, converted, *text, layers, bench.polish_tokens), flush=True)
+    bench.keep(target, "default", converted)
     return converted
 
 
@@ -294,7 +302,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", "--batch_size", type=int, default=4, help="blocks of a batch")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="to compute in; the checkpoint's by default")
     parser.add_argument("--polish-tokens", "--polish_tokens", type=int, default=0, help="--tokens by default")
-    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps conversions for default")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps untrained and default")
     parser.add_argument("--targets", type=Target.parse, nargs="+", default=[Target.parse(name) for name in TARGETS])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     return kebab_shown(parser).parse_args(arguments)

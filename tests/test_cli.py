@@ -435,6 +435,25 @@ def test_dtype_of_the_result(checkpoints, tmp_path):
         assert report["cache_bytes_per_token_after"] == 2 * HEADS * HEAD_DIM * LAYERS * dtype.itemsize
 
 
+def test_a_cpu_that_is_slow_in_the_dtype_computes_in_float32(checkpoints, corpus, tmp_path, monkeypatch):
+    """The result is that of `--dtype float32`, rounded. With AVX-512 it computes in bfloat16."""
+    source, options = checkpoints / "mqa-bf16", ("--attention-kind", "mla", "--cache-size", 12, "--text", corpus)
+    found = {}
+    for name, instructions, more in (
+        ("slow", "AVX2", ()),
+        ("fast", "AVX512", ()),
+        ("float", "AVX2", ("--dtype", "float32")),
+    ):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda instructions=instructions: instructions)
+        printed = run("convert", source, tmp_path / name, *options, *TEXT_OPTIONS, *more)
+        assert ("Computing in float32" in printed) is (name == "slow")
+        found[name] = load_file(tmp_path / name / "model.safetensors")
+    assert {x.dtype for name in ("slow", "fast") for x in found[name].values()} == {torch.bfloat16}
+    assert all(torch.equal(x, found["float"][name].bfloat16()) for name, x in found["slow"].items())
+    assert any(not torch.equal(x, found["fast"][name]) for name, x in found["slow"].items())
+    assert GQAConfig.from_pretrained(tmp_path / "slow").dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(
     "options", [("gqa", "--num-key-value-heads", 3), ("mla", "--cache-size", 24)], ids=["gqa", "mla"]
 )

@@ -131,7 +131,7 @@ class Job(Options):
                 for name, part in batches.items():
                     report["text"][f"{name}_tokens"] = sum(batch["input_ids"].numel() for batch in part)
             with self.timed("saving"):
-                converted.to(dtype=checkpoint.dtype)
+                converted.to(dtype=checkpoint.dtype)  # type: ignore[call-arg]
                 write_model(aside, converted, checkpoint.folder, show_progress("saving"))
             report["seconds"] = self.seconds
             write_report(aside, report)

@@ -86,7 +86,7 @@ def polish(
     if not cut_text or not cut_judges:
         return None
     size = sum(count_predicted(piece) for piece in cut_text) / len(cut_text)
-    steps = max(round(tokens / size), 1)
+    steps = max(int(tokens / size), 1)
     with evaluating(source, converted), scratch(source.device) as states, trained(converted, layers) as parameters:
         with torch.no_grad():
             for number, piece in enumerate([*cut_text, *cut_judges]):
