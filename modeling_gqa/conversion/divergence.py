@@ -1,15 +1,13 @@
-"""How far a converted model is from its source: measured, and as a loss to train on.
+"""How far a converted model is from its source, in predictions and in the output of each layer.
 
-Shapes: B batch, T tokens, n predicted tokens of a batch, E hidden size, V vocabulary, k most likely tokens.
+Shapes: B batch, T tokens, n predicted tokens of a batch, E hidden size, V vocabulary.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from modeling_gqa_cli.errors import UserError
@@ -21,8 +19,6 @@ from ..modeling_gqa import GQADecoderLayer, GQAForCausalLM, GQAModel
 # Logits are computed for this number of tokens at a time; more no longer fit into the processor's caches, and take
 # twice as long.
 TOKENS_AT_ONCE = 256
-# Number of the teacher's logits, and of float32 copies of the student's, that are in memory at a time in training.
-LOGITS_AT_ONCE = 2**25
 
 
 def require_one_device(*models: torch.nn.Module) -> None:
@@ -246,209 +242,3 @@ def attend(
     rotary = model.rotary_emb[model.rotary_sizes[index]]
     kwargs["position_embeddings"] = rotary(hidden, kwargs["position_ids"])
     return layer.self_attn(layer.input_layernorm(hidden), **kwargs)[0]
-
-
-# -- The loss to train on
-
-
-def prediction_losses(
-    logits: torch.Tensor,
-    teacher_states: torch.Tensor,
-    teacher_head: torch.nn.Module,
-    labels: torch.Tensor,
-    temperature: float = 1.0,
-) -> torch.Tensor:
-    """Return three sums over the predicted tokens: next-token loss, KL(teacher || student), and the teacher's loss.
-
-    Args:
-        logits: the student's (B, T, V).
-        teacher_states: (B, T, E), of which `teacher_head` makes logits, a part of the tokens at a time.
-        labels: (B, T), shifted here; -100 at the start of a document, which the text before does not predict.
-        temperature: both logits are divided by it for the KL, which is multiplied by its square (1503.02531).
-    """
-    targets = pad(labels[:, 1:], (0, 1), value=-100).flatten()  # (B T,)
-    tokens = tokens_at_once(logits.device, logits.shape[-1])
-    return PredictionSums.apply(
-        logits.flatten(0, 1), teacher_states.flatten(0, 1), targets, teacher_head, temperature, tokens
-    )
-
-
-def tokens_at_once(device: torch.device, vocab_size: int) -> int:
-    """Return the number of tokens whose logits are in float32 at a time."""
-    # On a CPU, parts that stay in its caches take half the time.
-    return max(1, LOGITS_AT_ONCE // (4 if device.type == "cpu" else 1) // vocab_size)
-
-
-class PredictionSums(torch.autograd.Function):
-    """The three sums of `prediction_losses`, and the gradient of the first two by the logits.
-
-    With s and t the logits of student and teacher, and y the next token, the sums are of log sum exp s - s_y, of
-    KL(p || q) for p = softmax(t / temperature) and q = softmax(s / temperature), and of log sum exp t - t_y. The
-    gradient by s of the first is softmax(s) - onehot(y), that of the second, times temperature^2, is
-    temperature * (q - p). The softmaxes of a part of the tokens are computed in the forward pass and again in the
-    backward pass, from their normalizers, and never exist together.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        states: torch.Tensor,
-        targets: torch.Tensor,
-        head: torch.nn.Module,
-        temperature: float,
-        part: int,
-    ) -> torch.Tensor:
-        """Return the sums of n tokens: logits (n, V), states (n, E) of the teacher, targets (n,), `part` at a time."""
-        ctx.save_for_backward(logits, states, targets)
-        kind = logits.device.type
-        autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind)}
-        ctx.autocast = autocast | {"enabled": torch.is_autocast_enabled(kind)}
-        ctx.head, ctx.temperature, ctx.part = head, temperature, part
-        ctx.normalizers = []
-        total = torch.zeros(3, device=logits.device)
-        for student, teacher, target in parts((logits, states, targets), head, part):
-            predicted = target >= 0
-            chosen = target.clamp(min=0)[:, None]
-            losses = [x.logsumexp(-1) - x.gather(1, chosen)[:, 0] for x in (student, teacher)]
-            if temperature != 1:
-                student, teacher = student / temperature, teacher / temperature
-            ours, theirs = (x.logsumexp(-1, keepdim=True) for x in (student, teacher))
-            weights = torch.sub(teacher, theirs).exp_()
-            # The logits' difference first: its weighted sum is small where the models agree.
-            kl = weights.mul_(teacher.sub_(student)).sum(-1) + (ours - theirs)[:, 0]
-            sums = (losses[0], kl * temperature**2, losses[1])
-            total = total + torch.stack([x[predicted].sum() for x in sums])
-            ctx.normalizers.append((ours, theirs))
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        """Return the gradient by the logits; `gradient` (3,) is that by the sums."""
-        of_loss, of_kl, _ = gradient.tolist()
-        of_kl *= ctx.temperature
-        result = torch.empty_like(ctx.saved_tensors[0])
-        with torch.autocast(**ctx.autocast), torch.no_grad():
-            read = parts(ctx.saved_tensors, ctx.head, ctx.part)
-            found = zip(result.split(ctx.part), read, ctx.normalizers, strict=True)
-            for place, (student, teacher, target), (ours, theirs) in found:
-                chosen = target.clamp(min=0)[:, None]
-                if ctx.temperature == 1:
-                    change = torch.sub(student, ours).exp_().mul_(of_loss + of_kl)
-                else:
-                    change = student.softmax(-1).mul_(of_loss)
-                    change.add_(torch.sub(student / ctx.temperature, ours).exp_(), alpha=of_kl)
-                change.sub_((teacher / ctx.temperature).sub_(theirs).exp_(), alpha=of_kl)
-                change.scatter_add_(1, chosen, torch.full_like(ours, -of_loss))
-                place.copy_(change.mul_((target >= 0)[:, None]))
-        return result, None, None, None, None, None
-
-
-def parts(
-    tensors: tuple[torch.Tensor, ...], head: torch.nn.Module, part: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield both models' logits (n, V), in at least float32, and the targets (n,), of n = `part` tokens at a time.
-
-    `tensors` are the student's logits, the teacher's states, of which `head` makes its logits, and the targets.
-    """
-    for logits, states, targets in zip(*(x.split(part) for x in tensors), strict=True):
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        yield logits.to(dtype), head(states).to(dtype), targets
-
-
-def top_prediction_losses(
-    logits: torch.Tensor,
-    ids: torch.Tensor,
-    log_probs: torch.Tensor,
-    rest: torch.Tensor,
-    target_log_probs: torch.Tensor,
-    labels: torch.Tensor,
-    temperature: float = 1.0,
-) -> torch.Tensor:
-    """Return the sums of `prediction_losses`, the KL being over the teacher's top k tokens and all others as one.
-
-    To take tokens together never raises a KL divergence, so this one is a lower bound of that over all tokens.
-
-    Args:
-        logits: the student's (B, T, V).
-        ids: (B, T, k), the teacher's most likely tokens.
-        log_probs: (B, T, k), their log-probabilities l at temperature 1.
-        rest: (B, T), log sum exp(l / temperature) over all other tokens; -inf where there are none.
-        target_log_probs: (B, T), the teacher's log-probability of the next token at temperature 1.
-        labels: as for `prediction_losses`.
-        temperature: as for `prediction_losses`.
-    """
-    targets = pad(labels[:, 1:], (0, 1), value=-100).flatten()  # (B T,)
-    # By this softmax the probabilities sum to 1, however `log_probs` were rounded.
-    buckets = torch.cat([log_probs / temperature, rest[..., None]], dim=-1).log_softmax(-1)  # (B, T, k + 1)
-    tokens = tokens_at_once(logits.device, logits.shape[-1])
-    sums = TopPredictionSums.apply(
-        logits.flatten(0, 1), ids.flatten(0, 1), buckets.flatten(0, 1), targets, temperature, tokens
-    )
-    return torch.cat([sums, -target_log_probs.flatten()[targets >= 0].sum()[None]])
-
-
-class TopPredictionSums(torch.autograd.Function):
-    """The first two sums of `top_prediction_losses`, and their gradient by the logits.
-
-    Let s be the student's logits, q = softmax(s / temperature), K the k tokens, q_R the sum of q over all others, and
-    p_1 ... p_k, p_R the teacher's probabilities. The KL is the sum over K of p_i log(p_i / q_i), plus
-    p_R log(p_R / q_R). Its gradient by s, times temperature^2, is temperature * (q_i - p_i) for a token of K, and
-    temperature * (q_j - p_R q_j / q_R) for another. log q_R and q_j / q_R come from a log-sum-exp over the others, not
-    from 1 - sum q_i, of which nothing is left where the k tokens have nearly all of the probability.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        ids: torch.Tensor,
-        buckets: torch.Tensor,
-        targets: torch.Tensor,
-        temperature: float,
-        part: int,
-    ) -> torch.Tensor:
-        """Return the sums of n tokens: logits (n, V), ids (n, k), log p in buckets (n, k + 1), targets (n,)."""
-        ctx.save_for_backward(logits, ids, buckets, targets)
-        ctx.temperature, ctx.part, ctx.normalizers = temperature, part, []
-        total = torch.zeros(2, device=logits.device)
-        for student, top, theirs, target in top_parts((logits, ids, buckets, targets), part):
-            whole = student.logsumexp(-1, keepdim=True)  # (n, 1)
-            loss = (whole - student.gather(1, target.clamp(min=0)[:, None]))[:, 0]
-            student = student / temperature
-            rest = student.scatter(1, top, -torch.inf).logsumexp(-1, keepdim=True)  # (n, 1)
-            ours = torch.cat([student.gather(1, top), rest], dim=-1)  # (n, k + 1)
-            normalizer = ours.logsumexp(-1, keepdim=True)  # (n, 1)
-            # A bucket of probability 0 adds 0, where the product would be nan.
-            kl = torch.where(theirs > -torch.inf, theirs.exp() * (theirs - (ours - normalizer)), 0.0).sum(-1)
-            total = total + torch.stack([x[target >= 0].sum() for x in (loss, kl * temperature**2)])
-            ctx.normalizers.append((whole, rest, normalizer))
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        """Return the gradient by the logits; `gradient` (2,) is that by the sums."""
-        of_loss, of_kl = gradient.tolist()
-        of_kl *= ctx.temperature
-        result = torch.empty_like(ctx.saved_tensors[0])
-        found = zip(result.split(ctx.part), top_parts(ctx.saved_tensors, ctx.part), ctx.normalizers, strict=True)
-        for place, (student, top, theirs, target), (whole, rest, normalizer) in found:
-            change = torch.sub(student, whole).exp_().mul_(of_loss)
-            student = student / ctx.temperature
-            change.add_(torch.sub(student, normalizer).exp_(), alpha=of_kl)
-            # Where there are no others, `rest` is -inf.
-            others = student.scatter_(1, top, -torch.inf).sub_(rest.clamp(min=torch.finfo(rest.dtype).min)).exp_()
-            change.sub_(others.mul_(theirs[:, -1:].exp()), alpha=of_kl)
-            change.scatter_add_(1, top, theirs[:, :-1].exp().mul_(-of_kl))
-            change.scatter_add_(1, target.clamp(min=0)[:, None], torch.full_like(whole, -of_loss))
-            place.copy_(change.mul_((target >= 0)[:, None]))
-        return result, None, None, None, None, None
-
-
-def top_parts(tensors: tuple[torch.Tensor, ...], part: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield the student's logits (n, V), ids, log p and targets of n = `part` tokens at a time, in at least float32."""
-    for logits, ids, buckets, targets in zip(*(x.split(part) for x in tensors), strict=True):
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        yield logits.to(dtype), ids, buckets.to(dtype), targets

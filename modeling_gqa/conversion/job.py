@@ -30,9 +30,10 @@ from ..data.packing import read_batches
 from ..data.tokenizer import load_tokenizer
 from ..modeling_gqa import GQAForCausalLM
 from .convert import FITTED_METHODS, SELECTION_TOKENS, convert_model
-from .divergence import LOGITS_AT_ONCE, TOKENS_AT_ONCE, compare_predictions, layer_errors
+from .divergence import TOKENS_AT_ONCE, compare_predictions, layer_errors
 from .fitting import STEP_TOKENS
 from .layer_store import choose_target, layers_folder, resumable_folder
+from .losses import LOGITS_AT_ONCE
 from .options import Goal, Options, expected_target, find_goal, layers_after
 from .report import FORMAT_VERSION, Report, vllm_kernels, write_conversion_card, write_report
 from .streams import IN_MEMORY

@@ -16,8 +16,9 @@ import torch
 from ..common.batches import Batch, evaluating
 from ..common.progress import Progress, ShowProgress, no_progress
 from ..modeling_gqa import GQAForCausalLM
-from .divergence import last_hidden_state, predicted_positions, prediction_losses
+from .divergence import last_hidden_state, predicted_positions
 from .fitting import pieces
+from .losses import prediction_losses
 from .streams import scratch
 
 # Learning rates that are tried, from the largest on, as long as a smaller one is better after `TRIAL_STEPS`.

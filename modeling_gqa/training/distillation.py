@@ -1,7 +1,7 @@
 """Student and teacher of an uptraining run: how both are loaded, and the loss of stage 1.
 
 The student is a converted model, the teacher the model that it was converted from. Stage 1 compares the attention
-outputs of every layer; stage 2 compares the predictions by `conversion.divergence.prediction_losses`.
+outputs of every layer; stage 2 compares the predictions by `conversion.losses.prediction_losses`.
 Shapes: B batch, T tokens, E hidden size.
 """
 

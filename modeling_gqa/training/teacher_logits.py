@@ -21,7 +21,8 @@ from ..common.atomic import read_object, sync, write_json, written_aside
 from ..common.console import failed_to_write, say
 from ..common.progress import progress_bars
 from ..common.tables import in_bytes
-from ..conversion.divergence import log_softmax, tokens_at_once
+from ..conversion.divergence import log_softmax
+from ..conversion.losses import tokens_at_once
 from ..data.blocks import PackedBlocks
 from .distillation import load_model, model_inputs
 from .run_folder import COMPLETE

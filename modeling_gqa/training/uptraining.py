@@ -21,7 +21,7 @@ from ..checkpoints.files import LICENCES, copy_files, is_gguf, local_folder
 from ..common.atomic import read_object
 from ..common.cards import base_metadata, kept_metadata
 from ..common.console import warn
-from ..conversion.divergence import prediction_losses, top_prediction_losses
+from ..conversion.losses import prediction_losses, top_prediction_losses
 from .distillation import choose_parameters, layerwise_loss, model_inputs, run_teacher
 from .recipe import UNUSED, Recipe
 from .results import RESULTS, Results

@@ -19,8 +19,8 @@ from test_uptrain import build
 from torch.nn.functional import pad
 from training_texts import MODEL, make_texts
 
-from modeling_gqa.conversion import divergence
-from modeling_gqa.conversion.divergence import prediction_losses, top_prediction_losses
+from modeling_gqa.conversion import losses
+from modeling_gqa.conversion.losses import prediction_losses, top_prediction_losses
 from modeling_gqa.data.blocks import load_blocks
 from modeling_gqa.training import distillation, teacher_logits
 from modeling_gqa.training.recipe import load_recipe
@@ -67,7 +67,7 @@ def drawn() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("k", [1, 3, 6, 7])
 def test_gradient(k, temperature, drawn, monkeypatch):
     """In parts of three tokens, against autograd of the definition and finite differences."""
-    monkeypatch.setattr(divergence, "LOGITS_AT_ONCE", 4 * 7 * 3)
+    monkeypatch.setattr(losses, "LOGITS_AT_ONCE", 4 * 7 * 3)
     student, logits = drawn
     known = teacher_of(logits, LABELS, k, temperature)
     sums = top_prediction_losses(student, *known, LABELS, temperature)
@@ -140,9 +140,9 @@ def test_rounding(vocabulary, k, temperature, tmp_path):
     rounded = trainer.teacher_predictions(records_of(logits, labels, k, recipe))
     exact = teacher_of(logits.double(), labels, k, temperature)
     results = []
-    for losses, known in ((trainer.prediction_sums, [rounded]), (top_prediction_losses, exact)):
+    for loss, known in ((trainer.prediction_sums, [rounded]), (top_prediction_losses, exact)):
         x = student.clone().requires_grad_()
-        sums = losses(x, *known, labels, temperature)
+        sums = loss(x, *known, labels, temperature)
         sums[1].backward()
         results.append((sums, x.grad))
     (ours, ours_grad), (theirs, theirs_grad) = results

@@ -18,8 +18,8 @@ from training_texts import MODEL, make_texts
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig
-from modeling_gqa.conversion import convert_model, divergence, target_config
-from modeling_gqa.conversion.divergence import prediction_losses
+from modeling_gqa.conversion import convert_model, losses, target_config
+from modeling_gqa.conversion.losses import prediction_losses
 from modeling_gqa.data.blocks import load_blocks
 from modeling_gqa.data.tokenizer import train_tokenizer
 from modeling_gqa.training import publish, uptraining
@@ -211,7 +211,7 @@ def test_prediction_losses(packed, temperature, monkeypatch):
     inputs = {name: packed[name] for name in ("input_ids", "position_ids")}
     gradients = []
     for rows in (1000, 7):  # at once, and in parts of 7 tokens
-        monkeypatch.setattr(divergence, "LOGITS_AT_ONCE", rows * MODEL["vocab_size"])
+        monkeypatch.setattr(losses, "LOGITS_AT_ONCE", rows * MODEL["vocab_size"])
         logits = student(**inputs).logits.detach().requires_grad_()
         states = teacher.model(**inputs).last_hidden_state.detach()
         sums = prediction_losses(logits, states, teacher.lm_head, packed["labels"], temperature)
@@ -228,7 +228,7 @@ def test_prediction_losses(packed, temperature, monkeypatch):
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_gradients_of_all_three_sums_are_those_of_differences(temperature, monkeypatch):
     """In float64, in parts of one token on a CPU: the teacher's loss has no gradient by the student's logits."""
-    monkeypatch.setattr(divergence, "LOGITS_AT_ONCE", 4 * 7)
+    monkeypatch.setattr(losses, "LOGITS_AT_ONCE", 4 * 7)
     head, labels = torch.nn.Linear(3, 7, dtype=torch.float64), torch.tensor([[1, 6, -100, 2], [-100, 0, 3, 3]])
     states = torch.randn(2, 4, 3, dtype=torch.float64)
     logits = torch.randn(2, 4, 7, dtype=torch.float64, requires_grad=True)
