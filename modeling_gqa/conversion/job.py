@@ -390,7 +390,7 @@ def polish_work(source: GQAConfig, trained: int, itemsize: int, tokens: int) -> 
     )
     logits = tokens * source.vocab_size
     # In float32: parameters, gradients, Muon's momentum; two copies of the weights; what the backward pass needs.
-    training = 20 * trained + tokens * itemsize * sum(widths) + 3 * itemsize * logits
+    training = 20 * trained + tokens * itemsize * sum(widths) + 4 * itemsize * logits
     return IN_MEMORY + training + 20 * min(logits, LOGITS_AT_ONCE)
 
 

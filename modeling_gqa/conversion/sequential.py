@@ -33,7 +33,6 @@ State = dict[str, torch.Tensor]
 LatentSource = tuple[Heads, Moments]
 # Factor between two sizes P that are tried for a layer, and tokens on which ways to make MLA of it are compared.
 ROTARY_STEP, TRIAL_TOKENS = 1.4, 8192
-RATES_AGAIN = 4  # in every so many layers each learning rate of the gradient steps is tried
 # Fields that say with which frequencies a layer rotates.
 ROTATION_FIELDS = ("rope_frequency_indices", "rope_frequency_dim")
 
@@ -132,8 +131,7 @@ def convert_layers(
             if index in changed:
                 new = known = done.get(index)
                 if streaming and index in lossy and index <= last:
-                    rates = rates_to_try([done[other].learning_rate for other in lossy if other < index])
-                    new = convert_on_text(model, index, fields[index], streaming, setting, known, rates)
+                    new = convert_on_text(model, index, fields[index], streaming, setting, known)
                 elif known is None:
                     blank = blank_statistics(model.config, index, model.device)
                     new = convert_layer(model, index, fields[index], blank, setting, index in lossy)
@@ -154,11 +152,10 @@ def convert_on_text(
     text: Streams,
     setting: Setting,
     known: NewLayer | None,
-    rates: Sequence[float],
 ) -> NewLayer:
     """Convert layer `index` for the states that `text` is in, and send these through the result.
 
-    `known` is the result where it was found before, `rates` as for `best_attention`.
+    `known` is the result where it was found before.
     """
     statistics = text.collect(index)
     if known is None and setting.by_layer and text.holds_out and fields["attention_kind"] == "mla":
@@ -167,32 +164,24 @@ def convert_on_text(
         new = known or convert_layer(model, index, fields, statistics, setting, True)
     attention = new_attention(model, index, new)
     if known is None:
-        attention, rate, ridge = best_attention(text, index, attention, setting, rates)
+        attention, rate, ridge = best_attention(text, index, attention, setting)
         new = new._replace(state=dict(attention.state_dict()), learning_rate=rate, ridge=ridge)
     text.send(index, attention)
     text.finish(index, attention)
     return new
 
 
-def rates_to_try(before: Sequence[float | None]) -> Sequence[float]:
-    """Return the learning rates to try in a layer, from those that were best in the layers before it.
-
-    It is the last one's alone, but all in every `RATES_AGAIN`-th layer and where the last has none.
-    """
-    return LEARNING_RATES if len(before) % RATES_AGAIN == 0 or before[-1] is None else (before[-1],)
-
-
 def best_attention(
-    text: Streams, index: int, attention: Attention, setting: Setting, rates: Sequence[float]
+    text: Streams, index: int, attention: Attention, setting: Setting
 ) -> tuple[Attention, float | None, float | None]:
     """Return the new attention of layer `index` after what helps, the learning rate and the ridge that did.
 
-    Gradient steps, with each of `rates`, and the fit of the output projection are judged on documents that they have
-    not seen. Each is dropped, and `None`, where the stream's error there is not less with it.
+    Gradient steps, with each of `LEARNING_RATES`, and the fit of the output projection are judged on documents that
+    they have not seen. Each is dropped, and `None`, where the stream's error there is not less with it.
     """
     untrained, best = copy.deepcopy(attention), None
     error, ridge = fit(text, index, attention, setting.refit)
-    for rate in rates if setting.refine and text.holds_out else ():
+    for rate in LEARNING_RATES if setting.refine and text.holds_out else ():
         trained = copy.deepcopy(untrained)
         refine(trained, examples(text, index), setting.refine * steps(text), rate)
         found = fit(text, index, trained, setting.refit)
