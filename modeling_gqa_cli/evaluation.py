@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from modeling_gqa.common.atomic import write_json
-from modeling_gqa.common.batches import usable_device
+from modeling_gqa.common.batches import computing_dtype, usable_device
 from modeling_gqa.common.console import err, out, printable, user_errors
 from modeling_gqa.common.progress import progress_bars
 from modeling_gqa.costs.measuring import machine_name
@@ -69,6 +69,8 @@ def evaluate(
             start = time.perf_counter()
             err.print(f"{printable(subject.name)}: {', '.join(found.names)}", soft_wrap=True)
             model = subject.load(precision, where)
+            if precision is None:
+                model.to(dtype=computing_dtype(model.dtype, where))  # type: ignore[call-arg]
             with progress_bars() as show_progress:
                 results.append(found.run(model, subject, show_progress))
             kind = str(model.dtype).removeprefix("torch.")

@@ -81,7 +81,7 @@ class Text:
 class Running:
     _argument_group_name = "Running"
 
-    dtype: Dtype = option("Dtype of the result and of computing. Default: the checkpoint's.", "auto")
+    dtype: Dtype = option("Dtype of the result and, on a CPU fast in it, of computing. Default: SOURCE's.", "auto")
     ignore_field: list[str] | None = options(IGNORE_FIELD)
     device: str | None = option("Such as cpu or cuda:1. Default: cuda if there is one.")
 
@@ -178,7 +178,7 @@ class WhatToEvaluate:
 class WhereToEvaluate:
     _argument_group_name = "Running, and what is written"
 
-    dtype: Dtype = option("Dtype of the weights and of computing. Default: the checkpoint's.", "auto")
+    dtype: Dtype = option("Dtype of computing. Default: the checkpoint's, or float32 on a CPU slow in it.", "auto")
     device: str | None = option("Such as cpu or cuda:1. Default: cuda if there is one.")
     json: Path | None = option("File to write the scores to, as JSON.")
 

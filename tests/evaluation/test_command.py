@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from command import call, run
 from huggingface_hub import metadata_load
 
+from modeling_gqa import GQAForCausalLM
 from modeling_gqa.common import atomic
 from modeling_gqa.evaluation import harness
 from modeling_gqa.evaluation.results import number
@@ -22,6 +24,16 @@ SMALL = ("--sequence-length", 64, "--limit", 3, "--dtype", "float32", "--device"
 @pytest.fixture
 def ours(models_folder, tmp_path) -> Path:
     return shutil.copytree(models_folder / "ours", tmp_path / "ours")
+
+
+@pytest.mark.parametrize(("instructions", "dtype"), [("AVX2", "float32"), ("AVX512", "bfloat16")])
+def test_the_dtype_of_computing(instructions, dtype, ours, data, tmp_path, monkeypatch):
+    """A checkpoint in bfloat16 is computed in float32 where the CPU is slow in it."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
+    GQAForCausalLM.from_pretrained(ours, dtype=torch.bfloat16).save_pretrained(ours)
+    path = tmp_path / "scores.json"
+    run("evaluate", ours, "--data", data, "--tasks", "lambada", "--limit", 2, "--device", "cpu", "--json", path)
+    assert json.loads(path.read_text())["checkpoint"]["dtype"] == dtype
 
 
 def test_two_models_side_by_side(ours, models_folder, data, tmp_path):
