@@ -1,6 +1,7 @@
 """The last step of a conversion: what it trains, on what, and that nothing worse is kept."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -97,6 +98,25 @@ def test_the_text_that_judges_is_not_trained_on(monkeypatch):
         assert done is not None and done["learning_rate"] == 1e-4
         found.append(weights(converted))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize(("instructions", "tolerance"), [("AVX512", 1e-6), ("AVX2", 0.02)])
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12)])
+def test_muon_is_torchs(shape, instructions, tolerance, monkeypatch):
+    """Bit for bit nearly in bfloat16, and to its rounding in float32, which a CPU without AVX-512 multiplies in."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
+    torch.manual_seed(0)
+    first, found = torch.randn(shape), []
+    gradients = torch.randn(4, *shape)
+    for kind in (module.Muon, partial(torch.optim.Muon, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")):
+        matrix = torch.nn.Parameter(first.clone())
+        optimizer = kind([matrix], lr=0.1)
+        for gradient in gradients:
+            matrix.grad = gradient.clone()
+            optimizer.step()
+        found.append(matrix.detach() - first)
+    ours, theirs = found
+    assert (ours - theirs).norm() < tolerance * theirs.norm()
 
 
 @pytest.mark.parametrize("rates", [(1e3,), (1e38,)], ids=["diverges", "nan"])
