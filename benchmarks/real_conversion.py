@@ -28,7 +28,7 @@ import torch
 from transformers import AutoTokenizer
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.common.batches import evaluating
+from modeling_gqa.common.batches import computing_dtype, evaluating
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, load_source, target_config
 from modeling_gqa.conversion.convert import SELECTION_TOKENS
 from modeling_gqa.conversion.divergence import predicted_states
@@ -105,9 +105,8 @@ class Bench:
         length: tokens of a block.
         batch_size: blocks of a batch.
         evaluations: files of the text that is measured on, by suffix of their columns.
-        dtype: to compute in; `None` for the checkpoint's.
+        dtype: to compute in; `None` for what the command takes.
         work: folder where the conversions of "untrained", which "default" trains, and "default" are kept; `None`: none.
-        polish_tokens: that "default" trains on, in passes over `calibration` and what text there is beyond it.
     """
 
     def __init__(
@@ -121,20 +120,17 @@ class Bench:
         evaluations: Mapping[str, str] = EVALUATIONS,
         dtype: torch.dtype | None = None,
         work: Path | None = None,
-        polish_tokens: int = 0,
     ) -> None:
-        self.source = load_source(folder).eval().to(dtype=dtype)
+        source = load_source(folder).eval()
+        self.source = source.to(dtype=dtype or computing_dtype(source.dtype, "cpu"))
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.work, self.name = work, f"{Path(folder).name}-{tokens}-{length}-{str(self.source.dtype)[6:]}"
         packed: dict[str, Any] = {"tokenizer": self.tokenizer, "sequence_length": length, "batch_size": batch_size}
-
-        packed["rest"] = ("polish", max(polish_tokens - tokens, 0))
         wanted = {"calibration": tokens, "selection": min(tokens // SELECTION_SHARE, SELECTION_TOKENS)}
         found = read_batches([text / "calibration.jsonl"], tokens=wanted, **packed)
         self.calibration, self.selection = found["calibration"], found["selection"]
-        self.polish_tokens = polish_tokens or tokens
-        self.polish_text = [*self.calibration, *found.get("polish", ())]
-        packed |= {"tokens": {"evaluation": evaluation_tokens}, "rest": ("", 0)}
+        self.tokens = tokens
+        packed["tokens"] = {"evaluation": evaluation_tokens}
         self.evaluations = {
             key: read_batches([text / f"{name}.jsonl"], **packed)["evaluation"] for key, name in evaluations.items()
         }
@@ -224,8 +220,8 @@ def polished(bench: Bench, target: Target) -> GQAForCausalLM:
         converted = load_source(str(folder)).eval()
     else:
         converted = ours(bench, target, "untrained")
-    layers, text = range(len(converted.model.layers)), (bench.polish_text, bench.selection)
-    print(polish(bench.source, converted, *text, layers, bench.polish_tokens), flush=True)
+    layers, text = range(len(converted.model.layers)), (bench.calibration, bench.selection)
+    print(polish(bench.source, converted, *text, layers, bench.tokens), flush=True)
     bench.keep(target, "default", converted)
     return converted
 
@@ -300,8 +296,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--evaluation-tokens", "--evaluation_tokens", type=int, default=16384, help="of each text")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a block")
     parser.add_argument("--batch-size", "--batch_size", type=int, default=4, help="blocks of a batch")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="to compute in; the checkpoint's by default")
-    parser.add_argument("--polish-tokens", "--polish_tokens", type=int, default=0, help="--tokens by default")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="to compute in; the command's by default")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps untrained and default")
     parser.add_argument("--targets", type=Target.parse, nargs="+", default=[Target.parse(name) for name in TARGETS])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
@@ -358,17 +353,15 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     settings["length"] = options.length
     dtype = getattr(torch, options.dtype) if options.dtype else None
     rows = stored_rows(path, settings)
-    machine = describe_machine("cpu", [dtype or torch.bfloat16])
-    print_machine(machine)
     sizes = (options.tokens, options.evaluation_tokens, options.length, options.batch_size)
-    bench = Bench(folder, text, *sizes, dtype=dtype, work=options.work, polish_tokens=options.polish_tokens)
+    bench = Bench(folder, text, *sizes, dtype=dtype, work=options.work)
+    machine = describe_machine("cpu", [bench.source.dtype])
+    print_machine(machine)
     command = " ".join(["python -m benchmarks.real_conversion", *(sys.argv[1:] if arguments is None else arguments)])
     for target in options.targets:
         for method in options.methods:
             if row := measured_row(bench, target, method):
                 row["dtype"] = str(bench.source.dtype)[6:]
-                if method == "default":
-                    row["polish_tokens"] = bench.polish_tokens
                 rows = replaced(rows, row)
                 write(path, command, machine, settings=settings, rows=rows)
     show(name, rows)

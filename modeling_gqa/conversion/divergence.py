@@ -140,7 +140,7 @@ def compare_states(
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
     """Return log-probabilities, computed in at least float32."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
 
 
 def predicted_positions(batch: Batch) -> torch.Tensor:

@@ -12,6 +12,8 @@ import torch
 from torch.nn.functional import kl_div, pad
 from torch.utils.checkpoint import checkpoint
 
+from .divergence import log_softmax
+
 # Number of the teacher's logits, and of float32 copies of the student's, that are in memory at a time.
 LOGITS_AT_ONCE = 2**25
 
@@ -35,11 +37,10 @@ def prediction_losses(
     def sums(logits: torch.Tensor, states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             teacher = teacher_head(states)
-        both, dtype = (logits, teacher), torch.promote_types(logits.dtype, torch.float32)
-        ours, theirs = log_probs = [x.log_softmax(-1, dtype) for x in both]  # (n, V)
+        ours, theirs = log_probs = [log_softmax(x) for x in (logits, teacher)]  # (n, V)
         losses = [-x.gather(1, target.clamp(min=0)[:, None])[:, 0] for x in log_probs]
         if temperature != 1:
-            ours, theirs = ((x.to(dtype) / temperature).log_softmax(-1) for x in both)
+            ours, theirs = ((x / temperature).log_softmax(-1) for x in log_probs)
         kl = kl_div(ours, theirs, reduction="none", log_target=True).sum(-1) * temperature**2
         return torch.stack([losses[0], kl, losses[1]])[:, target >= 0].sum(-1)
 
@@ -81,8 +82,7 @@ def top_prediction_losses(
         return torch.stack([loss, kl])[:, target >= 0].sum(-1)
 
     # By this softmax the probabilities sum to 1, however `log_probs` were rounded.
-    buckets = torch.cat([log_probs / temperature, rest[..., None]], dim=-1)  # (B, T, k + 1)
-    buckets = buckets.to(torch.promote_types(buckets.dtype, torch.float32)).log_softmax(-1)
+    buckets = log_softmax(torch.cat([log_probs / temperature, rest[..., None]], dim=-1))  # (B, T, k + 1)
     targets = next_tokens(labels)
     found = in_parts(sums, logits, ids, buckets, targets)
     return torch.cat([found, -target_log_probs[targets >= 0].sum()[None]])

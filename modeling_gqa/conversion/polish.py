@@ -220,9 +220,9 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """Return about the nearest matrix whose singular values are equal, by five steps of a Newton-Schulz iteration."""
-    x = matrix.to(computing_dtype(torch.bfloat16, matrix.device.type))
-    if len(x) > x.shape[1]:
+    if len(matrix) > matrix.shape[1]:
         return orthogonal(matrix.mT).mT
+    x = matrix.to(computing_dtype(torch.bfloat16, matrix.device.type))
     x = x / x.norm().clamp(min=1e-7)
     a, b, c = NEWTON_SCHULZ
     for _ in range(5):
