@@ -55,7 +55,7 @@ class HowToConvert:
     method: Method = option("How heads are merged; auto tries settings and needs --text. Default: lowrank.", "lowrank")
     regroup: bool | None = switch("Choose which heads to merge (--no-regroup: neighbours). Default: chosen.")
     refit: bool | None = switch("Fit each output projection on the text (--no-refit: do not). Default: with --text.")
-    refine: int | None = option("Passes of gradient steps in each layer. Default: 1 with --text, else 0.")
+    refine: int | None = option("Passes of gradient steps in each layer. Default: 2 with --text, else 0.")
     polish: int | None = option(
         "Tokens to train all layers on at the end, by KL. Default: --calibration-tokens where fitted, if memory allows."
     )

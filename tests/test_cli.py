@@ -26,6 +26,7 @@ from modeling_gqa import GQAConfig
 from modeling_gqa.checkpoints.checkpoint import Checkpoint
 from modeling_gqa.common import console
 from modeling_gqa.conversion import job
+from modeling_gqa.conversion.fitting import PASSES
 from modeling_gqa.conversion.options import Options
 from modeling_gqa.conversion.report import FORMAT_VERSION
 from modeling_gqa_cli import conversion as commands
@@ -331,7 +332,7 @@ def test_refining_is_an_option_that_needs_text(checkpoints, corpus, tmp_path):
     run("convert", checkpoints / "gqa", tmp_path / "plain", *options, "--refine", 0)
     run("convert", checkpoints / "gqa", tmp_path / "refined", *options)
     reports = [json.loads((tmp_path / name / "conversion.json").read_text()) for name in ("plain", "refined")]
-    assert [report["setting"]["refine"] for report in reports] == [0, 1]
+    assert [report["setting"]["refine"] for report in reports] == [0, PASSES]
     assert reports[0]["method"] == "lowrank" and all(report["setting"]["refit"] for report in reports)
     keys = [load_file(tmp_path / name / "model.safetensors")[KEYS] for name in ("plain", "refined")]
     assert not torch.equal(*keys)
@@ -375,7 +376,7 @@ def test_a_conversion_that_changes_much_ends_with_a_warning(checkpoints, corpus,
     printed = run("convert", checkpoints / "mha", tmp_path / "much", *MQA, "--method", "random", *options)
     report = json.loads((tmp_path / "much" / "conversion.json").read_text())
     assert report["kl"] > 0.1 and "Warning: KL is more than 0.1 nats" in printed
-    assert "--refine 4" in printed and "modeling-gqa uptrain" in printed
+    assert "--refine 8" in printed and "modeling-gqa uptrain" in printed
     assert "Warning: the weights alone decided" in run("convert", checkpoints / "mha", tmp_path / "blind", *MQA)
     assert "Warning" not in run("convert", checkpoints / "gqa", tmp_path / "none", "--attention-kind", "mha", *options)
 

@@ -18,6 +18,7 @@ from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_predictions, predicted_states, require_one_device
+from .fitting import PASSES
 from .layer_store import LayerStore
 from .sequential import NewLayer, Setting, assemble, convert_layers
 from .streams import scratch
@@ -76,14 +77,14 @@ def convert_model(
         refit: whether each converted layer's output projection is fitted to `calibration` by least squares, so that the
             residual stream comes back to the source's; `None`: "auto", "lowrank" and "procrustes" do.
         refine: passes over `calibration` in which each converted layer's attention is trained by gradient steps before
-            the fit; `None`: one where it is fitted, else none. The last quarter of the documents judges both: in each
-            layer each is kept only where it lowers the error there, by which learning rate and ridge are chosen too.
+            the fit; `None`: two where it is fitted, else none. Documents that they do not see judge both: in each layer
+            each is kept only where it lowers the error there, by which learning rate and ridge are chosen too.
         polish: tokens on which the new attention of all lossy layers is trained at the end on the source's predictions,
             in passes over `calibration` and `polish_text`; see `polish.polish`. What does not lower the KL on
             `selection` is not kept.
         polish_text: batches of further text for that step.
         divide_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: by the error
-            that is left on the last quarter of the documents, else by a rule.
+            that is left on documents which a trial is not fitted to, else by a rule.
         share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
         seed: of "random", and of regrouping.
         folder: an existing folder where each new layer is written when it is finished. The same call with a folder that
@@ -140,7 +141,7 @@ def convert_model(
         by_layer=bool(calibration),
         divide_cache=divide_cache,
         refit=fitted,
-        refine=int(fitted) if refine is None else refine,
+        refine=PASSES * fitted if refine is None else refine,
         seed=seed,
     )
     with scratch(model.device) as source_states:

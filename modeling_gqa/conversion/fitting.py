@@ -10,13 +10,14 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from itertools import islice
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
 
 from ..attention import Attention
 from .layers.moments import product
-from .streams import Passage, Streams, held_out
+from .streams import FOLDS, Passage, Streams, folds
 
 # Ridges that are tried: shares of the mean of the diagonal of x x^T that are added to the diagonal. The less text there
 # is for M inputs, the larger is the one that helps on other text.
@@ -24,6 +25,8 @@ RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)
 # Learning rates of Adam that are tried: at the first step, from which it falls to 0 on a line. Some models' weights are
 # ruined by the first.
 LEARNING_RATES = (1e-3, 1e-4)
+PASSES = 2  # over the text, of gradient steps, where nothing else is said
+TRIAL_STEPS = 8  # with each learning rate, to choose one
 STEP_TOKENS = 1024  # of a gradient step
 LEAST_POWER = 0.01  # of a token's states that an error is compared with, as a share of the median
 # One example: the layer's input (B, T, E), the keyword arguments of its forward, the wanted output (B, T, E), and what
@@ -54,12 +57,12 @@ class Regression:
         self.power += (weight.float() @ residual.float().square().sum(-1)).item()
         self.weight += weight.sum().item()
 
-    def include(self, other: "Regression") -> None:
-        """Add the sums of `other`, of the same layer."""
-        self.second += other.second
-        self.cross += other.cross
-        self.power += other.power
-        self.weight += other.weight
+    def include(self, other: "Regression", times: int = 1) -> None:
+        """Add the sums of `other`, of the same layer; with `times` -1 take them out again."""
+        self.second.add_(other.second, alpha=times)
+        self.cross.add_(other.cross, alpha=times)
+        self.power += times * other.power
+        self.weight += times * other.weight
 
     def solution(self, ridge: float = RIDGES[0]) -> torch.Tensor:
         """Return the change (M + 1, E) of the layer's weight and, in the last row, bias that leaves least.
@@ -87,12 +90,14 @@ class Fit(NamedTuple):
     """What `fit` found.
 
     Args:
-        error: what is left of the stream's error, the weighted mean of its squared norm over tokens that are held out;
-            over all tokens where none are.
+        error: what is left of the stream's error, the weighted mean of its squared norm over tokens, each judging the
+            fit to the folds that it is not in.
+        held: the same of the first fold alone, which gradient steps do not see.
         ridge: of the fit; `None` where the output projection was not changed.
     """
 
     error: float
+    held: float
     ridge: float | None
 
 
@@ -100,46 +105,54 @@ def fit(text: Streams, index: int, attention: Attention, refit: bool = True, tri
     """Fit the output projection of `attention`, the new one of layer `index`, to bring the stream back.
 
     Residual r and inputs are those of the converted stream: r = (source after attention) - (converted before it) - out.
-    The fit is made without the documents that are held out, with each of `RIDGES`. The ridge of which their error is
-    least is taken, and the fit made again with all documents; where none lowers their error, there is no fit. Text with
-    nothing held out is not fitted to, nor is an attention whose outputs are not finite. Without `refit` the error is
-    measured alone. `trial`, as for `Streams.attend`: the fit is made on these tokens alone, with the middle ridge, and
-    only its error is found.
+    For each fold and each of `RIDGES` a fit is made to the other folds. The ridge with the least error over all folds
+    is taken, and the fit made again to all of them; where none lowers that error, there is no fit. Text of one document
+    is not fitted to, nor is an attention whose outputs are not finite. Without `refit` the error is measured alone.
+    `trial`, as for `Streams.attend`: the fit is made on these tokens alone, with the middle ridge, and only its error
+    is found.
     """
-    fitted, held = Regression(attention.o_proj), Regression(attention.o_proj)
+    parts = [Regression(attention.o_proj) for _ in range(FOLDS)]
     # Not for `finish`: what is tried here need not be what is kept.
     for passage, heads in text.attend(index, attention, math.inf if trial is None else trial):
         hidden, after = passage.states
         residual, weights = after - hidden - attention.o_proj(heads), error_weights(passage)
-        for sums, chosen in ((fitted, passage.kept & ~passage.held), (held, passage.kept & passage.held)):
-            if chosen.any():
+        for number, sums in enumerate(parts):
+            if (chosen := passage.kept & (passage.fold == number)).any():
                 sums.add(heads[chosen], residual[chosen], weights[chosen])
-    judge = held if held.weight else fitted
-    before = judge.error()
-    if not (refit and held.weight and fitted.weight and math.isfinite(before + fitted.error())):
-        return Fit(before, None)
+    parts, whole = [part for part in parts if part.weight], Regression(attention.o_proj)
+    for part in parts:
+        whole.include(part)
+    before = Fit(whole.error(), parts[0].error(), None)
+    if not (refit and len(parts) > 1 and math.isfinite(before.error)):
+        return before
     ridges = RIDGES if trial is None else (RIDGES[len(RIDGES) // 2],)
-    errors = {ridge: judge.error(fitted.solution(ridge)) for ridge in ridges}
-    best = min(errors, key=errors.__getitem__)
-    if not errors[best] < before:
-        return Fit(before, None)
-    if trial is not None:
-        return Fit(errors[best], best)
-    fitted.include(held)
-    fitted.apply(fitted.solution(best))
-    return Fit(errors[best], best)
+    left: dict[float, list[float]] = {ridge: [] for ridge in ridges}
+    for part in parts:
+        whole.include(part, -1)
+        for ridge, errors in left.items():
+            errors.append(part.error(whole.solution(ridge)))
+        whole.include(part)
+    shares = [part.weight / whole.weight for part in parts]
+    found = {ridge: sum(map(mul, shares, errors)) for ridge, errors in left.items()}
+    ridge = min(found, key=found.__getitem__)
+    best = Fit(found[ridge], left[ridge][0], ridge)
+    if not best.error < before.error:
+        return before
+    if trial is None:
+        whole.apply(whole.solution(ridge))
+    return best
 
 
 def examples(text: Streams, index: int) -> Iterator[Example]:
     """Yield what `refine` trains layer `index` on, some rows of a batch at a time, over and over.
 
-    Tokens that are held out count nothing.
+    Tokens of the first fold count nothing.
     """
     norm = text.model.model.layers[index].input_layernorm
     while True:
         for passage in text.passages():
             hidden, after = passage.states
-            weight, mask = error_weights(passage) * ~passage.held, passage.arguments[index]["attention_mask"]
+            weight, mask = error_weights(passage) * (passage.fold > 0), passage.arguments[index]["attention_mask"]
             whole = not (mask is None or isinstance(mask, torch.Tensor))  # masks of flex attention are not cut
             for own in [slice(None)] if whole else pieces(passage.kept):
                 if weight[own].any():
@@ -148,8 +161,8 @@ def examples(text: Streams, index: int) -> Iterator[Example]:
 
 
 def steps(text: Streams) -> int:
-    """Return the number of examples in one pass over the text that is not held out."""
-    return sum(not held[own].all() for held in held_out(text.batches) for own in pieces(held))
+    """Return the number of examples in one pass over the text that gradient steps see."""
+    return sum(bool((fold[own] > 0).any()) for fold in folds(text.batches) for own in pieces(fold))
 
 
 def pieces(tokens: torch.Tensor) -> list[slice]:

@@ -374,8 +374,8 @@ def layer_work(layer: GQAConfig, old: int, new: int, itemsize: int, tokens: int,
         return int(converting)
     # In float32: parameters, gradients, Adam's moments and steps; then a step's activations.
     refining = 24 * new + 28 * max(STEP_TOKENS, length) * heads
-    # In float64 the sums over (M, M) and (M, E) with their solution, in float32 the tokens that are added.
-    fitting = 8 * (5 * heads**2 + 4 * heads * hidden) + 16 * tokens * heads + 18 * tokens * hidden + itemsize * new
+    # In float64 the sums of each fold over (M, M) and (M, E) with a solution, in float32 the tokens that are added.
+    fitting = 8 * (8 * heads**2 + 7 * heads * hidden) + 16 * tokens * heads + 18 * tokens * hidden + itemsize * new
     if layer.attention_kind == "mla":  # of which several sizes are fitted, made of the same old weights and moments
         fitting += 8 * (2 * old + 2 * hidden**2)
     states = IN_MEMORY + 2 * tokens * (2 * hidden + heads) * itemsize

@@ -22,7 +22,7 @@ from ..common.batches import Batch
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
-from .fitting import LEARNING_RATES, examples, fit, refine, steps
+from .fitting import LEARNING_RATES, TRIAL_STEPS, Fit, examples, fit, refine, steps
 from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
 from .layers.latent import ALPHAS, GAINS, to_latent
 from .layers.moments import Moments, Statistics, blank_statistics, compute_moments
@@ -158,7 +158,7 @@ def convert_on_text(
     `known` is the result where it was found before.
     """
     statistics = text.collect(index)
-    if known is None and setting.by_layer and text.holds_out and fields["attention_kind"] == "mla":
+    if known is None and setting.by_layer and text.judges and fields["attention_kind"] == "mla":
         _, new = best_latent(text, index, fields, statistics, setting)
     else:
         new = known or convert_layer(model, index, fields, statistics, setting, True)
@@ -176,18 +176,30 @@ def best_attention(
 ) -> tuple[Attention, float | None, float | None]:
     """Return the new attention of layer `index` after what helps, the learning rate and the ridge that did.
 
-    Gradient steps, with each of `LEARNING_RATES`, and the fit of the output projection are judged on documents that
-    they have not seen. Each is dropped, and `None`, where the stream's error there is not less with it.
+    Gradient steps and the fit of the output projection are judged on documents that they have not seen. Each is dropped
+    (`None`) where the stream's error there is not less with it. `TRIAL_STEPS` with each of `LEARNING_RATES` say in
+    which order these are tried in full. The first that helps is taken.
     """
-    untrained, best = copy.deepcopy(attention), None
-    error, ridge = fit(text, index, attention, setting.refit)
-    for rate in LEARNING_RATES if setting.refine and text.holds_out else ():
-        trained = copy.deepcopy(untrained)
-        refine(trained, examples(text, index), setting.refine * steps(text), rate)
-        found = fit(text, index, trained, setting.refit)
-        if found.error < error:
-            attention, best, (error, ridge) = trained, rate, found
-    return attention, best, ridge
+    untrained = copy.deepcopy(attention)
+    plain = fit(text, index, attention, setting.refit)
+    if not (setting.refine and text.judges):
+        return attention, None, plain.ridge
+    whole = setting.refine * steps(text)
+
+    def trained(rate: float, number: int, trial: float | None = None) -> tuple[Attention, Fit]:
+        attention = copy.deepcopy(untrained)
+        refine(attention, examples(text, index), number, rate)
+        return attention, fit(text, index, attention, setting.refit, trial)
+
+    def tried(rate: float) -> float:
+        found = trained(rate, min(TRIAL_STEPS, whole), TRIAL_TOKENS)[1].held
+        return found if math.isfinite(found) else math.inf
+
+    for rate in sorted(LEARNING_RATES, key=tried):
+        result, found = trained(rate, whole)
+        if found.held < plain.held:
+            return result, rate, found.ridge
+    return attention, None, plain.ridge
 
 
 def best_latent(

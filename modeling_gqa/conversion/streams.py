@@ -7,7 +7,7 @@ between two layers are in a temporary file.
 Shapes: B rows, T tokens, E hidden size, H query heads, S lags, M = heads times value size.
 """
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 # much of their attention, and in many models its states grow a thousandfold in one layer (massive activations,
 # 2402.17762), which small errors before that layer prevent.
 FIRST_SHARE = 0.1
+# Parts of the documents, each of which judges what is fitted to the others; the first of them judges gradient steps.
+FOLDS = 4
 # Attention by lag is taken from one row of a batch, from at most this number of tokens.
 LAGS_SEEN = 512
 # Bytes of tensors that a `Scratch` keeps in memory before it writes to its file.
@@ -194,7 +196,7 @@ class Passage:
     Args:
         number: of the batch.
         kept: (B, T), which tokens are not padding.
-        held: (B, T), which tokens are of documents that nothing is fitted to; see `Streams`.
+        fold: (B, T), which of `FOLDS` each token's document is in.
         weight: (B, T), what each token counts: 1, 0 for padding, and more for the first token of a document.
         states: the hidden states (B, T, E) of the conversion, and those of the source where they are others; then what
             `Streams` has added.
@@ -203,7 +205,7 @@ class Passage:
 
     number: int
     kept: torch.Tensor
-    held: torch.Tensor
+    fold: torch.Tensor
     weight: torch.Tensor
     states: tuple[torch.Tensor, ...]
     prepare: Callable[[], list[dict[str, Any]]]
@@ -230,16 +232,12 @@ def first_tokens(batch: Batch) -> torch.Tensor:
     return kept & (kept.cumsum(-1) == 1 if "position_ids" not in batch else batch["position_ids"] == 0)
 
 
-def held_out(batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
-    """Yield which tokens (B, T) of each batch are of the last quarter of the documents, which nothing is fitted to.
-
-    Of two or three documents one is held out, and one alone is not.
-    """
-    documents, begun = sum(int(first_tokens(batch).sum()) for batch in batches), 0
-    fitted = documents - (max(documents // 4, 1) if documents > 1 else 0)
+def folds(batches: Sequence[Batch]) -> Iterator[torch.Tensor]:
+    """Yield the fold (B, T) of each token of each batch: documents go to 0, 1, 2, 3, 0, ... in turn."""
+    begun = 0
     for batch in batches:
         first = first_tokens(batch)
-        yield (begun + first.flatten().cumsum(0) > fitted).view_as(first)
+        yield ((begun + first.flatten().cumsum(0) - 1).clamp(min=0) % FOLDS).view_as(first)
         begun += int(first.sum())
 
 
@@ -249,7 +247,7 @@ class Streams:
     For each layer in order, `advance_both` sends both streams through the model's own layer, or `collect`, `attend` and
     `finish` send the conversion's stream through another attention.
 
-    Documents that `held_out` names judge what is fitted to the others. A document is a row, or a part of a packed row.
+    Documents of one fold judge what is fitted to the others. A document is a row, or a part of a packed row.
 
     Args:
         model: the source.
@@ -263,14 +261,14 @@ class Streams:
     ) -> None:
         self.model, self.batches, self.states = model, batches, states
         self.first_share = FIRST_SHARE if first_share is None else first_share
-        self.held = list(held_out(batches))
-        self.holds_out = any(held.any() for held in self.held)
+        self.folds = list(folds(batches))
+        self.judges = sum(int(first_tokens(batch).sum()) for batch in batches) > 1
 
     @torch.no_grad()
-    def passages(self, order: Iterable[int] | None = None) -> Iterator[Passage]:
-        """Yield each batch with its states, or those whose numbers are in `order`."""
-        for number in range(len(self.batches)) if order is None else order:
-            batch, held = self.batches[number], self.held[number]
+    def passages(self) -> Iterator[Passage]:
+        """Yield each batch with its states."""
+        for number in range(len(self.batches)):
+            batch, fold = self.batches[number], self.folds[number]
             inputs = {name: x.to(self.model.device) for name, x in batch.items() if name in MODEL_INPUTS}
             ids = inputs.pop("input_ids")
             states = self.states[number] if number in self.states else (self.model.model.embed_tokens(ids),)
@@ -279,7 +277,7 @@ class Streams:
             first = first_tokens(batch).to(kept.device)
             weight = token_weights(first, kept, self.first_share)
             prepare = partial(self.model.model.layer_arguments, states[0], **inputs)
-            yield Passage(number, kept, held.to(kept.device), weight, states, prepare)
+            yield Passage(number, kept, fold.to(kept.device), weight, states, prepare)
 
     @torch.no_grad()
     def advance_both(self, index: int) -> None:
@@ -320,14 +318,11 @@ class Streams:
     ) -> Iterator[tuple[Passage, torch.Tensor]]:
         """Yield each batch and the heads' outputs (B, T, M) of `attention`, which takes layer `index`'s place.
 
-        `trial`: tokens after which the batches end, taken from the first and the last inwards, so that some are held
-        out; the outputs do not go to the states, for `finish`.
+        `trial`: tokens after which the batches end; the outputs do not go to the states, for `finish`.
         """
         layer, given, seen = self.model.model.layers[index], [], 0
-        numbers = range(len(self.batches))
-        inwards = [number for pair in zip(numbers, reversed(numbers), strict=True) for number in pair][: len(numbers)]
         with hooks(attention.o_proj.register_forward_pre_hook(lambda _, arguments: given.append(arguments[0]))):
-            for passage in self.passages(None if trial is None else inwards):
+            for passage in self.passages():
                 given.clear()  # what the caller has sent through the projection meanwhile
                 attention(layer.input_layernorm(passage.states[0]), **passage.arguments[index])
                 (heads,) = given

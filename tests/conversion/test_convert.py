@@ -23,6 +23,7 @@ from small_models import make_batch, make_config, make_model
 from benchmarks.layerwise import collect
 from modeling_gqa.conversion import METHODS, UserError, allocate, compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.convert import Search
+from modeling_gqa.conversion.fitting import PASSES
 from modeling_gqa.conversion.layer_store import LayerStore
 from modeling_gqa.conversion.sequential import NOT_CHOSEN, LatentChoice, Setting, convert_layer
 from modeling_gqa.conversion.streams import FIRST_SHARE
@@ -144,7 +145,7 @@ def test_settings_are_tried_without_gradient_steps():
         settings.append(report["setting"])
         assert all(candidate["name"].endswith("refine=0") for candidate in report["candidates"])
         assert " ".join(f"{k}={v}" for k, v in (settings[-1] | {"refine": 0}).items() if k != "seed") == best
-    assert [setting["refine"] for setting in settings] == [1, 0, 2]
+    assert [setting["refine"] for setting in settings] == [PASSES, 0, 2]
 
 
 def test_the_search_of_a_model_of_both_kinds_beats_what_it_began_with():

@@ -5,6 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.real import SMOLLM2, cache_folder
+from modeling_gqa.common.batches import computing_dtype
 from modeling_gqa.conversion import compare_predictions, convert_model, load_source, sequential, target_config
 from modeling_gqa.conversion.inspection import inspect_checkpoint
 from modeling_gqa.conversion.layers.latent import ALPHAS, GAINS
@@ -44,7 +45,7 @@ def test_inspect_knows_it():
 def test_layers_calibrated_in_order_and_fitted_lose_less(monkeypatch):
     """MLA at a quarter of the cache in five layers loses less by the defaults than without all that text chooses or
     trains: gradient steps, fits, gain and alpha."""
-    source = load_source(FOLDER).eval()
+    source = load_source(FOLDER, dtype=computing_dtype(torch.bfloat16, "cpu")).eval()
     calibration, evaluation = batches("calibration", 4096), batches("test", 2048)
     target = target_config(source.config, "mla", cache_size=96, layers=range(0, 30, 6))
     kls = []

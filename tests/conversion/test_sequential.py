@@ -17,9 +17,9 @@ from modeling_gqa.conversion import (
     sequential,
     target_config,
 )
-from modeling_gqa.conversion.fitting import Regression, fit
+from modeling_gqa.conversion.fitting import RIDGES, Regression, error_weights, fit
 from modeling_gqa.conversion.layers.moments import product
-from modeling_gqa.conversion.streams import FIRST_SHARE, first_tokens, held_out, streams
+from modeling_gqa.conversion.streams import FIRST_SHARE, FOLDS, first_tokens, folds, streams
 
 MLA: dict[str, Any] = {"kv_lora_rank": 20, "qk_rope_head_dim": 8}
 
@@ -99,24 +99,24 @@ def test_documents_are_converted_on_as_if_they_came_alone(batch, kind, sizes, fi
         assert distance(x, apart.state_dict()[name]) < 1e-4, name
 
 
-def test_a_quarter_of_the_documents_is_held_out():
-    """The last quarter, counted over all batches; one of two or three, and none of one. Padding begins none."""
+def test_documents_go_to_four_folds_in_turn():
+    """They are counted over all batches. Padding begins none."""
     rows, three = make_batch(4, 6), {"input_ids": torch.zeros(3, 5, dtype=torch.long)}
     many = [rows, packed(), rows, three]  # 4 + 3 + 4 + 3 documents
-    found = zip(held_out(many), map(first_tokens, many), strict=True)
-    assert [int((held & first).sum()) for held, first in found] == [0, 0, 0, 3]
-    (held,) = held_out([packed()])
-    assert held.tolist() == [[False] * 10 + [True] * 14]
-    (held,) = held_out([padded("left")])
-    assert not held.any()
+    found = zip(folds(many), map(first_tokens, many), strict=True)
+    assert [fold[first].tolist() for fold, first in found] == [[0, 1, 2, 3], [0, 1, 2], [3, 0, 1, 2], [3, 0, 1]]
+    (fold,) = folds([packed()])
+    assert fold[0].bincount()[2] == 14 and fold[0].diff().min() == 0 and fold[0, 10:].eq(2).all()
+    (fold,) = folds([padded("left")])
+    assert not fold.any()
     left = make_batch(3, 24, "left", seed=6)
-    (held,) = held_out([left])
-    assert (held & left["attention_mask"].bool()).any(1).tolist() == [False, False, True]
+    (fold,) = folds([left])
+    assert [fold[row][left["attention_mask"][row] == 1].unique().tolist() for row in range(3)] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mla", MLA)], ids=["mqa", "mla"])
-def test_the_error_on_held_out_documents_is_what_the_attention_leaves(kind, sizes):
-    """In float64, by the layer's output in the whole model; nothing that raises it there is kept."""
+def test_the_error_is_what_the_attention_leaves(kind, sizes):
+    """In float64, by the layer's output in the whole model: of all tokens, and of the first fold's documents."""
     model = random_model("mha", attention_bias=True).double().eval()
     target, layer = target_config(model.config, kind, layers=[0], **sizes), model.model.layers[0]
     closed, _ = convert_model(model, target, CALIBRATION, refit=False)
@@ -124,27 +124,64 @@ def test_the_error_on_held_out_documents_is_what_the_attention_leaves(kind, size
     hooks = [
         m.self_attn.register_forward_hook(lambda *a: seen.append(a[2][0])) for m in (layer, closed.model.layers[0])
     ]
-    total = weights = 0.0
+    total, weights, documents = torch.zeros(2), torch.zeros(2), 0
     with torch.no_grad():
-        for batch in CALIBRATION[3:]:  # one of four batches of equal rows
+        for batch in CALIBRATION:
             seen.clear()
             x = model.model.embed_tokens(batch["input_ids"])
             for each in (model, closed):
                 each(**batch)
             power = (x + seen[0]).square().mean(-1)
             weight = torch.where(batch["position_ids"] == 0, max(FIRST_SHARE * 24, 1), 1.0) / power
-            total += (weight * (seen[0] - seen[1]).square().sum(-1)).sum().item()
-            weights += weight.sum().item()
+            number = documents + (batch["position_ids"] == 0).flatten().cumsum(0).view_as(batch["position_ids"]) - 1
+            documents = int(number.max()) + 1
+            error, first = weight * (seen[0] - seen[1]).square().sum(-1), number % 4 == 0
+            total += torch.stack((error.sum(), error[first].sum())).float()
+            weights += torch.stack((weight.sum(), weight[first].sum())).float()
     for hook in hooks:
         hook.remove()
     with torch.no_grad(), streams(model, CALIBRATION) as text:
         text.collect(0)
         before = attention.o_proj.weight.clone()
         found = fit(text, 0, attention, refit=False)
-        assert found == (pytest.approx(total / weights, rel=1e-5), None)
+        assert found == (*(pytest.approx(x, rel=1e-5) for x in (total / weights).tolist()), None)
         assert torch.equal(attention.o_proj.weight, before)
         fitted = fit(text, 0, attention)  # on 432 tokens of noise: it helps, or is not kept
         assert fitted.error <= found.error and (fitted.ridge is None) == torch.equal(attention.o_proj.weight, before)
+
+
+def test_each_fold_judges_the_fit_to_the_others():
+    """In float64, with every ridge; the best one's fit is to all folds."""
+    model = random_model("mha", attention_bias=True).double().eval()
+    closed, _ = convert_model(model, target_config(model.config, "mqa", layers=[0]), LONG_CALIBRATION, refit=False)
+    attention = closed.model.layers[0].self_attn
+    with torch.no_grad(), streams(model, LONG_CALIBRATION) as text:
+        text.collect(0)
+        rows = []
+        for passage, heads in text.attend(0, attention, math.inf):
+            hidden, after = passage.states
+            x = torch.nn.functional.pad(heads, (0, 1), value=1.0)
+            rows.append([t.flatten(0, 1) for t in (x, after - hidden - attention.o_proj(heads))])
+            rows[-1] += [t.flatten() for t in (error_weights(passage).double(), passage.fold)]
+        x, residual, weight, fold = (torch.cat(each) for each in zip(*rows, strict=True))
+
+        def solution(chosen: torch.Tensor, ridge: float) -> torch.Tensor:
+            weighted = weight[chosen, None] * x[chosen]
+            second = weighted.mT @ x[chosen]
+            added = ridge * second.diagonal()[:-1].mean() * torch.eye(len(second)).double()
+            return torch.linalg.solve(second + added, weighted.mT @ residual[chosen])
+
+        errors = {}
+        for ridge in RIDGES:
+            left = torch.stack([residual - x @ solution(fold != number, ridge) for number in range(FOLDS)])
+            own = weight * left[fold, torch.arange(len(fold))].square().sum(-1)
+            first = fold == 0
+            errors[ridge] = (own.sum() / weight.sum()).item(), (own[first].sum() / weight[first].sum()).item()
+        best = min(errors, key=lambda ridge: errors[ridge][0])
+        wanted = attention.o_proj.weight + solution(fold >= 0, best)[:-1].mT
+        found = fit(text, 0, attention)
+        assert found == (*(pytest.approx(error, rel=1e-5) for error in errors[best]), best)
+        assert torch.allclose(attention.o_proj.weight, wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [("gqa", {"num_key_value_heads": 2}), ("mla", MLA)], ids=["gqa", "mla"])
@@ -158,6 +195,9 @@ def test_steps_that_do_harm_on_held_out_text_are_dropped(kind, sizes, monkeypatc
     assert not torch.equal(
         plain.model.layers[0].self_attn.q_proj.weight, helped.model.layers[0].self_attn.q_proj.weight
     )
+    monkeypatch.setattr(sequential, "LEARNING_RATES", (math.inf, 1.0, 1e-3))
+    _, done = convert_model(model, target, LONG_CALIBRATION, refine=4)
+    assert {layer["learning_rate"] for layer in done["layers"]} - {None} == {1e-3}
     monkeypatch.setattr(sequential, "LEARNING_RATES", (1.0, 10.0, math.inf))
     guarded, done = convert_model(model, target, LONG_CALIBRATION, refine=1)
     assert not any(layer["learning_rate"] for layer in done["layers"])
