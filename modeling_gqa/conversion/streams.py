@@ -247,7 +247,8 @@ class Streams:
     For each layer in order, `advance_both` sends both streams through the model's own layer, or `collect`, `attend` and
     `finish` send the conversion's stream through another attention.
 
-    Documents of one fold judge what is fitted to the others. A document is a row, or a part of a packed row.
+    Documents of one fold judge what is fitted to the others, and `judges` says whether there are two at all. A document
+    is a row, or a part of a packed row.
 
     Args:
         model: the source.
