@@ -187,9 +187,9 @@ def best_attention(
     whole = setting.refine * steps(text)
 
     def trained(rate: float, number: int, trial: float | None = None) -> tuple[Attention, Fit]:
-        attention = copy.deepcopy(untrained)
-        refine(attention, examples(text, index), number, rate)
-        return attention, fit(text, index, attention, setting.refit, trial)
+        result = copy.deepcopy(untrained)
+        refine(result, examples(text, index), number, rate)
+        return result, fit(text, index, result, setting.refit, trial)
 
     def tried(rate: float) -> float:
         found = trained(rate, min(TRIAL_STEPS, whole), TRIAL_TOKENS)[1].held
