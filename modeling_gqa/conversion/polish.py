@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..common.batches import Batch, computing_dtype, evaluating
+from ..common.batches import Batch, computing_dtype, evaluating, first_batches
 from ..common.progress import Progress, ShowProgress, no_progress
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import last_hidden_state, predicted_positions
@@ -23,8 +23,9 @@ from .streams import scratch
 
 # Learning rates that are tried, from the largest on, as long as a smaller one is better after `TRIAL_STEPS`.
 LEARNING_RATES = (1e-3, 3e-4, 1e-4, 3e-5)
-TRIAL_STEPS = 6
+TRIAL_STEPS = 4
 JUDGED = 4  # times at most that the text that judges is looked at in a run
+JUDGING_TOKENS = 4096  # of it that are looked at, or one batch
 MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # the coefficients of Muon's author
 NOT_PREDICTED = -100  # as a label, PyTorch's mark of what no loss counts
@@ -58,7 +59,7 @@ def polish(
         source: the model that was converted; it is not changed.
         converted: the conversion; its other parameters may be those of `source`, and stay.
         text: batches to train on.
-        judges: batches of other text, best of what nothing was fitted to.
+        judges: batches of other text, best of what nothing was fitted to; the first `JUDGING_TOKENS` tokens are used.
         layers: indices of the layers whose attention is trained.
         tokens: to train on at most, in passes over `text`.
         show_progress: returns, for a description, what wraps an iterable to show progress.
@@ -85,7 +86,7 @@ def polish(
         assert done["kl_after"] <= done["kl_before"]
         ```
     """
-    cut_text, cut_judges = (list(cut(batches)) for batches in (text, judges))
+    cut_text, cut_judges = (list(cut(x)) for x in (text, first_batches(judges, JUDGING_TOKENS)))
     if not cut_text or not cut_judges:
         return None
     size = sum(count_predicted(piece) for piece in cut_text) / len(cut_text)
