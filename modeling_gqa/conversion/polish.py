@@ -21,9 +21,9 @@ from .fitting import pieces
 from .losses import prediction_losses
 from .streams import scratch
 
-# Learning rates that are tried, from the largest on, as long as a smaller one is better after `TRIAL_STEPS`.
+# Learning rates, of which the first is taken that has helped after the first part of a run. Short trials that end at a
+# rate of 0 choose rates that are too small for a whole run.
 LEARNING_RATES = (1e-3, 3e-4, 1e-4, 3e-5)
-TRIAL_STEPS = 4
 JUDGED = 4  # times at most that the text that judges is looked at in a run
 JUDGING_TOKENS = 4096  # of it that are looked at, or one batch
 MOMENTUM = 0.95
@@ -66,7 +66,7 @@ def polish(
         seed: of the text's order.
 
     Returns:
-        `learning_rate` that was best, `None` where no weights were better than before; `tokens` trained on up to the
+        `learning_rate` that was taken, `None` where no weights were better than before; `tokens` trained on up to the
         weights that were kept; `kl_before` and `kl_after`, in nats per token of `judges`. `None` where nothing is
         predicted in `text` or in `judges`: then nothing is done.
 
@@ -98,30 +98,19 @@ def polish(
         run = Run(source, converted, cut_text, cut_judges, states, parameters)
         before = run.divergence()
         first = run.copy()
-        rate = best_rate(run, min(TRIAL_STEPS, steps), first, seed, show_progress("trying learning rates"))
-        every, best, kept, since = math.ceil(steps / JUDGED), before, 0, 0
-        weights = first
-        for step in run.steps(steps, rate, seed, show_progress("polishing")):
-            if (step % every == 0 or step == steps) and (found := run.divergence()) < best:
-                best, kept, since, weights = found, step, 0, run.copy()
-            elif step % every == 0 and (since := since + 1) == 2:
+        every, best, kept, weights = math.ceil(steps / JUDGED), before, 0, first
+        for rate in LEARNING_RATES:
+            since = 0
+            for step in run.steps(steps, rate, seed, show_progress(f"polishing at a rate of {rate:g}")):
+                if (step % every == 0 or step == steps) and (found := run.divergence()) < best:  # which nan is not
+                    best, kept, since, weights = found, step, 0, run.copy()
+                elif step % every == 0 and (not kept or (since := since + 1) == 2):
+                    break
+            run.put(weights)
+            if kept:
                 break
-        run.put(weights)
     done = {"tokens": round(kept * size), "kl_before": before, "kl_after": best}
     return {"learning_rate": rate if kept else None, **done}
-
-
-def best_rate(run: "Run", steps: int, first: list[torch.Tensor], seed: int, progress: Progress) -> float:
-    """Return which of `LEARNING_RATES` leaves least after some steps from the weights `first`, which are put back."""
-    found: dict[float, float] = {}
-    for rate in progress(LEARNING_RATES):
-        for _ in run.steps(steps, rate, seed):
-            pass
-        found[rate] = run.divergence()
-        run.put(first)
-        if found[rate] > min(found.values()):  # which nan is not
-            break
-    return min(found, key=lambda rate: found[rate] if math.isfinite(found[rate]) else math.inf)
 
 
 class Run:

@@ -130,11 +130,13 @@ def test_what_is_not_better_is_not_kept(rates, monkeypatch):
     assert all(torch.equal(before[name], x) for name, x in converted.named_parameters())
 
 
-def test_the_rate_is_the_best_of_those_tried(monkeypatch):
-    """A first one that is too large is left for the next, and one that is too small is not taken."""
+def test_the_rate_is_the_first_that_helps(monkeypatch):
+    """One that is too large is left for the next, which begins anew: it ends as it would alone."""
     monkeypatch.setattr(module, "LEARNING_RATES", (1e3, 1e-3, 1e-9))
-    done = polish(*pair(), packed(), JUDGES, [0, 1, 2], tokens=1000)
-    assert done is not None and done["learning_rate"] == 1e-3
+    found = polish(*pair(), packed(), JUDGES, [0, 1, 2], tokens=1000)
+    assert found is not None and found["learning_rate"] == 1e-3
+    monkeypatch.setattr(module, "LEARNING_RATES", (1e-3,))
+    assert polish(*pair(), packed(), JUDGES, [0, 1, 2], tokens=1000) == found
 
 
 def test_which_tokens_are_predicted():
