@@ -21,8 +21,8 @@ from .fitting import pieces
 from .losses import prediction_losses
 from .streams import scratch
 
-# Learning rates, of which the first is taken that has helped after the first part of a run. Short trials that end at a
-# rate of 0 choose rates that are too small for a whole run.
+# Learning rates, of which the first is taken that has helped after the first part of a run. Trials of a few steps chose
+# a rate that was too small for a whole run, in SmolLM2-135M.
 LEARNING_RATES = (1e-3, 3e-4, 1e-4, 3e-5)
 JUDGED = 4  # times at most that the text that judges is looked at in a run
 JUDGING_TOKENS = 4096  # of it that are looked at, or one batch
@@ -96,9 +96,8 @@ def polish(
             for number, piece in enumerate([*cut_text, *cut_judges]):
                 states[number] = last_hidden_state(source, piece.inputs)
         run = Run(source, converted, cut_text, cut_judges, states, parameters)
-        before = run.divergence()
-        first = run.copy()
-        every, best, kept, weights = math.ceil(steps / JUDGED), before, 0, first
+        before = best = run.divergence()
+        every, kept, weights = math.ceil(steps / JUDGED), 0, run.copy()
         for rate in LEARNING_RATES:
             since = 0
             for step in run.steps(steps, rate, seed, show_progress(f"polishing at a rate of {rate:g}")):
