@@ -28,7 +28,7 @@ import torch
 from transformers import AutoTokenizer
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.common.batches import computing_dtype, evaluating
+from modeling_gqa.common.batches import computing_dtype, evaluating, first_batches
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, load_source, target_config
 from modeling_gqa.conversion.convert import SELECTION_TOKENS
 from modeling_gqa.conversion.divergence import predicted_states
@@ -127,8 +127,9 @@ class Bench:
         self.work, self.name = work, f"{Path(folder).name}-{tokens}-{length}-{str(self.source.dtype)[6:]}"
         packed: dict[str, Any] = {"tokenizer": self.tokenizer, "sequence_length": length, "batch_size": batch_size}
         wanted = {"calibration": tokens, "selection": min(tokens // SELECTION_SHARE, SELECTION_TOKENS)}
-        found = read_batches([text / "calibration.jsonl"], tokens=wanted, **packed)
+        found = read_batches([text / "calibration.jsonl"], tokens=wanted, rest=("polish", tokens), **packed)
         self.calibration, self.selection = found["calibration"], found["selection"]
+        self.polish_text = first_batches([*found["polish"], *self.calibration], tokens)
         self.tokens = tokens
         packed["tokens"] = {"evaluation": evaluation_tokens}
         self.evaluations = {
@@ -220,7 +221,7 @@ def polished(bench: Bench, target: Target) -> GQAForCausalLM:
         converted = load_source(str(folder)).eval()
     else:
         converted = ours(bench, target, "untrained")
-    layers, text = range(len(converted.model.layers)), (bench.calibration, bench.selection)
+    layers, text = range(len(converted.model.layers)), (bench.polish_text, bench.selection)
     print(polish(bench.source, converted, *text, layers, bench.tokens), flush=True)
     bench.keep(target, "default", converted)
     return converted

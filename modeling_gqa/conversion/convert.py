@@ -79,10 +79,10 @@ def convert_model(
         refine: passes over `calibration` in which each converted layer's attention is trained by gradient steps before
             the fit; `None`: two where it is fitted, else none. Documents that they do not see judge both: in each layer
             each is kept only where it lowers the error there, by which learning rate and ridge are chosen too.
-        polish: tokens on which the new attention of all lossy layers is trained at the end on the source's predictions,
-            in passes over `calibration` and `polish_text`; see `polish.polish`. What does not lower the KL on
-            `selection` is not kept.
-        polish_text: batches of further text for that step.
+        polish: tokens on which the new attention of all lossy layers is trained at the end on the source's predictions;
+            see `polish.polish`. What does not lower the KL on `selection` is not kept.
+        polish_text: batches of text for that step, which nothing was fitted to. Where they have fewer tokens than
+            `polish`, `calibration` is used as well.
         divide_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: by the error
             that is left on documents which a trial is not fitted to, else by a rule.
         share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
@@ -153,7 +153,7 @@ def convert_model(
     if polish and lossy and calibration and selection:
         from .polish import polish as train
 
-        text = [*calibration, *polish_text]
+        text = first_batches([*polish_text, *calibration], polish)
         polished = train(model, converted, text, selection, lossy, polish, show_progress, seed)
     done = {
         "exact": not lossy,

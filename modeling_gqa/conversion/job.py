@@ -202,7 +202,7 @@ class Job(Options):
             "selection": min(self.calibration_tokens // SELECTION_SHARE, SELECTION_TOKENS),
             "evaluation": self.evaluation_tokens,
         }
-        rest = ("polish", max((self.polish or 0) - self.calibration_tokens, 0))
+        rest = ("polish", self.polish or 0)
         if exact:  # nothing to calibrate
             tokens, rest = {"evaluation": self.evaluation_tokens}, ("polish", 0)
         return read_batches(

@@ -8,26 +8,24 @@ Shapes: B rows, T tokens, E hidden size.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
-from ..common.batches import Batch, computing_dtype, evaluating, first_batches
-from ..common.progress import Progress, ShowProgress, no_progress
+from ..common.batches import Batch, evaluating, first_batches
+from ..common.progress import ShowProgress, no_progress
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import last_hidden_state, predicted_positions
 from .fitting import pieces
 from .losses import prediction_losses
+from .steps import Muon, centred, observed
 from .streams import scratch
 
-# Learning rates, of which the first is taken that has helped after the first part of a run. Trials of a few steps chose
-# a rate that was too small for a whole run, in SmolLM2-135M.
+# Learning rates, relative as in `steps.centred`. After one that does not help, the next goes on from the best weights.
 LEARNING_RATES = (1e-3, 3e-4, 1e-4, 3e-5)
-JUDGED = 4  # times at most that the text that judges is looked at in a run
+JUDGED = 6  # times at most that the text that judges is looked at in a run
 JUDGING_TOKENS = 4096  # of it that are looked at, or one batch
-MOMENTUM = 0.95
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # the coefficients of Muon's author
 NOT_PREDICTED = -100  # as a label, PyTorch's mark of what no loss counts
 
 
@@ -66,8 +64,8 @@ def polish(
         seed: of the text's order.
 
     Returns:
-        `learning_rate` that was taken, `None` where no weights were better than before; `tokens` trained on up to the
-        weights that were kept; `kl_before` and `kl_after`, in nats per token of `judges`. `None` where nothing is
+        `learning_rate` of the weights that were kept, `None` where none were better than before; `tokens` trained on
+        up to these weights; `kl_before` and `kl_after`, in nats per token of `judges`. `None` where nothing is
         predicted in `text` or in `judges`: then nothing is done.
 
     Example:
@@ -91,25 +89,31 @@ def polish(
         return None
     size = sum(count_predicted(piece) for piece in cut_text) / len(cut_text)
     steps = max(int(tokens / size), 1)
-    with evaluating(source, converted), scratch(source.device) as states, trained(converted, layers) as parameters:
+    with evaluating(source, converted), scratch(source.device) as states, ExitStack() as stack:
+        attentions = stack.enter_context(trained(converted, layers))
         with torch.no_grad():
             for number, piece in enumerate([*cut_text, *cut_judges]):
                 states[number] = last_hidden_state(source, piece.inputs)
-        run = Run(source, converted, cut_text, cut_judges, states, parameters)
+        run = Run(source, converted, cut_text, cut_judges, states)
+        with torch.no_grad(), observed(attentions) as seen:
+            run.loss(0)
+        run.sizes = stack.enter_context(centred(attentions, seen))
         before = best = run.divergence()
-        every, kept, weights = math.ceil(steps / JUDGED), 0, run.copy()
+        order, every = run.order(seed), math.ceil(steps / JUDGED)
+        done, kept, taken, weights = 0, 0, None, run.copy()
         for rate in LEARNING_RATES:
-            since = 0
-            for step in run.steps(steps, rate, seed, show_progress(f"polishing at a rate of {rate:g}")):
-                if (step % every == 0 or step == steps) and (found := run.divergence()) < best:  # which nan is not
-                    best, kept, since, weights = found, step, 0, run.copy()
-                elif step % every == 0 and (not kept or (since := since + 1) == 2):
-                    break
-            run.put(weights)
-            if kept:
+            optimizers = run.optimizers()
+            for step in show_progress(f"polishing at a rate of {rate:g}")(range(done + 1, steps + 1)):
+                run.step(next(order), optimizers, rate * (1 - (step - 1) / steps))
+                if step % every == 0 or step == steps:
+                    done, found = step, run.divergence()
+                    if not found < best:  # which nan is not
+                        run.put(weights)
+                        break
+                    best, kept, taken, weights = found, step, rate, run.copy()
+            if done == steps:
                 break
-    done = {"tokens": round(kept * size), "kl_before": before, "kl_after": best}
-    return {"learning_rate": rate if kept else None, **done}
+    return {"learning_rate": taken, "tokens": round(kept * size), "kl_before": before, "kl_after": best}
 
 
 class Run:
@@ -119,7 +123,9 @@ class Run:
         source, model: the teacher and what is trained.
         text, judges: pieces to train on, and to judge by.
         states: the teacher's last hidden states (B, T, E) by number of the piece, those of `judges` last.
-        parameters: that are trained.
+
+    Attributes:
+        sizes: of a step at a rate of 1, by parameter that is trained.
     """
 
     def __init__(
@@ -129,9 +135,8 @@ class Run:
         text: Sequence[Piece],
         judges: Sequence[Piece],
         states: Mapping[int, torch.Tensor],
-        parameters: list[torch.nn.Parameter],
     ) -> None:
-        self.source, self.model, self.parameters = source, model, parameters
+        self.source, self.model, self.sizes = source, model, dict[torch.Tensor, float]()
         self.fitted, self.pieces, self.states = len(text), [*text, *judges], states
 
     def loss(self, number: int) -> tuple[torch.Tensor, int]:
@@ -151,73 +156,39 @@ class Run:
         sums = [self.loss(number) for number in range(self.fitted, len(self.pieces))]
         return sum(kl.item() for kl, _ in sums) / sum(count for _, count in sums)
 
-    def steps(self, number: int, rate: float, seed: int, progress: Progress = iter) -> Iterator[int]:
-        """Make `number` steps, one piece each, at a rate that falls from `rate` to 0 on a line; yields 1, 2, ...
+    def order(self, seed: int) -> Iterator[int]:
+        """Yield the numbers of the pieces to train on, all of them in each pass."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield from torch.randperm(self.fitted, generator=generator).tolist()
 
-        They are of Muon for matrices and of Adam (1412.6980) for biases and norms.
-        """
-        order = torch.Generator().manual_seed(seed)
-        waiting: list[int] = []
-        matrices, others = ([x for x in self.parameters if (x.ndim == 2) is wanted] for wanted in (True, False))
-        optimizers: list[torch.optim.Optimizer] = [Muon(matrices, rate)]
-        if others:
-            optimizers.append(torch.optim.Adam(others, rate, betas=(0.9, 0.95)))
-        schedules = [torch.optim.lr_scheduler.LinearLR(x, 1.0, 1 / number, number) for x in optimizers]
-        for step in progress(range(1, number + 1)):
-            if not waiting:
-                waiting = torch.randperm(self.fitted, generator=order).tolist()
-            with torch.enable_grad():
-                kl, count = self.loss(waiting.pop())
-                (kl / count).backward()
-            for stepped in (*optimizers, *schedules):
-                stepped.step()  # type: ignore[attr-defined]
-            for parameter in self.parameters:
-                parameter.grad = None
-            yield step
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return Muon for matrices and Adam (1412.6980) for biases and norms."""
+        groups = [{"params": [x], "size": size, "matrix": x.ndim == 2} for x, size in self.sizes.items()]
+        matrices, others = ([x for x in groups if x["matrix"] is wanted] for wanted in (True, False))
+        return [Muon(matrices), *([torch.optim.Adam(others, betas=(0.9, 0.95))] if others else [])]
+
+    def step(self, number: int, optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
+        """Train on one piece; each parameter's step is `rate` times its size."""
+        with torch.enable_grad():
+            kl, count = self.loss(number)
+            (kl / count).backward()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group["size"]
+            optimizer.step()
+        for parameter in self.sizes:
+            parameter.grad = None
 
     def copy(self) -> list[torch.Tensor]:
         """Return copies of the parameters that are trained."""
-        return [parameter.detach().clone() for parameter in self.parameters]
+        return [parameter.detach().clone() for parameter in self.sizes]
 
     @torch.no_grad()
     def put(self, weights: list[torch.Tensor]) -> None:
         """Set the parameters that are trained to `weights`."""
-        for parameter, weight in zip(self.parameters, weights, strict=True):
+        for parameter, weight in zip(self.sizes, weights, strict=True):
             parameter.copy_(weight)
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum of Nesterov, of which each step takes the nearest orthogonal matrix, as large as a step of Adam's.
-
-    It is Muon (https://kellerjordan.github.io/posts/muon, 2502.16982), as torch.optim.Muon with "match_rms_adamw". That
-    one multiplies in bfloat16 always, so on a CPU without AVX-512 a step takes minutes.
-    """
-
-    def __init__(self, matrices: list[torch.nn.Parameter], lr: float) -> None:
-        super().__init__(matrices, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        """Make a step by the gradients."""
-        for group in self.param_groups:
-            for matrix in group["params"]:
-                momentum = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
-                momentum.lerp_(matrix.grad, 1 - MOMENTUM)
-                change = orthogonal(matrix.grad.lerp(momentum, MOMENTUM)).to(matrix.dtype)
-                matrix.add_(change, alpha=-0.2 * max(matrix.shape) ** 0.5 * group["lr"])
-
-
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """Return about the nearest matrix whose singular values are equal, by five steps of a Newton-Schulz iteration."""
-    if len(matrix) > matrix.shape[1]:
-        return orthogonal(matrix.mT).mT
-    x = matrix.to(computing_dtype(torch.bfloat16, matrix.device.type))
-    x = x / x.norm().clamp(min=1e-7)
-    a, b, c = NEWTON_SCHULZ
-    for _ in range(5):
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
 
 
 def cut(batches: Sequence[Batch]) -> Iterator[Piece]:
@@ -237,19 +208,17 @@ def count_predicted(piece: Piece) -> int:
 
 
 @contextmanager
-def trained(model: GQAForCausalLM, layers: Sequence[int]) -> Iterator[list[torch.nn.Parameter]]:
-    """Let gradients reach the attention of `layers` alone, in at least float32, and yield its parameters."""
+def trained(model: GQAForCausalLM, layers: Sequence[int]) -> Iterator[torch.nn.ModuleList]:
+    """Let gradients reach the attention of `layers` alone, in at least float32, and yield these modules."""
     before = {parameter: parameter.requires_grad for parameter in model.parameters()}
-    attentions = [model.model.layers[index].self_attn for index in layers]
+    attentions = torch.nn.ModuleList(model.model.layers[index].self_attn for index in layers)
     dtype = model.dtype
     model.requires_grad_(False)
-    for attention in attentions:
-        attention.to(torch.promote_types(dtype, torch.float32)).requires_grad_(True)
+    attentions.to(torch.promote_types(dtype, torch.float32)).requires_grad_(True)
     try:
-        yield [parameter for attention in attentions for parameter in attention.parameters()]
+        yield attentions
     finally:
-        for attention in attentions:
-            attention.to(dtype)
+        attentions.to(dtype)
         for parameter, required in before.items():
             parameter.requires_grad_(required)
             parameter.grad = None

@@ -1,0 +1,122 @@
+"""Steps of gradient descent that are as large as what a linear layer computes allows.
+
+The weights of models differ in scale, those of one model by layer, and a bias may be many times what tokens add to it.
+So a learning rate is here a share of the layer's outputs, as they vary over tokens (compare 2310.17813, which scales
+steps by the spectral norm of weights). All singular values of a step of Muon's are the same.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..common.batches import computing_dtype, hooks
+
+MOMENTUM = 0.95
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # the coefficients of Muon's author
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum of Nesterov, of which each step takes the nearest orthogonal matrix: all its singular values are "lr".
+
+    It is Muon (https://kellerjordan.github.io/posts/muon). torch.optim.Muon multiplies in bfloat16 always, so on a CPU
+    without AVX-512 a step takes minutes.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        super().__init__(groups, {})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Make a step by the gradients."""
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                momentum = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
+                momentum.lerp_(matrix.grad, 1 - MOMENTUM)
+                change = orthogonal(matrix.grad.lerp(momentum, MOMENTUM)).to(matrix.dtype)
+                matrix.add_(change, alpha=-group["lr"])
+
+
+def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    """Return about the nearest matrix whose singular values are equal, by five steps of a Newton-Schulz iteration."""
+    if len(matrix) > matrix.shape[1]:
+        return orthogonal(matrix.mT).mT
+    x = matrix.to(computing_dtype(torch.bfloat16, matrix.device.type))
+    x = x / x.norm().clamp(min=1e-7)
+    a, b, c = NEWTON_SCHULZ
+    for _ in range(5):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+class Seen:
+    """What the inputs x and the outputs y of a linear layer have been; called as its forward hook.
+
+    Attributes:
+        tokens: their number.
+        sums: over tokens, of x (in_features), y (out_features), |x|^2 and |y|^2.
+    """
+
+    def __init__(self) -> None:
+        self.tokens, self.sums = 0, [torch.zeros(())] * 4
+
+    def __call__(self, layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        """Count one forward pass."""
+        x, y = (states.detach().flatten(0, -2).float() for states in (inputs[0], output))
+        new = x.sum(0), y.sum(0), x.square().sum(), y.square().sum()
+        self.tokens, self.sums = self.tokens + len(x), [a.to(b) + b for a, b in zip(self.sums, new, strict=True)]
+
+    def spread(self) -> tuple[torch.Tensor, float, float]:
+        """Return the mean of x, and the means of the squared distances of x and of y from theirs."""
+        x, y, *powers = (total / self.tokens for total in self.sums)
+        powers = [(power - mean.square().sum()).clamp(min=0) for power, mean in zip(powers, (x, y), strict=True)]
+        return x, powers[0].item(), powers[1].item()
+
+    def power(self) -> tuple[float, float]:
+        """Return the means of |x|^2 and |y|^2."""
+        return self.sums[2].item() / self.tokens, self.sums[3].item() / self.tokens
+
+
+@contextmanager
+def observed(module: torch.nn.Module) -> Iterator[dict[torch.nn.Linear, Seen]]:
+    """Yield what the linear layers of `module` see meanwhile."""
+    seen = {layer: Seen() for layer in module.modules() if isinstance(layer, torch.nn.Linear)}
+    with hooks(*(layer.register_forward_hook(counts) for layer, counts in seen.items())):
+        yield seen
+
+
+@contextmanager
+def centred(module: torch.nn.Module, seen: Mapping[torch.nn.Linear, Seen]) -> Iterator[dict[torch.Tensor, float]]:
+    """Yield each parameter of `module` with the size of a step at a rate of 1, and centre the biases meanwhile.
+
+    At this size a step changes a linear layer's outputs by at most the root mean square that `seen` has of them. Where
+    the layer has a bias, that is of their distance from their mean. Its inputs then lose their mean, which goes into
+    the bias, so that a step of the matrix leaves the mean output as it is. The layer's function stays the same.
+    Other parameters, as norms', have their own root mean square.
+    """
+    sizes: dict[torch.Tensor, float] = {x: x.detach().square().mean().sqrt().item() for x in module.parameters()}
+    means: dict[torch.nn.Linear, torch.Tensor] = {}
+    for layer, counts in seen.items():
+        if layer.bias is None:
+            power_in, power_out = counts.power()
+        else:
+            means[layer], power_in, power_out = counts.spread()
+            sizes[layer.bias] = (power_out / layer.out_features) ** 0.5
+        sizes[layer.weight] = (power_out / power_in) ** 0.5 if power_in else 0.0
+
+    def without_mean(layer: torch.nn.Linear, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return inputs[0] - means[layer], *inputs[1:]
+
+    @torch.no_grad()
+    def move_bias(sign: int) -> None:
+        for layer, mean in means.items():
+            layer.bias.add_(layer.weight @ mean.to(layer.weight), alpha=sign)
+
+    move_bias(1)
+    try:
+        with hooks(*(layer.register_forward_pre_hook(without_mean) for layer in means)):
+            yield sizes
+    finally:
+        move_bias(-1)

@@ -1,0 +1,87 @@
+"""Steps of training at the end: Muon, and sizes of steps that follow what a linear layer computes."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from modeling_gqa.conversion.steps import Muon, centred, observed
+
+
+@pytest.mark.parametrize(("instructions", "tolerance"), [("AVX512", 1e-6), ("AVX2", 0.02)])
+@pytest.mark.parametrize("shape", [(12, 30), (30, 12)])
+def test_muon_is_torchs(shape, instructions, tolerance, monkeypatch):
+    """Bit for bit nearly in bfloat16, and to its rounding in float32, which a CPU without AVX-512 multiplies in."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
+    torch.manual_seed(0)
+    first, found = torch.randn(shape), []
+    gradients = torch.randn(4, *shape)
+    scaled = partial(torch.optim.Muon, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    for kind, rate in ((Muon, 0.1), (scaled, 0.1 / (0.2 * max(shape) ** 0.5))):
+        matrix = nn.Parameter(first.clone())
+        optimizer = kind([{"params": [matrix], "lr": rate}])
+        for gradient in gradients:
+            matrix.grad = gradient.clone()
+            optimizer.step()
+        found.append(matrix.detach() - first)
+    ours, theirs = found
+    assert (ours - theirs).norm() < tolerance * theirs.norm()
+
+
+def layers() -> tuple[nn.ModuleList, torch.Tensor]:
+    """A linear layer with a bias, one without, and a norm; with inputs far from zero, in batches of two documents."""
+    torch.manual_seed(1)
+    return nn.ModuleList((nn.Linear(6, 4), nn.Linear(6, 5, bias=False), nn.RMSNorm(6))), torch.randn(3, 2, 40, 6) + 5
+
+
+def test_the_sizes_are_those_of_the_outputs_over_tokens():
+    """By NumPy's means and variances, in float64."""
+    module, text = layers()
+    with observed(module) as seen:
+        for x in text:
+            for layer in module:
+                layer(x)
+    with centred(module, seen) as sizes:
+        found = {name: sizes[parameter] for name, parameter in module.named_parameters()}
+    weights = [layer.weight.detach().double().numpy() for layer in module[:2]]
+    x = text.flatten(0, 2).double().numpy()
+    outputs = [x @ weight.T for weight in weights]
+    expected = {
+        "0.weight": (outputs[0].var(0).sum() / x.var(0).sum()) ** 0.5,
+        "0.bias": outputs[0].var(0).mean() ** 0.5,
+        "1.weight": ((outputs[1] ** 2).sum() / (x**2).sum()) ** 0.5,
+        "2.weight": 1.0,
+    }
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_centring_changes_no_output_and_keeps_the_mean_from_steps():
+    """The mean output is the bias's alone meanwhile, and the trained layer computes the same without its hook."""
+    module, text = layers()
+    layer, x = module[0], text[0]
+    with torch.no_grad():
+        before = layer(x)
+        with observed(layer) as seen:
+            layer(x)
+        with centred(layer, seen) as sizes:
+            torch.testing.assert_close(layer(x), before, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(layer.bias, before.mean((0, 1)), rtol=1e-4, atol=1e-4)
+            step, _ = torch.linalg.qr(torch.randn(6, 4))
+            layer.weight.add_(step.T, alpha=0.1 * sizes[layer.weight])
+            stepped = layer(x)
+        torch.testing.assert_close(layer(x), stepped, rtol=1e-5, atol=1e-5)
+    change = stepped - before
+    assert change.mean((0, 1)).abs().max() < 1e-4
+    assert 0 < change.square().mean() ** 0.5 <= 0.1 * before.var((0, 1), correction=0).sum().sqrt()
+
+
+def test_a_layer_that_computes_nothing_is_not_trained():
+    """Neither outputs of zero nor inputs of zero make a size that is not a number."""
+    for factor in (0.0, 1.0):
+        layer = nn.Linear(3, 2, bias=False)
+        nn.init.constant_(layer.weight, factor)
+        with observed(layer) as seen:
+            layer(torch.full((5, 3), 1 - factor))
+        with centred(layer, seen) as sizes:
+            assert sizes[layer.weight] == 0
