@@ -18,7 +18,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # the coefficients of Muon's author
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum of Nesterov, of which each step takes the nearest orthogonal matrix: all its singular values are "lr".
+    """Momentum of Nesterov, of which each step takes the nearest orthogonal matrix: all its singular values are
+    about "lr".
 
     It is Muon (https://kellerjordan.github.io/posts/muon). torch.optim.Muon multiplies in bfloat16 always, so on a CPU
     without AVX-512 a step takes minutes.
@@ -68,15 +69,11 @@ class Seen:
         new = x.sum(0), y.sum(0), x.square().sum(), y.square().sum()
         self.tokens, self.sums = self.tokens + len(x), [a.to(b) + b for a, b in zip(self.sums, new, strict=True)]
 
-    def spread(self) -> tuple[torch.Tensor, float, float]:
-        """Return the mean of x, and the means of the squared distances of x and of y from theirs."""
-        x, y, *powers = (total / self.tokens for total in self.sums)
-        powers = [(power - mean.square().sum()).clamp(min=0) for power, mean in zip(powers, (x, y), strict=True)]
-        return x, powers[0].item(), powers[1].item()
-
-    def power(self) -> tuple[float, float]:
-        """Return the means of |x|^2 and |y|^2."""
-        return self.sums[2].item() / self.tokens, self.sums[3].item() / self.tokens
+    def powers(self, centre: bool) -> list[float]:
+        """Return the means of |x|^2 and |y|^2; with `centre`, of the squared distances of x and y from their means."""
+        *means, x, y = (total / self.tokens for total in self.sums)
+        less = [centre * mean.square().sum() for mean in means]
+        return [(power - part).clamp(min=0).item() for power, part in zip((x, y), less, strict=True)]
 
 
 @contextmanager
@@ -91,18 +88,18 @@ def observed(module: torch.nn.Module) -> Iterator[dict[torch.nn.Linear, Seen]]:
 def centred(module: torch.nn.Module, seen: Mapping[torch.nn.Linear, Seen]) -> Iterator[dict[torch.Tensor, float]]:
     """Yield each parameter of `module` with the size of a step at a rate of 1, and centre the biases meanwhile.
 
-    At this size a step changes a linear layer's outputs by at most the root mean square that `seen` has of them. Where
-    the layer has a bias, that is of their distance from their mean. Its inputs then lose their mean, which goes into
-    the bias, so that a step of the matrix leaves the mean output as it is. The layer's function stays the same.
+    At this size a step changes a linear layer's outputs by about the root mean square that `seen` has of them, or
+    less. Where the layer has a bias, that is of their distance from their mean. Its inputs then lose their mean,
+    which goes into the bias, so that a step of the matrix leaves the mean output as it is. The layer's function stays
+    the same.
     Other parameters, as norms', have their own root mean square.
     """
     sizes: dict[torch.Tensor, float] = {x: x.detach().square().mean().sqrt().item() for x in module.parameters()}
     means: dict[torch.nn.Linear, torch.Tensor] = {}
     for layer, counts in seen.items():
-        if layer.bias is None:
-            power_in, power_out = counts.power()
-        else:
-            means[layer], power_in, power_out = counts.spread()
+        power_in, power_out = counts.powers(centre=layer.bias is not None)
+        if layer.bias is not None:
+            means[layer] = counts.sums[0] / counts.tokens
             sizes[layer.bias] = (power_out / layer.out_features) ** 0.5
         sizes[layer.weight] = (power_out / power_in) ** 0.5 if power_in else 0.0
 
