@@ -47,16 +47,6 @@ from .report import RESULTS, kebab_shown, print_machine, print_table, write
 TARGETS = ("mla-1/2", "mla-1/4", "mla-1/8", "mqa")
 # Files of the text that is measured on; the columns of the first have no suffix.
 EVALUATIONS = {"": "test", "_other": "test-other", "_code": "test-code"}
-# Options of `convert_model` by row, none of which is trained at the end but "default"; a row that makes no sense of a
-# target is left out there.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "untrained": {},
-    "closed form": {"refine": 0},
-    "refine 4": {"refine": 4},
-    "auto": {"method": "auto"},
-    "weights only": {},
-    "sizes by layer": {},
-}
 COLUMNS = {
     "target": "", "method": "", "bytes": ",", "kl": ".3f", "perplexity": ".2f", "kl_other": ".3f",
     "perplexity_other": ".2f", "kl_code": ".3f", "perplexity_code": ".2f", "top1": ".1%", "seconds": ".0f",
@@ -197,20 +187,22 @@ class Bench:
 # -- a method each: the converted model, or `None` where the target is not for it
 
 
-def ours(bench: Bench, target: Target, row: str, calibrated: bool = True) -> GQAForCausalLM:
-    config, options = bench.source.config, OPTIONS[row]
+def ours(bench: Bench, target: Target, **options: Any) -> GQAForCausalLM:
+    """What the command makes with `--polish 0`, or `convert_model` with `options`."""
+    config = bench.source.config
     if target.name == "mqa":
         wanted = target_config(config, "mqa")
     elif target.sizes:
         wanted = target_config(config, "mla", kv_lora_rank=target.sizes[0], qk_rope_head_dim=target.sizes[1])
     else:
         wanted = target_config(config, "mla", cache_size=bench.cache_size(target))
-        options = {"divide_cache": calibrated, **options}
-    if options.get("method") == "auto":
-        options = {"selection": bench.selection, **options}
-    converted = convert_model(bench.source, wanted, bench.calibration if calibrated else None, **options)[0]
-    if row == "untrained":
-        bench.keep(target, row, converted)
+        options = {"divide_cache": True, **options}
+    return convert_model(bench.source, wanted, bench.calibration, **options)[0]
+
+
+def untrained(bench: Bench, target: Target) -> GQAForCausalLM:
+    converted = ours(bench, target)
+    bench.keep(target, "untrained", converted)
     return converted
 
 
@@ -220,7 +212,7 @@ def polished(bench: Bench, target: Target) -> GQAForCausalLM:
     if folder and (folder / "config.json").is_file():
         converted = load_source(str(folder)).eval()
     else:
-        converted = ours(bench, target, "untrained")
+        converted = untrained(bench, target)
     layers, text = range(len(converted.model.layers)), (bench.polish_text, bench.selection)
     print(polish(bench.source, converted, *text, layers, bench.tokens), flush=True)
     bench.keep(target, "default", converted)
@@ -234,7 +226,7 @@ def sizes_by_layer(bench: Bench, target: Target) -> GQAForCausalLM | None:
     config: GQAConfig = bench.source.config
     whole = bench.cache_size(target) * config.num_hidden_layers * bench.source.dtype.itemsize
     wanted = allocate(bench.source, "mla", whole, bench.calibration)
-    return convert_model(bench.source, wanted, bench.calibration, **OPTIONS["sizes by layer"])[0]
+    return convert_model(bench.source, wanted, bench.calibration)[0]
 
 
 def mean_heads(bench: Bench, target: Target) -> GQAForCausalLM | None:
@@ -261,11 +253,8 @@ def by_mha2mla(bench: Bench, target: Target) -> GQAForCausalLM | None:
 
 METHODS: dict[str, Callable[[Bench, Target], GQAForCausalLM | None]] = {
     "default": polished,
-    "untrained": partial(ours, row="untrained"),
-    "closed form": partial(ours, row="closed form"),
-    "refine 4": partial(ours, row="refine 4"),
-    "auto": partial(ours, row="auto"),
-    "weights only": partial(ours, row="weights only", calibrated=False),
+    "untrained": untrained,
+    "closed form": partial(ours, refine=0),
     "sizes by layer": sizes_by_layer,
     "mean": mean_heads,
     "transmla": by_transmla,

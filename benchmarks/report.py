@@ -327,14 +327,19 @@ def plot_uptraining(rows: list[dict], path: Path) -> None:
 
 def tables() -> list[str]:
     """The documentation's tables, and a sentence below that of norms, from the saved results."""
-    decode, real, conversion = (
+    decode, conversion, *real = (
         json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("decode", "real_conversion", "conversion")
+        for name in ("decode", "conversion", "real_conversion", "real_conversion_qwen")
     )
+    converted = [
+        row | {"target": f"{stored['settings']['model'].split('-')[0]}, {row['target']}"}
+        for stored in real
+        for row in stored["rows"]
+    ]
     conversions, uptraining = conversion["conversions"], conversion["uptraining"]
     found = [
         decode_table(decode["rows"]),
-        *(kl_table(real["rows"], text) for text in ("", "_other", "_code")),
+        *(kl_table(converted, text) for text in ("", "_other", "_code")),
         conversion_table(conversions),
         uptraining_table(uptraining),
         *(uptrained_tables(json.loads(UPTRAINED.read_text(encoding="utf-8"))) if UPTRAINED.is_file() else []),

@@ -94,7 +94,7 @@ class Uptraining:
         folder = self.options.work / "converted" / name
         if not (folder / "config.json").is_file():
             partial = folder.with_name(f"{name}.partial")
-            ours(self.test, target, "untrained").save_pretrained(partial)
+            ours(self.test, target).save_pretrained(partial)
             AutoTokenizer.from_pretrained(self.source).save_pretrained(partial)
             partial.rename(folder)
         return folder

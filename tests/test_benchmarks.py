@@ -160,11 +160,7 @@ def test_real_conversion(small_llama, capsys):
     first = real_conversion.main([*common, "--targets", "mla-1/2", "mqa"])
     assert [(row["target"], row["method"]) for row in first] == [
         *(("mla-1/2", name) for name in real_conversion.METHODS if name != "mean"),
-        *(
-            ("mqa", name)
-            for name in real_conversion.METHODS
-            if name in {*real_conversion.OPTIONS, "default", "mean"} - {"sizes by layer"}
-        ),
+        *(("mqa", name) for name in ("default", "untrained", "closed form", "mean")),
     ]
     targets = ["--targets", "mla-1/8", "mla-24+8", "mla-1/2"]
     rows = real_conversion.main([*common, *targets, "--methods", "mha2mla", "transmla"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from modeling_gqa.conversion.steps import Muon, centred, observed
+from modeling_gqa.conversion.steps import MOMENTUM, Muon, centred, observed
 
 
 @pytest.mark.parametrize(("instructions", "tolerance"), [("AVX512", 1e-6), ("AVX2", 0.02)])
@@ -17,7 +17,7 @@ def test_muon_is_torchs(shape, instructions, tolerance, monkeypatch):
     torch.manual_seed(0)
     first, found = torch.randn(shape), []
     gradients = torch.randn(4, *shape)
-    scaled = partial(torch.optim.Muon, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+    scaled = partial(torch.optim.Muon, momentum=MOMENTUM, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
     for kind, rate in ((Muon, 0.1), (scaled, 0.1 / (0.2 * max(shape) ** 0.5))):
         matrix = nn.Parameter(first.clone())
         optimizer = kind([{"params": [matrix], "lr": rate}])
