@@ -327,9 +327,9 @@ def plot_uptraining(rows: list[dict], path: Path) -> None:
 
 def tables() -> list[str]:
     """The documentation's tables, and a sentence below that of norms, from the saved results."""
-    decode, conversion, *real = (
+    decode, conversion, earlier, *real = (
         json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("decode", "conversion", "real_conversion", "real_conversion_qwen")
+        for name in ("decode", "conversion", "real_conversion_earlier", "real_conversion", "real_conversion_qwen")
     )
     converted = [
         row | {"target": f"{stored['settings']['model'].split('-')[0]}, {row['target']}"}
@@ -340,6 +340,7 @@ def tables() -> list[str]:
     found = [
         decode_table(decode["rows"]),
         *(kl_table(converted, text) for text in ("", "_other", "_code")),
+        kl_table(earlier["rows"]),
         conversion_table(conversions),
         uptraining_table(uptraining),
         *(uptrained_tables(json.loads(UPTRAINED.read_text(encoding="utf-8"))) if UPTRAINED.is_file() else []),

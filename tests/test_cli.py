@@ -376,7 +376,7 @@ def test_a_conversion_that_changes_much_ends_with_a_warning(checkpoints, corpus,
     printed = run("convert", checkpoints / "mha", tmp_path / "much", *MQA, "--method", "random", *options)
     report = json.loads((tmp_path / "much" / "conversion.json").read_text())
     assert report["kl"] > 0.1 and "Warning: KL is more than 0.1 nats" in printed
-    assert "--refine 4" in printed and "modeling-gqa uptrain" in printed
+    assert "--polish TOKENS" in printed and "modeling-gqa uptrain" in printed
     assert "Warning: the weights alone decided" in run("convert", checkpoints / "mha", tmp_path / "blind", *MQA)
     assert "Warning" not in run("convert", checkpoints / "gqa", tmp_path / "none", "--attention-kind", "mha", *options)
 

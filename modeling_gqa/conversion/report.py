@@ -24,7 +24,7 @@ FORMAT_VERSION = 1
 MUCH_KL = 0.1
 MUCH = (
     f"KL is more than {MUCH_KL} nats per token. Less is lost with a larger cache, fewer layers (--layers), sizes by "
-    "layer (--budget) and more passes over the text (--refine 4); or train the result: modeling-gqa uptrain"
+    "layer (--budget) and more training at the end (--polish TOKENS); or train the result: modeling-gqa uptrain"
 )
 UNMEASURED = (
     "the weights alone decided, and nothing was measured. This can lose nearly all that a model knows; with --text "
