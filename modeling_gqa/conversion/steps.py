@@ -13,8 +13,7 @@ import torch
 
 from ..common.batches import computing_dtype, hooks
 
-# For the few steps at the end of a conversion. With the 0.95 of pretraining the first gradients, which are the largest,
-# still count long after the model has left the place where they were taken.
+# For the few steps at the end of a conversion: with the 0.95 of pretraining the first gradients count until the end.
 MOMENTUM = 0.8
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # the coefficients of Muon's author
 
