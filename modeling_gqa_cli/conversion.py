@@ -1,4 +1,4 @@
-"""The commands `convert`, `import`, `export` and `inspect`."""
+"""The commands `convert`, `import`, `export`, `inspect` and `write-text`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -83,6 +83,17 @@ def inspect(source: str, ignore_field: Sequence[str] | None, json: bool) -> None
             print(to_json(found), end="", flush=True)
         else:
             show_inspection(found)
+
+
+def write_text(source: str, file: str, dtype: str, force: bool, **options: Any) -> None:
+    """Let a model write text to calibrate on into a JSONL file."""
+    from modeling_gqa.conversion.own_text import write_own_text
+
+    path = Path(file)
+    with user_errors(path), progress_bars() as show_progress:
+        precision = None if dtype == "auto" else getattr(torch, dtype)
+        done = write_own_text(source, path, dtype=precision, force=force, show_progress=show_progress, **options)
+        out.print(f"Wrote {printable(path)}: {done.documents} documents, {done.tokens:,} tokens.", soft_wrap=True)
 
 
 def show(report: Any) -> None:

@@ -89,6 +89,15 @@ COMMANDS = {
         {"json": "Print JSON."},
         ("InspectOptions",),
     ),
+    "write-text": Command(
+        "Let a model write text to calibrate on, for when you have none.",
+        OURS + "conversion",
+        SOURCE | {"file": "File NAME.jsonl to write, for --text of convert."},
+        {"force": "Replace FILE."},
+        ("WhatToWrite", "WhereToWrite"),
+        "Each document begins with a random token. Example: modeling-gqa write-text llama/ own.jsonl, then "
+        "modeling-gqa convert llama/ out/ --attention-kind mla --cache-size 128 --text own.jsonl",
+    ),
     "report": Command(
         "Show what models cost by their configurations: parameters, FLOPs, cache, bytes read, bounds on speed.",
         OURS + "report",
@@ -131,7 +140,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
         print(f"modeling-gqa {version('modeling_gqa')}")
         sys.exit()
     if argv[:1] in ([], ["--help"], ["-h"]):
-        print(SUMMARY.format(commands="\n".join(f"  {name:<9} {x.summary}" for name, x in COMMANDS.items())))
+        print(SUMMARY.format(commands="\n".join(f"  {name:<10} {x.summary}" for name, x in COMMANDS.items())))
         sys.exit(0 if argv else 2)
     name, *rest = argv
     if name not in COMMANDS:
@@ -207,7 +216,7 @@ def no_traceback_of_ctrl_c() -> Iterator[None]:
 def imported(module: str, name: str) -> Callable[..., None]:
     """Import the function of a command; ends the process where a package is missing."""
     try:
-        return getattr(import_module(module), {"import": "import_", "serve": "serve", "chat": "serve"}.get(name, name))
+        return getattr(import_module(module), {"import": "import_", "chat": "serve"}.get(name, name.replace("-", "_")))
     except ImportError as error:
         if (said := missing_package(error)) is None:
             raise

@@ -113,6 +113,24 @@ class InspectOptions:
 
 
 @dataclass
+class WhatToWrite:
+    _argument_group_name = "What is written"
+
+    tokens: int = option("Tokens to write. Default: 65536, enough for the defaults of convert.", 65536)
+    sequence_length: int | None = option("Tokens of a document. Default: 1024, or the model's positions.")
+    seed: int = option("Seed of the tokens that are drawn. Default: 0.", 0)
+
+
+@dataclass
+class WhereToWrite:
+    _argument_group_name = "Running"
+
+    batch_size: int = option("Documents that are written at once; fewer need less memory. Default: 32.", 32)
+    dtype: Dtype = option("Dtype of computing. Default: SOURCE's, or float32 on a CPU slow in it.", "auto")
+    device: str | None = option("Such as cpu or cuda:1. Default: cuda if there is one.")
+
+
+@dataclass
 class Sizes:
     _argument_group_name = "One more configuration: the first CONFIG, or the default, with these sizes"
 

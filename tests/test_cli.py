@@ -471,6 +471,42 @@ def test_dry_run_announces_and_touches_nothing(options, checkpoints, corpus, tmp
     assert f"{report['cache_bytes_per_token_after']:,}" in planned
 
 
+def test_a_model_without_text_writes_its_own(checkpoints, tmp_path):
+    """As many documents as the tokens fill, the same ones for a seed; a conversion calibrates and measures on them."""
+    size = ("--tokens", 1500, "--sequence-length", 32, "--batch-size", 20, "--device", "cpu")
+    files = [tmp_path / "new" / f"{number}.jsonl" for number in range(3)]
+    for file, seed in zip(files, (1, 1, 2), strict=True):
+        assert f"{file}: 47 documents, 1,504 tokens" in run(
+            "write-text", checkpoints / "mha", file, *size, "--seed", seed
+        )
+    rows = [[json.loads(line) for line in file.read_text("utf-8").splitlines()] for file in files]
+    assert [len(x) for x in rows] == [47] * 3 and rows[0] == rows[1] != rows[2]
+    assert len({row["text"] for row in rows[0]}) == 47 and all(set(row) == {"text"} for row in rows[0])
+    run("convert", checkpoints / "mha", tmp_path / "out", *MQA, "--text", files[0], *TEXT_OPTIONS)
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert report["text"]["files"] == ["0.jsonl"] and report["kl"] > 0
+    refused = {
+        (files[0],): "exists already: name another file, or replace it by --force",
+        (tmp_path, "--force"): "NAME.jsonl",
+        (tmp_path / "a.txt",): "must be named NAME.jsonl",
+        (tmp_path / "b.jsonl", "--tokens", 0): "--tokens=0 must be from 1",
+        (
+            tmp_path / "b.jsonl",
+            "--sequence-length",
+            257,
+        ): "--sequence-length=257 is more than max_position_embeddings=256",
+        (tmp_path / "b.jsonl", "--batch-size", -1): "--batch-size=-1 must be from 1",
+        (tmp_path / "b.jsonl", "--seed", 2**70): f"--seed={2**70} must be from 0",
+    }
+    before = contents(tmp_path)
+    for arguments, said in refused.items():
+        result = call("write-text", checkpoints / "mha", *arguments)
+        assert result.exit_code and result.exception is None and said in result.stderr
+    assert contents(tmp_path) == before
+    run("write-text", checkpoints / "mha", files[0], *size, "--seed", 2, "--force")
+    assert files[0].read_bytes() == files[2].read_bytes()
+
+
 def test_export_and_import_are_inverse(checkpoints, tmp_path):
     assert "a llama model" in run("export", checkpoints / "gqa", tmp_path / "llama")
     run("import", tmp_path / "llama", tmp_path / "back")

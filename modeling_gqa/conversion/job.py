@@ -350,7 +350,8 @@ def count_memory(
     ]
     measuring = 0
     if rows:
-        forward = max(forward_work(layer, dtype.itemsize, rows * length) for layer in source.per_layer_config)
+        layers = [*source.per_layer_config, *target.per_layer_config]
+        forward = max(forward_work(layer, dtype.itemsize, rows * length) for layer in layers)
         # Log-probabilities of two models and what compares them, in float32.
         measuring = max(forward, 23 * TOKENS_AT_ONCE * source.vocab_size)
     trained = sum(new[i] for i in changed)
@@ -396,4 +397,8 @@ def polish_work(source: GQAConfig, trained: int, itemsize: int, tokens: int) -> 
 
 def forward_work(layer: GQAConfig, itemsize: int, tokens: int) -> int:
     """Return the bytes of the activations of a batch within a layer."""
-    return tokens * itemsize * (3 * layer.intermediate_size + 10 * layer.hidden_size)
+    attention = 10 * layer.hidden_size
+    if layer.attention_kind == "mla":  # which rebuilds keys and values, joins them with the rotary key and pads them
+        head = layer.qk_nope_head_dim + layer.qk_rope_head_dim
+        attention = 4 * layer.hidden_size + 6 * layer.num_attention_heads * head
+    return tokens * itemsize * (3 * layer.intermediate_size + attention)

@@ -28,7 +28,7 @@ MUCH = (
 )
 UNMEASURED = (
     "the weights alone decided, and nothing was measured. This can lose nearly all that a model knows; with --text "
-    "much less is lost, and it is measured"
+    "much less is lost, and it is measured. If you have no text, modeling-gqa write-text lets the source write it"
 )
 QUANTIZED = (
     "for memory alone, quantize the source's cache: 8 bits (--kv-cache-dtype fp8 in vLLM) take half of it, at a "

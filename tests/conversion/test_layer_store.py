@@ -165,8 +165,11 @@ def spoil(change: str, folder: Path) -> dict[str, Any]:
     return {"seed": 1} if change == "options" else {}
 
 
-@pytest.mark.parametrize(("kind", "stop"), [(GQA, 3), (MLA, 3), (BUDGET, 6)], ids=["gqa", "mla", "budget"])
-@pytest.mark.parametrize("change", ["options", "text", "configuration", "weights"])
+@pytest.mark.parametrize(
+    ("change", "kind", "stop"),
+    [*((change, GQA, 3) for change in ("options", "text", "configuration")), ("weights", MLA, 3), ("text", BUDGET, 6)],
+    ids=["options", "text", "configuration", "weights-mla", "text-budget"],
+)
 def test_another_plan_does_not_take_the_layers(change, kind, stop, source, tmp_path, monkeypatch):
     """With anything changed that decides them, all layers are converted again, to what a fresh conversion gives."""
     shutil.copytree(source, tmp_path / "source")
