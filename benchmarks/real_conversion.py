@@ -28,7 +28,7 @@ import torch
 from transformers import AutoTokenizer
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.common.batches import computing_dtype, evaluating, first_batches
+from modeling_gqa.common.batches import computing_dtype, evaluating, first_batches, usable_device
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, load_source, target_config
 from modeling_gqa.conversion.convert import SELECTION_TOKENS
 from modeling_gqa.conversion.divergence import predicted_states
@@ -96,6 +96,7 @@ class Bench:
         batch_size: blocks of a batch.
         evaluations: files of the text that is measured on, by suffix of their columns.
         dtype: to compute in; `None` for what the command takes.
+        device: to compute on.
         work: folder where the conversions of "untrained", which "default" trains, and "default" are kept; `None`: none.
     """
 
@@ -109,10 +110,11 @@ class Bench:
         batch_size: int = 4,
         evaluations: Mapping[str, str] = EVALUATIONS,
         dtype: torch.dtype | None = None,
+        device: str = "cpu",
         work: Path | None = None,
     ) -> None:
         source = load_source(folder).eval()
-        self.source = source.to(dtype=dtype or computing_dtype(source.dtype, "cpu"))
+        self.source = source.to(device, dtype or computing_dtype(source.dtype, device))  # type: ignore[arg-type]
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.work, self.name = work, f"{Path(folder).name}-{tokens}-{length}-{str(self.source.dtype)[6:]}"
         packed: dict[str, Any] = {"tokenizer": self.tokenizer, "sequence_length": length, "batch_size": batch_size}
@@ -210,7 +212,7 @@ def polished(bench: Bench, target: Target) -> GQAForCausalLM:
     """What the command makes; seconds are those of the training at the end alone where `Bench.kept` has the rest."""
     folder = bench.kept(target, "untrained")
     if folder and (folder / "config.json").is_file():
-        converted = load_source(str(folder)).eval()
+        converted = load_source(str(folder)).eval().to(bench.source.device)  # type: ignore[arg-type]
     else:
         converted = untrained(bench, target)
     layers, text = range(len(converted.model.layers)), (bench.polish_text, bench.selection)
@@ -287,6 +289,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a block")
     parser.add_argument("--batch-size", "--batch_size", type=int, default=4, help="blocks of a batch")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="to compute in; the command's by default")
+    parser.add_argument("--device", default=usable_device(None), help="to compute on; cuda by default if there is one")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps untrained and default")
     parser.add_argument("--targets", type=Target.parse, nargs="+", default=[Target.parse(name) for name in TARGETS])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
@@ -344,8 +347,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     rows = stored_rows(path, settings)
     sizes = (options.tokens, options.evaluation_tokens, options.length, options.batch_size)
-    bench = Bench(folder, text, *sizes, dtype=dtype, work=options.work)
-    machine = describe_machine("cpu", [bench.source.dtype])
+    bench = Bench(folder, text, *sizes, dtype=dtype, device=options.device, work=options.work)
+    machine = describe_machine(options.device, [bench.source.dtype])
     print_machine(machine)
     command = " ".join(["python -m benchmarks.real_conversion", *(sys.argv[1:] if arguments is None else arguments)])
     for target in options.targets:

@@ -29,6 +29,7 @@ DECODE_CELLS = [
     ("float32", 1, 128), ("float32", 1, 4096), ("float32", 8, 2048), ("float32", 8, 8192),
     ("bfloat16", 1, 4096), ("bfloat16", 8, 2048), ("bfloat16", 8, 8192),
 ]  # fmt: skip
+GPU_CELLS = [("bfloat16", 1, 2048), ("bfloat16", 1, 32768), ("bfloat16", 8, 2048), ("bfloat16", 8, 32768)]
 # The cells of the documentation's table of MLA of models with norms: batch, length, in bfloat16.
 NORMS_CELLS = [(1, 128), (1, 2048), (1, 8192), (8, 2048), (8, 8192)]
 
@@ -152,16 +153,21 @@ def times(value: float) -> str:
     return f"{value:.{2 if value < 0.995 else 1 if value < 9.95 else 0}f}x"
 
 
-def decode_table(rows: list[dict]) -> str:
-    """Milliseconds per token, ours / theirs (ratio), of DECODE_CELLS."""
+def decode_table(rows: list[dict], wanted: list[tuple[str, int, int]]) -> str:
+    """Milliseconds per token, ours / theirs (ratio), of the cells that are `wanted`."""
     found = {(row["kind"], row["dtype"], row["batch"], row["length"]): row for row in rows}
     short = {"float32": "fp32", "bfloat16": "bf16"}
-    against = {"mha": "MHA, Llama", "gqa": "GQA-4, Llama", "mqa": "MQA, Llama", "mla": "MLA, DeepSeek-V3"}
     lines = []
-    for kind, name in against.items():
-        cells = [found[key] for key in ((kind, *cell) for cell in DECODE_CELLS)]
-        lines.append([name, *(f"{c['ours_ms']:.0f} / {c['theirs_ms']:.0f} ({times(c['ratio'])})" for c in cells)])
-    return markdown(["against", *(f"{short[d]} B{b} S{s}" for d, b, s in DECODE_CELLS)], lines)
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        cells = [found[key] for key in ((kind, *cell) for cell in wanted)]
+        heads = f"-{cells[0]['key_value_heads']}" if kind == "gqa" else ""
+        shown = (f"{digits(c['ours_ms'])} / {digits(c['theirs_ms'])} ({times(c['ratio'])})" for c in cells)
+        lines.append([f"{kind.upper()}{heads}, {cells[0]['baseline']}", *shown])
+    return markdown(["against", *(f"{short[d]} B{b} S{s}" for d, b, s in wanted)], lines)
+
+
+def digits(milliseconds: float) -> str:
+    return f"{milliseconds:.{1 if milliseconds < 9.95 else 0}f}"
 
 
 def norms_table(rows: list[dict]) -> str:
@@ -327,9 +333,16 @@ def plot_uptraining(rows: list[dict], path: Path) -> None:
 
 def tables() -> list[str]:
     """The documentation's tables, and a sentence below that of norms, from the saved results."""
-    decode, conversion, earlier, *real = (
+    decode, gpu, conversion, earlier, *real = (
         json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("decode", "conversion", "real_conversion_earlier", "real_conversion", "real_conversion_qwen")
+        for name in (
+            "decode",
+            "decode_h100",
+            "conversion",
+            "real_conversion_earlier",
+            "real_conversion",
+            "real_conversion_qwen",
+        )
     )
     converted = [
         row | {"target": f"{stored['settings']['model'].split('-')[0]}, {row['target']}"}
@@ -338,7 +351,8 @@ def tables() -> list[str]:
     ]
     conversions, uptraining = conversion["conversions"], conversion["uptraining"]
     found = [
-        decode_table(decode["rows"]),
+        decode_table(decode["rows"], DECODE_CELLS),
+        decode_table(gpu["rows"], GPU_CELLS),
         *(kl_table(converted, text) for text in ("", "_other", "_code")),
         kl_table(earlier["rows"]),
         conversion_table(conversions),
