@@ -41,8 +41,6 @@ GROUPS = {
 
 # Reasons for which a test may be skipped; any other skip fails.
 PERMITTED_SKIPS = {
-    "needs CUDA: flash attention",
-    "needs CUDA: offloaded caches",
     "needs CUDA: conversions",
     "needs a torch release with backends in Python",
     "needs make real",

@@ -370,6 +370,18 @@ def test_polishing_is_the_default_where_memory_allows(checkpoints, corpus, tmp_p
     assert report["command"]["polish"] == 0 and report["polish"] is None and "--polish TOKENS" in printed
 
 
+def test_polishing_takes_more_tokens_on_a_gpu(checkpoints, corpus, tmp_path, monkeypatch):
+    """Eight times as many as calibrate, where memory allows."""
+    monkeypatch.setattr("modeling_gqa.conversion.job.free_memory", lambda device: 2**40)
+    asked = {"source": str(checkpoints / "gqa"), "target": tmp_path / "out", "attention_kind": "mqa"}
+    for device, tokens in (("cpu", 640), ("cuda", 5120), ("cuda:1", 5120)):
+        planned = job.Job(**asked, text=[corpus], calibration_tokens=640, sequence_length=32, device="cpu")
+        planned.device = device
+        checkpoint = planned.open(download=False)
+        planned.choose_polish(checkpoint, job.find_goal(planned, checkpoint.config, checkpoint.dtype), print)
+        assert planned.polish == tokens
+
+
 def test_a_conversion_that_changes_much_ends_with_a_warning(checkpoints, corpus, tmp_path):
     """It names the KL and ways to lose less; an exact conversion has none, and neither is an error."""
     options = ("--text", corpus, *TEXT_OPTIONS)

@@ -44,6 +44,8 @@ GIB = 2**30
 PROGRAM = GIB // 2
 # "auto" compares settings on a quarter of the tokens that calibrate them.
 SELECTION_SHARE = 4
+# By default training at the end takes as many tokens as calibrate, on a GPU, where these take seconds, more.
+POLISH_TIMES_ON_GPU = 8
 LEFT_FREE = 0.9  # share of the free memory that training at the end may take by default
 LONGEST_SEQUENCE = 1024  # tokens, where --sequence-length is left out
 
@@ -162,7 +164,8 @@ class Job(Options):
         if self.text and not goal.exact and self.method in FITTED_METHODS:
             needed, free = self.memory(checkpoint, goal, True).peak, free_memory(self.device)
             if needed < LEFT_FREE * free:
-                self.polish = self.calibration_tokens
+                on_gpu = self.device.startswith("cuda")
+                self.polish = self.calibration_tokens * (POLISH_TIMES_ON_GPU if on_gpu else 1)
             else:
                 said = f"it needs {needed / GIB:.1f} GiB, and {free / GIB:.1f} are free (--polish TOKENS forces it)"
                 say(f"Training at the end is left out: {said}.")
