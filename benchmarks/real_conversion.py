@@ -28,7 +28,7 @@ import torch
 from transformers import AutoTokenizer
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.common.batches import computing_dtype, evaluating, first_batches, usable_device
+from modeling_gqa.common.batches import Batch, computing_dtype, evaluating, first_batches, usable_device
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, load_source, target_config
 from modeling_gqa.conversion.convert import SELECTION_TOKENS
 from modeling_gqa.conversion.divergence import predicted_states
@@ -97,6 +97,7 @@ class Bench:
         evaluations: files of the text that is measured on, by suffix of their columns.
         dtype: to compute in; `None` for what the command takes.
         device: to compute on.
+        own_text: JSONL file of text that the source wrote, for the row "own text"; `None`: there is none.
         work: folder where the conversions of "untrained", which "default" trains, and "default" are kept; `None`: none.
     """
 
@@ -111,6 +112,7 @@ class Bench:
         evaluations: Mapping[str, str] = EVALUATIONS,
         dtype: torch.dtype | None = None,
         device: str = "cpu",
+        own_text: Path | None = None,
         work: Path | None = None,
     ) -> None:
         source = load_source(folder).eval()
@@ -122,7 +124,9 @@ class Bench:
         found = read_batches([text / "calibration.jsonl"], tokens=wanted, rest=("polish", tokens), **packed)
         self.calibration, self.selection = found["calibration"], found["selection"]
         self.polish_text = first_batches([*found["polish"], *self.calibration], tokens)
-        self.tokens = tokens
+        self.tokens, self.own_text = tokens, []
+        if own_text:
+            self.own_text = read_batches([own_text], **packed, tokens={"calibration": tokens})["calibration"]
         packed["tokens"] = {"evaluation": evaluation_tokens}
         self.evaluations = {
             key: read_batches([text / f"{name}.jsonl"], **packed)["evaluation"] for key, name in evaluations.items()
@@ -189,8 +193,8 @@ class Bench:
 # -- a method each: the converted model, or `None` where the target is not for it
 
 
-def ours(bench: Bench, target: Target, **options: Any) -> GQAForCausalLM:
-    """What the command makes with `--polish 0`, or `convert_model` with `options`."""
+def ours(bench: Bench, target: Target, text: list[Batch] | None = None, **options: Any) -> GQAForCausalLM:
+    """What the command makes with `--polish 0`, or `convert_model` with `options`, on `text` or what calibrates."""
     config = bench.source.config
     if target.name == "mqa":
         wanted = target_config(config, "mqa")
@@ -199,7 +203,7 @@ def ours(bench: Bench, target: Target, **options: Any) -> GQAForCausalLM:
     else:
         wanted = target_config(config, "mla", cache_size=bench.cache_size(target))
         options = {"divide_cache": True, **options}
-    return convert_model(bench.source, wanted, bench.calibration, **options)[0]
+    return convert_model(bench.source, wanted, text or bench.calibration, **options)[0]
 
 
 def untrained(bench: Bench, target: Target) -> GQAForCausalLM:
@@ -219,6 +223,11 @@ def polished(bench: Bench, target: Target) -> GQAForCausalLM:
     print(polish(bench.source, converted, *text, layers, bench.tokens), flush=True)
     bench.keep(target, "default", converted)
     return converted
+
+
+def on_own_text(bench: Bench, target: Target) -> GQAForCausalLM | None:
+    """Calibrated on what the source wrote (`modeling-gqa write-text`), without training at the end."""
+    return ours(bench, target, bench.own_text) if bench.own_text else None
 
 
 def sizes_by_layer(bench: Bench, target: Target) -> GQAForCausalLM | None:
@@ -256,6 +265,7 @@ def by_mha2mla(bench: Bench, target: Target) -> GQAForCausalLM | None:
 METHODS: dict[str, Callable[[Bench, Target], GQAForCausalLM | None]] = {
     "default": polished,
     "untrained": untrained,
+    "own text": on_own_text,
     "closed form": partial(ours, refine=0),
     "sizes by layer": sizes_by_layer,
     "mean": mean_heads,
@@ -290,6 +300,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-size", "--batch_size", type=int, default=4, help="blocks of a batch")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="to compute in; the command's by default")
     parser.add_argument("--device", default=usable_device(None), help="to compute on; cuda by default if there is one")
+    parser.add_argument(
+        "--own-text", type=Path, metavar="FILE", help="text that the model wrote, for the row of that name"
+    )
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps untrained and default")
     parser.add_argument("--targets", type=Target.parse, nargs="+", default=[Target.parse(name) for name in TARGETS])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
@@ -347,7 +360,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     dtype = getattr(torch, options.dtype) if options.dtype else None
     rows = stored_rows(path, settings)
     sizes = (options.tokens, options.evaluation_tokens, options.length, options.batch_size)
-    bench = Bench(folder, text, *sizes, dtype=dtype, device=options.device, work=options.work)
+    bench = Bench(
+        folder, text, *sizes, dtype=dtype, device=options.device, own_text=options.own_text, work=options.work
+    )
     machine = describe_machine(options.device, [bench.source.dtype])
     print_machine(machine)
     command = " ".join(["python -m benchmarks.real_conversion", *(sys.argv[1:] if arguments is None else arguments)])

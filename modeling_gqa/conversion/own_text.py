@@ -24,9 +24,9 @@ from ..data.tokenizer import load_tokenizer
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import not_finite
 
-# Of the tokens that come next, the likeliest that have this much probability together are drawn from; small models
-# lose the thread after one of the others.
-TOP_P = 0.95
+# Each token is drawn from the likeliest, this many, and of these from the first that have this much probability
+# together; small models lose the thread after one of the others. Sorting a whole vocabulary would take most of the time.
+TOP_K, TOP_P = 1000, 0.95
 LONGEST = 1024  # tokens of a document, where nothing else is said
 
 
@@ -129,7 +129,7 @@ def continued(
         length: tokens T of a row.
         generator: of the draws.
         progress: wraps the loop over the tokens.
-        top_p: of the tokens that come next, the likeliest that have this much probability together are drawn from.
+        top_p: of the `TOP_K` likeliest tokens, the first that have this much probability together are drawn from.
 
     Raises:
         UserError: logits are not finite.
@@ -154,6 +154,7 @@ def continued(
             logits = model(rows[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1].float()  # (B, vocabulary)
             if not logits.isfinite().all():
                 raise not_finite("the model's logits", model.dtype)
+            logits, tokens = logits.topk(min(TOP_K, logits.shape[1]))  # (B, 1000) both
             drawn = torch.multinomial(likely(rows, logits).softmax(-1), 1, generator=generator)
-            rows = torch.cat((rows, drawn), dim=1)
+            rows = torch.cat((rows, tokens.gather(1, drawn)), dim=1)
     return rows

@@ -6,6 +6,7 @@ from small_models import MODELS, make_model
 from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from modeling_gqa.conversion import own_text
 from modeling_gqa.conversion.own_text import continued, first_tokens
 from modeling_gqa_cli.errors import UserError
 
@@ -27,15 +28,16 @@ def test_the_likeliest_tokens_are_those_of_generate(name):
     torch.testing.assert_close(rows, wanted)
 
 
-@pytest.mark.parametrize("top_p", [0.5, 0.95, 1.0])
-def test_tokens_are_drawn_by_their_probability(top_p):
-    """Of 20,000 draws after one token, each has its share of what makes up `top_p`."""
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.5, 1000), (0.95, 1000), (1.0, 1000), (1.0, 6), (0.8, 9)])
+def test_tokens_are_drawn_by_their_probability(top_p, top_k, monkeypatch):
+    """Of 20,000 draws after one token, each has its share of what makes up `top_p` of the likeliest."""
+    monkeypatch.setattr(own_text, "TOP_K", top_k)
     model = make_model("gqa", vocab_size=13)
     with torch.no_grad():
         probabilities = model(torch.tensor([[7]])).logits[0, -1].double().softmax(-1)
-    order = probabilities.argsort(descending=True)
-    before = probabilities[order].cumsum(0) - probabilities[order]
-    kept = order[before < top_p]
+    order = probabilities.argsort(descending=True)[:top_k]
+    likeliest = probabilities[order] / probabilities[order].sum()
+    kept = order[likeliest.cumsum(0) - likeliest < top_p]
     wanted = torch.zeros_like(probabilities)
     wanted[kept] = probabilities[kept] / probabilities[kept].sum()
     drawn = continued(model, torch.full((20000,), 7), 2, generator(), top_p=top_p)[:, 1]
