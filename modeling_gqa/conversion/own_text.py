@@ -25,7 +25,7 @@ from ..modeling_gqa import GQAForCausalLM
 from .divergence import not_finite
 
 # Each token is drawn from the likeliest, this many, and of these from the first that have this much probability
-# together; small models lose the thread after one of the others. Sorting a whole vocabulary would take most of the time.
+# together; small models lose the thread after one of the others. Sorting a whole vocabulary would double the time.
 TOP_K, TOP_P = 1000, 0.95
 LONGEST = 1024  # tokens of a document, where nothing else is said
 
