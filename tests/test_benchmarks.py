@@ -157,10 +157,11 @@ def test_real_conversion(small_llama, capsys):
     """Each method at each target on a small random model; parts are put together, and others' rows refused."""
     path, sizes = small_llama / "found.json", ["--tokens", "512", "--evaluation-tokens", "128", "--length", "32"]
     common = [str(small_llama / "Llama-3.2-1B"), "--text", str(small_llama / "text"), "--json", str(path), *sizes]
-    first = real_conversion.main([*common, "--targets", "mla-1/2", "mqa"])
+    own = ["--own-text", str(small_llama / "text" / "tuning.jsonl")]
+    first = real_conversion.main([*common, *own, "--targets", "mla-1/2", "mqa"])
     assert [(row["target"], row["method"]) for row in first] == [
         *(("mla-1/2", name) for name in real_conversion.METHODS if name != "mean"),
-        *(("mqa", name) for name in ("default", "untrained", "closed form", "mean")),
+        *(("mqa", name) for name in ("default", "untrained", "own text", "closed form", "mean")),
     ]
     targets = ["--targets", "mla-1/8", "mla-24+8", "mla-1/2"]
     rows = real_conversion.main([*common, *targets, "--methods", "mha2mla", "transmla"])
@@ -172,6 +173,7 @@ def test_real_conversion(small_llama, capsys):
         assert row["kl"] > 0 and row["kl_code"] > 0 and row["perplexity_other"] > 1 and row["seconds"] > 0
     kl = {(row["target"], row["method"]): row["kl"] for row in rows}
     assert kl["mla-1/2", "transmla"] == kl["mla-24+8", "transmla"]  # the same sizes
+    assert kl["mla-1/2", "own text"] != kl["mla-1/2", "untrained"]
     assert "9.75 to 16.14" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="name another file"):
         real_conversion.main([*common, "--length", "16"])
