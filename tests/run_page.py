@@ -49,7 +49,7 @@ SHORT = "--max-steps 2 --warmup-steps 1 --sequence-length 32 --per-device-eval-b
 OPTIONS = {
     "SMALL_RUN": f"{SHORT} --data-files my_text/ --sample-prompt the "
     """--model-overrides '{"hidden_size": 32, "vocab_size": 300, "max_position_embeddings": 64}'""",
-    "SMALL_CONVERSION": "--calibration-tokens 1024 --evaluation-tokens 512",
+    "SMALL_CONVERSION": "--calibration-tokens 1024 --evaluation-tokens 512 --refine 0",
     "SMALL_UPTRAINING": f"{SHORT} --per-device-train-batch-size 2 --gradient-accumulation-steps 1 --bf16 false",
 }
 

@@ -38,7 +38,7 @@ def run(*arguments: str) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     )
-    printed, _ = process.communicate(timeout=1200)
+    printed, _ = process.communicate(timeout=600)
     assert process.returncode == 0, printed[-4000:]
 
 

@@ -44,7 +44,8 @@ GIB = 2**30
 PROGRAM = GIB // 2
 # "auto" compares settings on a quarter of the tokens that calibrate them.
 SELECTION_SHARE = 4
-# By default training at the end takes as many tokens as calibrate, on a GPU, where these take seconds, more.
+# By default training at the end takes at most as many tokens as calibrate, on a GPU this times as many. It ends before
+# them where text that judges it no longer gains.
 POLISH_TIMES_ON_GPU = 8
 LEFT_FREE = 0.9  # share of the free memory that training at the end may take by default
 LONGEST_SEQUENCE = 1024  # tokens, where --sequence-length is left out

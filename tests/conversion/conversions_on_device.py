@@ -34,23 +34,29 @@ LAYERS = {"num_hidden_layers": 2}
 
 
 def converted(name: str, fields: dict, changes: dict, options: dict, device: str):
-    """State, report and measures of one conversion, on the processor."""
+    """State, logits, report and measures of one conversion, on the processor."""
     model = random_model(name, **fields, **LAYERS).to(device)
     target = target_config(model.config, **changes)
     other, report = convert_model(model, target, TEXT, selection=TEXT[:1], **options)
     assert {tensor.device.type for tensor in other.state_dict().values()} == {device}
     report["measured"] = compare_predictions(model, other, TEXT[:1])
     report["errors"] = layer_errors(model, other, TEXT[:1])
-    return {key: tensor.cpu() for key, tensor in other.state_dict().items()}, report
+    with torch.no_grad():
+        logits = other(**{key: tensor.to(device) for key, tensor in TEXT[0].items()}).logits.cpu()
+    return {key: tensor.cpu() for key, tensor in other.state_dict().items()}, logits, report
 
 
 def compare(name: str, fields: dict, changes: dict, options: dict, device: str) -> None:
-    (expected, on_cpu), (found, on_device) = (converted(name, fields, changes, options, x) for x in ("cpu", device))
+    (expected, wanted, on_cpu), (found, logits, on_device) = (
+        converted(name, fields, changes, options, x) for x in ("cpu", device)
+    )
     # On CUDA eigenvectors may turn, and with them weights, also exact ones, but not what the model computes.
     exactly = device == "pretended"
     steps = (on_cpu["setting"] or {}).get("refine", 0)  # of Adam, in which the sign of a small gradient counts
     for key, tensor in expected.items() if exactly else ():
         torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-3 if steps else 1e-4)
+    if not on_cpu["setting"]:  # an exact conversion, which nothing was fitted for
+        torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-4)
     for key in ("kl", "perplexity_after"):
         torch.testing.assert_close(on_device["measured"][key], on_cpu["measured"][key], rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(on_device["errors"], on_cpu["errors"], rtol=1e-3, atol=1e-4)

@@ -74,30 +74,36 @@ def expected(config: GQAConfig, kind: str, dtype: torch.dtype = torch.bfloat16, 
     return expected_target(Goal(asked, target, exact=False), config, dtype)
 
 
-@pytest.mark.parametrize("shape", [(4, 16), (8, 256)], ids=["few tokens", "many tokens"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((4, 16), torch.bfloat16), ((4, 16), torch.float32), ((8, 256), torch.float32)],
+    ids=["few tokens", "few tokens in float32", "many tokens in float32"],
+)
 @pytest.mark.parametrize(
     "changes",
     [MLA, {"attention_kind": "gqa", "num_key_value_heads": 2}, {**MLA, "num_attention_heads": 8}],
     ids=["mla", "gqa", "mla of mha"],
 )
-def test_what_lives_is_at_most_what_is_counted(changes, shape, monkeypatch):
+def test_what_lives_is_at_most_what_is_counted(changes, shape, dtype, monkeypatch):
     """And not much less. Tensors inside torch's own functions are not seen."""
     own = {name: changes[name] for name in changes if name in SIZES and name != "num_key_value_heads"}
     changes = {name: value for name, value in changes.items() if name not in own}
     torch.manual_seed(0)
-    model = GQAForCausalLM(GQAConfig(**{**SIZES, **own})).eval()
+    model: Any = GQAForCausalLM(GQAConfig(**{**SIZES, **own})).to(dtype).eval()
     text = [{"input_ids": torch.randint(1000, shape)} for _ in range(2)]
-    states = 4 * len(text) * text[0]["input_ids"].numel() * (2 * 256 + model.config.num_attention_heads * 16)
+    states = (
+        dtype.itemsize * len(text) * text[0]["input_ids"].numel() * (2 * 256 + model.config.num_attention_heads * 16)
+    )
     monkeypatch.setattr(job, "IN_MEMORY", states)
     kind = changes.pop("attention_kind")
-    count = count_memory(model.config, expected(model.config, kind, torch.float32, **changes), torch.float32, *shape)
+    count = count_memory(model.config, expected(model.config, kind, dtype, **changes), dtype, *shape)
     counted = count.peak - count.source - job.PROGRAM
     target = target_config(model.config, kind, **changes)
     with Living(model) as living:
         converted, _ = convert_model(model, target, text, divide_cache=kind == "mla", share_weights=True)
     attention = sum(x.nbytes for layer in converted.model.layers for x in layer.self_attn.parameters())
     # The text chooses R and P, so the count is of what it chose; an output bias may be new.
-    chosen = count_memory(model.config, converted.config, torch.float32, *shape)
+    chosen = count_memory(model.config, converted.config, dtype, *shape)
     assert attention == pytest.approx(chosen.attention, rel=0.01)
     # Without a folder the new layers are in memory too; the model without weights that takes them is never written to.
     empty = 4 * converted.num_parameters()
