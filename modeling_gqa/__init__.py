@@ -5,6 +5,7 @@ from typing import Any
 
 import transformers
 
+from .cache_quantized import GQAQuantizedCache
 from .configuration_gqa import GQAConfig
 from .modeling_gqa import (
     ATTENTION_CLASSES,
@@ -40,5 +41,6 @@ __all__ = [
     "GQAForTokenClassification",
     "GQAModel",
     "GQAPreTrainedModel",
+    "GQAQuantizedCache",
     "costs",
 ]

@@ -15,6 +15,7 @@ and which has `layer_idx` and the model's own `config`, whose `_attn_implementat
 ends in its own lookup and call, and what leads there is shared. `tests/test_engines.py` reads the classes as vLLM does.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -22,9 +23,11 @@ from torch import nn
 from transformers import Cache
 
 from .attention_functions import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
+from .cache_formats import CacheQuantization, RowFormat
 from .cache_layers import is_paged
+from .cache_quantized import CacheBasis, HeldTokens, held_by, quantized_layer, reads_tiles, tiled_attention
 from .configuration_gqa import GQAConfig
-from .layers import GQARMSNorm, frequency_indices, rotate, select_frequencies
+from .layers import GQARMSNorm, frequency_indices, is_plain_linear, rotate, select_frequencies
 from .masks import attended_part
 
 # Our rules of tensor parallelism, beside those of transformers: each rank computes the whole output and uses it for its
@@ -46,8 +49,13 @@ class Attention(nn.Module):
     """
 
     kinds: ClassVar[tuple[str, ...]] = ()
+    # Options of `cache_quantization` with the bits of what the kind caches, in the order of `cache_shapes`.
+    bits_fields: ClassVar[tuple[str, str]] = ("key_bits", "value_bits")
+    # Places there of the rotated tensor and of the other one.
+    rotary_places: ClassVar[tuple[int, int]] = (0, 1)
     scaling: float
     frequency_indices: torch.Tensor | None
+    cache_mean: torch.Tensor | None
     o_proj: nn.Linear
 
     def __init__(self, config: GQAConfig, layer_idx: int):
@@ -58,6 +66,15 @@ class Attention(nn.Module):
                 f"layer {layer_idx} has attention_kind={layer.attention_kind!r}: "
                 "build it as ATTENTION_CLASSES[kind](config, layer_idx)"
             )
+        if layer.cache_quantization is not None:
+            try:
+                self.cache_formats(layer, CacheQuantization.of(layer.cache_quantization))
+            except ValueError as error:
+                raise ValueError(f"cache_quantization does not fit layer {layer_idx}: {error}") from None
+        # Of the numbers that a token adds to the cache, in the order of `cache_shapes`; `None`: it was not measured.
+        measured = layer.cache_quantization is not None and layer.cache_quantization.get("means")
+        self.register_buffer("cache_mean", torch.zeros(sum(self.cache_sizes(layer))) if measured else None)
+        self.cached_shapes = self.cache_shapes(layer)
         # The model's own configuration, not the layer's copy: `set_attn_implementation` writes there.
         self.config = config
         self.layer_idx = layer_idx
@@ -125,6 +142,7 @@ class Attention(nn.Module):
         past_key_values: Cache | None,
         crosses: bool,
         kwargs: Any,
+        **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, Any, dict[str, Any]]:
         """Extend the cache by `key` and `value`, and find what `hidden_states` are to attend to.
 
@@ -132,6 +150,7 @@ class Attention(nn.Module):
             key, value: those of the new tokens, as they are cached.
             crosses: cross-attention, which sees all keys.
             kwargs: the keyword arguments of `forward`.
+            options: of the cache's `update`.
 
         Returns:
             All keys and values, the mask, and the keyword arguments of the attention function but `scaling`.
@@ -142,7 +161,7 @@ class Attention(nn.Module):
             key, value, kwargs = update_paged(self.layer_idx, key, value, kwargs)
         elif past_key_values is not None:
             refuse_other_heads(past_key_values, key, self.layer_idx)
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            key, value = past_key_values.update(key, value, self.layer_idx, **options)
         if crosses:
             kwargs = {**kwargs, "is_causal": False}
         window = None if crosses else self.sliding_window
@@ -152,6 +171,43 @@ class Attention(nn.Module):
         )
         dropout = self.attention_dropout if self.training else 0.0
         return key, value, attention_mask, {"dropout": dropout, "sliding_window": window, **kwargs}
+
+    def constants(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What all tokens are taken to have of the two tensors in the cache, (G, C) each: the rotated one comes first.
+
+        Its constant is of numbers before rotation, whose pairs are half a head apart.
+        """
+        if self.cache_mean is None:
+            return self.biases()
+        parts = self.cache_mean.split([heads * size for heads, size in self.cached_shapes])
+        rotary, plain = (parts[place].view(self.cached_shapes[place]) for place in self.rotary_places)
+        return rotary, plain
+
+    def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """`constants` of a layer without measured means: the biases of its projections, `None` without."""
+        raise NotImplementedError
+
+    def cache_basis(
+        self,
+        past_key_values: Cache | None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        held: HeldTokens | None,
+    ) -> CacheBasis | None:
+        """How the layer's numbers go into a quantized cache; `None` where the cache keeps them as they are.
+
+        Args:
+            rotation: cosine and sine of the new tokens, of the layer's own frequencies.
+            held: the tokens of the cache; without it no constant key is taken out.
+        """
+        cached = quantized_layer(past_key_values, self.layer_idx)
+        if cached is None:
+            return None
+        if held is not None and held.position_embeddings is not None:
+            held = replace(
+                held, position_embeddings=select_frequencies(held.position_embeddings, self.frequency_indices)
+            )
+        rotary, plain = (cached.formats[place] for place in self.rotary_places)
+        return CacheBasis(cached, rotary, plain, *self.constants(), rotation, held)
 
     @staticmethod
     def default_scale(layer: GQAConfig) -> float:
@@ -172,6 +228,11 @@ class Attention(nn.Module):
     def cache_shapes(layer: GQAConfig) -> tuple[tuple[int, int], tuple[int, int]]:
         """Heads and their size of the keys, and of the values, that a layer caches."""
         raise NotImplementedError
+
+    @classmethod
+    def cache_formats(cls, layer: GQAConfig, options: CacheQuantization) -> tuple[RowFormat, RowFormat]:
+        """How the rows of a head look in a quantized cache, in the order of `cache_shapes`."""
+        return options.formats(cls.bits_fields, [size for _, size in cls.cache_shapes(layer)])
 
     @classmethod
     def cache_sizes(cls, layer: GQAConfig) -> tuple[int, int]:
@@ -239,14 +300,35 @@ class GroupedAttention(Attention):
         if position_embeddings is not None:
             position_embeddings = select_frequencies(position_embeddings, self.frequency_indices)
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+        basis = self.cache_basis(past_key_values, position_embeddings, kwargs.pop("held_tokens", None))
+        if basis is not None:
+            key, value = basis.store_rotary(key), basis.store_plain(value)
         key, value, attention_mask, options = self.attend_to(
-            hidden_states, key, value, attention_mask, past_key_values, crosses, kwargs
-        )  # (B, G, S, D)
+            hidden_states, key, value, attention_mask, past_key_values, crosses, kwargs, **held_by(basis)
+        )  # (B, G, S, D); of a quantized cache their bytes
+        if basis is not None and not self.training and self.backend == "sdpa" and reads_tiles(query, attention_mask):
+            output = tiled_attention((query,), 1, basis, attention_mask, self.scaling)  # (B, H, T, D)
+            return self.o_proj(output.transpose(1, 2).flatten(2)), None  # (B, T, hidden)
+        if basis is not None:
+            query = basis.rotary.mix(query)
+            key, value = basis.cached.read()
+            key = basis.with_constant(key)
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.backend, eager_attention_forward)
         output, weights = attention_interface(
             self, query, key, value, attention_mask, scaling=self.scaling, **options
         )  # (B, T, H, D)
+        if basis is not None:
+            output = basis.restore(output.transpose(1, 2)).transpose(1, 2)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights  # (B, T, hidden)
+
+    def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        key, value = (
+            projection.bias.view(-1, self.head_dim)
+            if is_plain_linear(projection) and projection.bias is not None
+            else None
+            for projection in (self.k_proj, self.v_proj)
+        )
+        return (key if self.k_norm is None else None), value
 
     @staticmethod
     def default_scale(layer: GQAConfig) -> float:
@@ -289,7 +371,8 @@ def refuse_other_heads(cache: Cache, key: torch.Tensor, layer_idx: int) -> None:
 
     PEFT's prefix tuning makes keys of the model's heads, where MLA caches its latent and mixed models differ by layer.
     """
-    held = getattr(cache.layers[layer_idx], "keys", None) if layer_idx < len(cache.layers) else None
+    known = layer_idx < len(cache.layers) and quantized_layer(cache, layer_idx) is None
+    held = getattr(cache.layers[layer_idx], "keys", None) if known else None
     if held is not None and held.ndim == 4 and (held.shape[1], held.shape[3]) != (key.shape[1], key.shape[3]):
         raise ValueError(
             f"the cache holds keys of {held.shape[1]} x {held.shape[3]} numbers a token, and layer {layer_idx} caches "

@@ -20,6 +20,7 @@ from .attention_functions import (
     masked_softmax,
 )
 from .cache_layers import is_paged
+from .cache_quantized import CacheBasis, held_by, tiled_attention
 from .compatibility import is_tracing, logger
 from .configuration_gqa import GQAConfig
 from .layers import GQAHeadLinear, GQARMSNorm, is_plain_linear, multiply_by_head, rotate, select_frequencies
@@ -45,6 +46,8 @@ class LatentAttention(Attention):
     """
 
     kinds = ("mla",)
+    bits_fields = ("latent_bits", "rope_bits")
+    rotary_places = (1, 0)
 
     def __init__(self, config: GQAConfig, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -113,10 +116,20 @@ class LatentAttention(Attention):
             query_rope = rotate(query_rope, *position_embeddings, interleaved=self.rope_interleave)
             key_rope = rotate(key_rope, *position_embeddings, interleaved=self.rope_interleave)
         cached = past_key_values is not None or is_paged(kwargs, self.backend)
+        basis = self.cache_basis(past_key_values, position_embeddings, kwargs.pop("held_tokens", None))
+        if basis is not None:
+            latent, key_rope = basis.store_plain(latent), basis.store_rotary(key_rope)
         latent, key_rope, attention_mask, options = self.attend_to(
-            hidden_states, latent, key_rope, attention_mask, past_key_values, crosses, kwargs
-        )  # (B, 1, S, R), (B, 1, S, P)
-        if cached and self.absorbs(query.shape[2], latent.shape[2], attention_mask):
+            hidden_states, latent, key_rope, attention_mask, past_key_values, crosses, kwargs, **held_by(basis)
+        )  # (B, 1, S, R), (B, 1, S, P); of a quantized cache their bytes
+        absorbs = cached and self.absorbs(query.shape[2], latent.shape[2], attention_mask)
+        if basis is not None and absorbs and self.backend == "sdpa":
+            output = self.absorb_tiles(query, query_rope, basis, attention_mask)  # (B, T, H, V)
+            return self.o_proj(output.flatten(2)), None  # (B, T, hidden)
+        if basis is not None:
+            latent, key_rope = basis.cached.read()
+            latent, key_rope = basis.restore(latent), basis.rotary.unmix(basis.with_constant(key_rope))
+        if absorbs:
             output, weights = self.absorb(query, query_rope, latent, key_rope, attention_mask)  # (B, T, H, V)
             return self.o_proj(output.flatten(2)), weights  # (B, T, hidden)
         query = torch.cat((query, query_rope), dim=-1)  # (B, H, T, N + P)
@@ -193,6 +206,26 @@ class LatentAttention(Attention):
         return absorbed_attention_forward(
             query, query_rope, latent, key_rope, weight, attention_mask, self.scaling, fused=fused
         )
+
+    def absorb_tiles(
+        self, query: torch.Tensor, query_rope: torch.Tensor, basis: CacheBasis, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`absorb` over a quantized cache, read tile by tile; returns (B, T, H, V)."""
+        up = self.kv_b_proj.weight.view(query.shape[1], -1, self.kv_lora_rank)  # (H, N + V, R)
+        nope = self.qk_nope_head_dim
+        queries = multiply_by_head(query, up[:, :nope]), query_rope  # (B, H, T, R), (B, H, T, P)
+        output = tiled_attention(queries, 0, basis, attention_mask, self.scaling)  # (B, H, T, R)
+        output = multiply_by_head(output, up[:, nope:].mT)  # (B, H, T, V)
+        return output.transpose(1, 2).contiguous()
+
+    def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        bias = self.kv_a_proj_with_mqa.bias if is_plain_linear(self.kv_a_proj_with_mqa) else None
+        if bias is None:
+            return None, None
+        latent, key_rope = bias[None].split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        if self.rope_interleave:  # rotated keys are half-split
+            key_rope = torch.cat((key_rope[:, 0::2], key_rope[:, 1::2]), dim=-1)
+        return key_rope, latent if isinstance(self.kv_a_layernorm, nn.Identity) else None
 
     @staticmethod
     def default_scale(layer: GQAConfig) -> float:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .cache_formats import CacheQuantization
 from .compatibility import optional
 
 if TYPE_CHECKING:
@@ -97,6 +98,8 @@ def check_value(name: str, value: Any):
         if not isinstance(value, dict):
             raise ValueError(f"{name}={shown(value)} must be a dict, such as {ROPE_EXAMPLE}")
         check_rope_values(value)
+    elif name == "cache_quantization":
+        CacheQuantization.of(value)
     elif (
         name in ("dtype", "torch_dtype")
         and (getattr(torch, value, None) if isinstance(value, str) else value) not in DTYPES

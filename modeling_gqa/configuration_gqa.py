@@ -85,6 +85,9 @@ class GQAConfig(PreTrainedConfig):
             Window in tokens of the layers that `layer_types` calls `"sliding_attention"`; all where it is left out.
         rope_parameters (`dict`, *optional*):
             `rope_type`, `rope_theta` and the type's own keys; `partial_rotary_factor` rotates part of each head.
+        cache_quantization (`dict`, *optional*):
+            Lets `generate` round what it caches to a few bits: `{"nbits": 4}`, or `{}` for the defaults of
+            `CacheQuantization`. The weights stay as they are.
         per_layer_config (`dict[int, dict]`, *optional*):
             What differs by layer: `{0: {"attention_kind": "mla", "kv_lora_rank": 128}}`. What follows is derived.
         format_version (`int`): version of these fields, stored so that old checkpoints keep loading.
@@ -157,6 +160,7 @@ class GQAConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     use_cache: bool = True
+    cache_quantization: dict | None = None
     pad_token_id: int | None = None
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2

@@ -3,6 +3,7 @@
 Shapes: B batch, T tokens given, S cached and new tokens, P rotary size of a layer's heads.
 """
 
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from .attention import Attention, GroupedAttention
 from .attention_latent import LatentAttention, say_how_requests_decode
 from .cache_layers import grow_in_place
+from .cache_quantized import GQAQuantizedCache
 from .compatibility import CACHE, attempt, can_return_tuple, optional
 from .configuration_gqa import GQAConfig
 from .integrations import (
@@ -159,6 +161,8 @@ class GQAPreTrainedModel(PreTrainedModel):
         if isinstance(module, Attention) and module.frequency_indices is not None:
             indices = frequency_indices(self.config.per_layer_config[module.layer_idx])
             module.frequency_indices.copy_(indices)
+        if isinstance(module, Attention) and module.cache_mean is not None:
+            nn.init.zeros_(module.cache_mean)
         if isinstance(module, GQAHeadLinear):
             # transformers guards it: a weight that has been loaded stays as it is.
             nn.init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
@@ -252,16 +256,23 @@ class GQAModel(GQAPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         else:
             refuse_without_tokens("inputs_embeds", inputs_embeds, self.config.bos_token_id)
-        # Before a cache is made: transformers looks for packed documents only where there is none.
-        arguments = self.layer_arguments(inputs_embeds, attention_mask, position_ids, past_key_values)
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = grow_in_place(DynamicCache(config=self.config))
+        made = self.new_cache() if use_cache and past_key_values is None else None
+        # With the cache that was given: transformers looks for packed documents only where there is none.
+        arguments = self.layer_arguments(inputs_embeds, attention_mask, position_ids, past_key_values, made)
+        past_key_values = past_key_values if made is None else made
         hidden_states = inputs_embeds
         for layer, own in zip(self.layers, arguments, strict=False):  # early exit runs fewer than all layers
             hidden_states = layer(hidden_states, past_key_values=past_key_values, use_cache=use_cache, **own, **kwargs)
         outputs: dict[str, Any] = {"last_hidden_state": self.norm(hidden_states), CACHE: past_key_values}
         return BaseModelOutputWithPast(**outputs)
+
+    def new_cache(self) -> DynamicCache:
+        """The cache of a forward without one; numbers that gradients are to flow through are not rounded."""
+        quantized = any(layer.cache_quantization is not None for layer in self.config.per_layer_config)
+        if quantized and not torch.is_grad_enabled():
+            return grow_in_place(GQAQuantizedCache(self.config))
+        return grow_in_place(DynamicCache(config=self.config))
 
     def layer_arguments(
         self,
@@ -269,10 +280,12 @@ class GQAModel(GQAPreTrainedModel):
         attention_mask: torch.Tensor | dict | None = None,
         position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        made: Cache | None = None,
     ) -> list[dict[str, Any]]:
         """Keyword arguments of each layer beside the hidden states: its mask, the positions and their rotation.
 
-        Arguments as in `forward`; only the shape, dtype and device of `inputs_embeds` are used.
+        Arguments as in `forward`, and `made`, the new cache where none was given; only the shape, dtype and device of
+        `inputs_embeds` are used.
         """
         restarts = position_ids
         if position_ids is None:
@@ -282,10 +295,28 @@ class GQAModel(GQAPreTrainedModel):
         masks = model_masks(self.config, inputs_embeds, attention_mask, past_key_values, restarts)
         rotations = {size: rotary(inputs_embeds, position_ids) for size, rotary in self.rotary_emb.items()}
         kinds = zip(self.config.layer_types, self.rotary_sizes, strict=True)
-        return [
+        arguments = [
             {"attention_mask": masks[kind], "position_ids": position_ids, "position_embeddings": rotations[size]}
             for kind, size in islice(kinds, self.config.num_hidden_layers)
         ]
+        cache = made if past_key_values is None else past_key_values
+        if isinstance(cache, GQAQuantizedCache):
+            self._add_held_tokens(arguments, cache, inputs_embeds, position_ids)
+        return arguments
+
+    def _add_held_tokens(
+        self, arguments: list[dict], cache: GQAQuantizedCache, inputs_embeds: torch.Tensor, position_ids: torch.Tensor
+    ) -> None:
+        """Tell each layer where the tokens of a quantized cache stand, those of `position_ids` (1 or B, T) included."""
+        held = cache.hold(position_ids, inputs_embeds.shape[0])
+        attentions: list[Any] = [layer.get_submodule("self_attn") for layer in self.layers]
+        rotated = {
+            size: replace(held, position_embeddings=rotary(inputs_embeds, cache.held_positions))
+            for size, rotary in self.rotary_emb.items()
+            if any(attention.constants()[0] is not None for attention in attentions)
+        }
+        for own, size in zip(arguments, self.rotary_sizes, strict=False):
+            own["held_tokens"] = rotated.get(size, held)
 
 
 class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
@@ -394,9 +425,20 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         given = model_kwargs.get(CACHE)
-        result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        asked, options = generation_config.cache_implementation, dict(generation_config.cache_config or {})
+        own = asked == "quantized" and given is None and options.pop("backend", "gqa") == "gqa"
+        if own:
+            generation_config.cache_implementation = None
+        try:
+            result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        finally:
+            generation_config.cache_implementation = asked
         made = model_kwargs.get(CACHE)
         if made is not given and type(made) is DynamicCache:
+            configured = [layer.cache_quantization is not None for layer in self.config.per_layer_config]
+            if own or any(configured):
+                chosen = options if own and (options or not any(configured)) else None
+                made = model_kwargs[CACHE] = GQAQuantizedCache(self.config, chosen, offloading=made.offloading)
             grow_in_place(made)
         return result
 
@@ -417,6 +459,10 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
 
         Arguments as for transformers' method of this name. `generate_batch` and the context manager end here too.
         """
+        if any(layer.cache_quantization is not None for layer in self.config.per_layer_config):
+            raise ValueError(
+                "continuous batching keeps its cache unrounded: set model.config.cache_quantization = None to use it"
+            )
         manager = getattr(self, "_cached_continuous_batching_manager", None)
         if manager is not None or self._caches_equal_heads:
             return super().init_continuous_batching(generation_config, continuous_batching_config, **kwargs)

@@ -1,4 +1,4 @@
-"""The commands `convert`, `import`, `export`, `inspect` and `write-text`."""
+"""The commands `convert`, `import`, `export`, `inspect`, `quantize-cache` and `write-text`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -83,6 +83,20 @@ def inspect(source: str, ignore_field: Sequence[str] | None, json: bool) -> None
             print(to_json(found), end="", flush=True)
         else:
             show_inspection(found)
+
+
+def quantize_cache(target: str, force: bool, **options: Any) -> None:
+    """Save a model whose cache `generate` rounds, and measure what that costs."""
+    from modeling_gqa.conversion.quantizing import CacheJob, describe_loss
+
+    path = Path(target)
+    with user_errors(path), progress_bars() as show_progress:
+        report = CacheJob(target=path, **options).run(force, show_progress)
+        before, after = (report[f"cache_bytes_per_token_{when}"] for when in ("before", "after"))
+        out.print(f"Cache per token: {after:,} bytes in place of {before:,} ({share(after, before)}).", soft_wrap=True)
+        if "kl" in report:
+            out.print(f"{describe_loss(report)}.", soft_wrap=True)
+        saved(path, "card in README.md")
 
 
 def write_text(source: str, file: str, dtype: str, force: bool, **options: Any) -> None:

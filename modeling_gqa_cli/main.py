@@ -89,6 +89,15 @@ COMMANDS = {
         {"json": "Print JSON."},
         ("InspectOptions",),
     ),
+    "quantize-cache": Command(
+        "Let generate round what a model caches to a few bits, measure what that costs, and save it.",
+        OURS + "conversion",
+        SOURCE | TARGET,
+        {"force": FORCE},
+        ("WhatToRound", "Text", "Running"),
+        "With --text the means of what is cached are measured, and taken out before rounding; without, less is kept. "
+        "Example: modeling-gqa quantize-cache llama/ out/ --nbits 4 --text corpus/",
+    ),
     "write-text": Command(
         "Let a model write text to calibrate on, for when you have none.",
         OURS + "conversion",

@@ -1,4 +1,4 @@
-"""The options of `convert`, `import`, `export`, `inspect`, `report` and `evaluate`, each declared once."""
+"""The options of the commands that take no recipe, each declared once."""
 
 import re
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from .parser import option
 Kind = Literal["mha", "mqa", "gqa", "mla"]
 Method = Literal["lowrank", "auto", "procrustes", "mean", "first", "random"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Bits = Literal["2", "3", "4", "6", "8", "fp8", "16"]
 IGNORE_FIELD = "Field of SOURCE's configuration that is refused as unknown, and changes nothing."
 SIZES = ("num_key_value_heads", "kv_lora_rank", "qk_rope_head_dim", "cache_size", "cache_bytes")
 
@@ -111,6 +112,20 @@ class InspectOptions:
     _argument_group_name = "Options"
 
     ignore_field: list[str] | None = options(IGNORE_FIELD)
+
+
+@dataclass
+class WhatToRound:
+    _argument_group_name = "What is rounded"
+
+    nbits: Bits = option("Bits of a number that is cached. Default: 4.", "4")
+    key_bits: Bits | None = option("Bits of a key, but MLA's. Default: --nbits.")
+    value_bits: Bits | None = option("Bits of a value, but MLA's. Default: --nbits.")
+    latent_bits: Bits | None = option("Bits of a number of MLA's latent. Default: --nbits.")
+    rope_bits: Bits | None = option("Bits of a number of MLA's rotary key. Default: --nbits.")
+    q_group_size: int | None = option("Channels that share a scale. Default: all of a head, or of the latent.")
+    exact_tokens: int = option("First tokens of each sequence that are not rounded. Default: 4.", 4)
+    residual_length: int = option("Last tokens that are not rounded. Default: 0.", 0)
 
 
 @dataclass

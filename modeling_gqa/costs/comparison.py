@@ -130,7 +130,7 @@ def parameters_table(reports: Sequence[CostReport]) -> Table:
 
 def layer_costs_table(model: CostedModel, report: CostReport) -> Table:
     """Runs of equal layers of one model."""
-    context, itemsize = report.contexts[-1].context, getattr(torch, report.dtype).itemsize
+    context, dtype = report.contexts[-1].context, getattr(torch, report.dtype)
 
     def row(cost: LayerCost) -> tuple[str, ...]:
         layer = model.layers[cost.layer]
@@ -138,7 +138,7 @@ def layer_costs_table(model: CostedModel, report: CostReport) -> Table:
             layer.attention.describe(layer.config) + ("" if cost.window is None else f", window of {cost.window:,}"),
             with_prefix(cost.attention_parameters),
             with_prefix(cost.mlp_parameters),
-            cached(cost.cached_numbers * itemsize, itemsize),
+            cached(layer.token_bytes(dtype), dtype.itemsize),
             with_prefix(cost.decode_flops[context]),
         )
 

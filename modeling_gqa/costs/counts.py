@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention import Attention
+from ..cache_formats import CacheQuantization
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES
 
@@ -90,6 +91,27 @@ class Layer(NamedTuple):
     def cached_numbers(self) -> int:
         """Numbers that one token takes in the cache."""
         return sum(self.attention.cache_sizes(self.config))
+
+    @property
+    def quantization(self) -> CacheQuantization | None:
+        """How the cache is rounded; a layer with a window keeps its numbers."""
+        options = self.config.cache_quantization
+        return None if options is None or self.window is not None else CacheQuantization.of(options)
+
+    def token_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes that one token takes in the cache."""
+        if self.quantization is None:
+            return self.cached_numbers * dtype.itemsize
+        formats = self.attention.cache_formats(self.config, self.quantization)
+        heads = [number for number, _ in self.attention.cache_shapes(self.config)]
+        return sum(number * form.row_bytes for number, form in zip(heads, formats, strict=True))
+
+    def exact_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        """Bytes of the first and last of `tokens` tokens that a quantized cache keeps as they are."""
+        if self.quantization is None:
+            return 0
+        kept = self.quantization.exact_tokens + min(self.quantization.residual_length, tokens)
+        return kept * self.cached_numbers * dtype.itemsize
 
     def visible_tokens(self, tokens: int) -> int:
         """How many of the last `tokens` tokens the layer sees."""
@@ -245,13 +267,22 @@ def cache_bytes_per_token(model: GQAConfig | CostedModel, dtype: torch.dtype = t
             print(kind, costs.cache_bytes_per_token(GQAConfig(attention_kind=kind)))
         ```
     """
-    return cache_bytes(model, batch_size=1, tokens=1, dtype=dtype)
+    costed = as_costed(model)
+    return costed.total(lambda layer: layer.token_bytes(dtype)) + _position_bytes(costed)
+
+
+def _position_bytes(model: CostedModel) -> int:
+    """Bytes of a token's position, which a quantized cache keeps."""
+    return 4 if any(layer.quantization is not None for layer in model.layers) else 0
 
 
 def cache_bytes(
     model: GQAConfig | CostedModel, batch_size: int, tokens: int, dtype: torch.dtype = torch.bfloat16
 ) -> int:
     """Bytes of the keys and values that a dynamic cache holds after `tokens` tokens of each of `batch_size` sequences.
+
+    With `cache_quantization` these are the rounded numbers, their scales, the tokens that are kept as they are, and
+    four bytes for the position of each token.
 
     transformers' `DynamicCache` stores these bytes and no more. The cache that the model and `generate` make has room
     for up to a quarter and 64 tokens more in each layer without a window. A layer with a window counts
@@ -265,8 +296,11 @@ def cache_bytes(
         print(costs.cache_bytes(GQAConfig(), batch_size=8, tokens=4096) / 2**20, "MiB")
         ```
     """
-    numbers = as_costed(model).total(lambda layer: layer.cached_numbers * layer.visible_tokens(tokens))
-    return batch_size * numbers * dtype.itemsize
+    costed = as_costed(model)
+    layers = costed.total(
+        lambda layer: layer.token_bytes(dtype) * layer.visible_tokens(tokens) + layer.exact_bytes(tokens, dtype)
+    )
+    return batch_size * (layers + _position_bytes(costed) * tokens)
 
 
 # -- operations

@@ -13,6 +13,7 @@ from .counts import (
     Layer,
     as_costed,
     cache_bytes,
+    cache_bytes_per_token,
     count_attention_parameters,
     count_embeddings,
     count_norms,
@@ -204,7 +205,7 @@ def report(
         embedding_parameters=count_embeddings(model.config),
         norm_parameters=count_norms(model.config),
         weight_bytes=parameters * dtype.itemsize,
-        cache_bytes_per_token=cache_bytes(model, 1, 1, dtype),
+        cache_bytes_per_token=cache_bytes_per_token(model, dtype),
         layers=tuple(layer_cost(index, layer, contexts) for index, layer in enumerate(model.layers)),
         contexts=tuple(
             context_cost(model, rows, tokens, dtype, memory, machine) for rows in batch_sizes for tokens in contexts

@@ -1,0 +1,375 @@
+"""Numbers of a few bits, packed into bytes: what a quantized cache stores of one token and head.
+
+Channels are divided into blocks that share a scale. Before rounding, the numbers of a block are mixed by an orthogonal
+matrix, which spreads large channels over all of them (QuaRot, 2404.00456). Queries are mixed alike, so scores stay.
+
+Shapes: C channels of a head, N bytes of a token's row; leading dimensions are free.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+# Bits of a number: 0 drops a block, 16 keeps it as bfloat16, "fp8" is float8_e4m3fn without a scale.
+FORMATS: tuple[int | str, ...] = (0, 2, 3, 4, 6, 8, 16, "fp8")
+# Widths of the fields, in bits, into which codes are cut, so that fields of one width fill bytes.
+FIELDS = {2: (2,), 3: (2, 1), 4: (4,), 6: (4, 2), 8: (8,)}
+# Shares of the largest number at which the outermost level may lie; of these the least squared error decides. With many
+# bits nothing is won by cutting numbers off.
+CLIPS, CLIPPED_BITS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4), 4
+# Scales of numbers that are all zero; bfloat16 has it.
+TINY = 1e-30
+LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+
+
+class Run(NamedTuple):
+    """Neighbouring blocks of one size and format."""
+
+    bits: int | str
+    blocks: int
+    size: int
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """How the C channels of one head and token are stored: scales, then whole numbers, then codes.
+
+    Args:
+        bits: of each block, one of `FORMATS`.
+        sizes: channels of each block.
+
+    Example:
+        ```python
+        import torch
+        from modeling_gqa.cache_formats import RowFormat
+
+        stored = RowFormat.of(channels=128, bits=4, block=64)
+        rows = stored.pack(torch.randn(2, 10, 128))  # (2, 10, 68), uint8
+        print(stored.unpack(rows, torch.float32).shape, stored.row_bytes)  # (2, 10, 128) and 68
+        ```
+    """
+
+    bits: tuple[int | str, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, channels: int, bits: int | str | Sequence[int | str], block: int) -> "RowFormat":
+        """The format of `channels` in blocks of `block`, of which the last may be smaller.
+
+        Raises:
+            ValueError: `bits` is a list that has not one entry for each block.
+        """
+        sizes = tuple(min(block, channels - start) for start in range(0, channels, block))
+        if isinstance(bits, int | str):
+            return cls((bits,) * len(sizes), sizes)
+        if len(bits) != len(sizes):
+            raise ValueError(f"{len(bits)} numbers of bits for {len(sizes)} blocks of {channels} channels")
+        return cls(tuple(bits), sizes)
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        runs: list[Run] = []
+        for bits, size in zip(self.bits, self.sizes, strict=True):
+            if runs and (runs[-1].bits, runs[-1].size) == (bits, size):
+                runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + 1)
+            else:
+                runs.append(Run(bits, 1, size))
+        return tuple(runs)
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes N of a token's row, an even number."""
+        total = sum(run.blocks * (2 * _has_scale(run.bits) + _code_bytes(run)) for run in self.runs)
+        return total + total % 2
+
+    # -- the basis in which numbers are rounded
+
+    def mix(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` (..., C) in the basis of the cache."""
+        matrix = self._matrix(x)
+        return x if matrix is None else x @ matrix
+
+    def unmix(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` (..., C) of the basis of the cache in its own."""
+        matrix = self._matrix(x)
+        return x if matrix is None else x @ matrix.mT
+
+    def _matrix(self, x: torch.Tensor) -> torch.Tensor | None:
+        if not any(map(_has_scale, self.bits)):
+            return None
+        return _mixing_matrix(self.bits, self.sizes, x.dtype, x.device)
+
+    # -- rows
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """Round `x` (..., C), which is in the basis of the cache, and return rows (..., N) of bytes.
+
+        A level lies at each half step, -(2^bits - 1) / 2 to (2^bits - 1) / 2 scales. Scales are bfloat16.
+        """
+        scales, codes = [], []
+        for run, part in self._parts(x.float()):  # (..., blocks, size)
+            if run.bits == 16:
+                codes.append(part.bfloat16().view(torch.uint8).flatten(-2))
+            elif run.bits == "fp8":
+                bounded = part.clamp(-LARGEST_FP8, LARGEST_FP8)
+                codes.append(bounded.to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2))
+            elif run.bits:
+                scale, code = _rounded(part, int(run.bits))
+                scales.append(scale.squeeze(-1).bfloat16().view(torch.uint8))
+                codes.append(_pack_codes(code, int(run.bits)).flatten(-2))
+        rows = [*scales, *codes] or [x.new_zeros(*x.shape[:-1], 0, dtype=torch.uint8)]
+        missing = self.row_bytes - sum(part.shape[-1] for part in rows)
+        return torch.cat([*rows, rows[0].new_zeros(*x.shape[:-1], missing)], dim=-1)
+
+    def unpack(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the numbers (..., C) that `rows` (..., N) hold, in the basis of the cache."""
+        parts = [
+            levels if scales is None else (levels + 0.5) * scales[..., None]
+            for levels, scales in self.levels(rows, dtype)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def levels(self, rows: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Return what `rows` (..., N) hold, run by run, in new memory; a run of one block is not scaled.
+
+        Returns:
+            Levels (..., channels) and scales (...): a number is (level + 0.5) scale. Without scales the levels are the
+            numbers.
+        """
+        first_code = 2 * sum(run.blocks for run in self.runs if _has_scale(run.bits))
+        all_scales = rows[..., :first_code]
+        if first_code:
+            all_scales = all_scales.view(torch.bfloat16).to(dtype)
+        start, scale, found = first_code, 0, []
+        for run in self.runs:
+            stop, scales = start + run.blocks * _code_bytes(run), None
+            stored = rows[..., start:stop].unflatten(-1, (run.blocks, _code_bytes(run)))
+            levels = rows.new_empty(*stored.shape[:-1], run.size, dtype=dtype)  # (..., blocks, size)
+            if run.bits == 16:
+                levels.copy_(stored.contiguous().view(torch.bfloat16))
+            elif run.bits == "fp8":
+                levels.copy_(stored.view(torch.float8_e4m3fn))
+            elif run.bits:
+                _unpack_codes(stored.view(torch.int8), int(run.bits), levels)
+                scales = all_scales[..., scale : scale + run.blocks]
+                scale += run.blocks
+                if run.blocks == 1:
+                    scales = scales.squeeze(-1)
+                else:
+                    levels.add_(0.5).mul_(scales.unsqueeze(-1))
+                    scales = None
+            else:
+                levels.zero_()
+            found.append((levels.flatten(-2), scales))
+            start = stop
+        return found
+
+    def _parts(self, x: torch.Tensor) -> Iterator[tuple[Run, torch.Tensor]]:
+        sizes = [run.blocks * run.size for run in self.runs]
+        for run, part in zip(self.runs, x.split(sizes, dim=-1), strict=True):
+            yield run, part.unflatten(-1, (run.blocks, run.size))
+
+
+class Tile:
+    """The numbers of n tokens as they come from rows.
+
+    What has one scale for a token is multiplied before it is scaled, because there are fewer products than numbers.
+
+    Args:
+        levels: as `RowFormat.levels` returns them, of rows (B, G, n, N).
+    """
+
+    def __init__(self, levels: list[tuple[torch.Tensor, torch.Tensor | None]]):
+        self.levels = levels
+
+    def products(self, x: torch.Tensor) -> torch.Tensor:
+        """Products of `x` (B, G, M, C) with each token, (B, G, M, n), in at least float32."""
+        dtype, found = torch.promote_types(x.dtype, torch.float32), []
+        for (levels, scales), part in zip(self.levels, x.split([y.shape[-1] for y, _ in self.levels], -1), strict=True):
+            product = (part @ levels.mT).to(dtype)
+            if scales is not None:
+                product = (product + 0.5 * part.sum(-1, keepdim=True, dtype=dtype)) * scales.unsqueeze(-2)
+            found.append(product)
+        return found[0] if len(found) == 1 else torch.stack(found).sum(0)
+
+    def weighted(self, weights: torch.Tensor) -> torch.Tensor:
+        """The sums of all tokens by `weights` (B, G, M, n): (B, G, M, C), in the dtype of `weights`."""
+        found = []
+        for levels, scales in self.levels:
+            own = weights if scales is None else weights * scales.unsqueeze(-2)
+            part = own.to(levels.dtype) @ levels
+            found.append(part if scales is None else part + 0.5 * own.sum(-1, keepdim=True))
+        return (found[0] if len(found) == 1 else torch.cat(found, dim=-1)).to(weights.dtype)
+
+
+def _has_scale(bits: int | str) -> bool:
+    return bits in FIELDS
+
+
+def _code_bytes(run: Run) -> int:
+    """Bytes of a block's numbers; codes of a few bits come in eights."""
+    if run.bits in FIELDS:
+        return int(run.bits) * -(-run.size // 8)
+    return {0: 0, 16: 2 * run.size, "fp8": run.size}[run.bits]
+
+
+def _rounded(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales (..., 1) and codes (..., size), from 0 to 2^bits - 1, of `x` (..., size)."""
+    outermost = (2**bits - 1) / 2
+    most = x.abs().amax(-1, keepdim=True)
+    best_scale = best_code = least = None
+    for clip in CLIPS if bits <= CLIPPED_BITS else CLIPS[:1]:
+        scale = (clip * most / outermost).bfloat16().float().clamp(min=TINY)
+        code = (x / scale + outermost).round().clamp(0, 2**bits - 1)
+        error = ((code - outermost) * scale - x).square().sum(-1, keepdim=True)
+        if least is None:
+            best_scale, best_code, least = scale, code, error
+        else:
+            better = error < least
+            best_scale, best_code = torch.where(better, scale, best_scale), torch.where(better, code, best_code)
+            least = torch.minimum(error, least)
+    return best_scale, best_code.to(torch.uint8)
+
+
+def _pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Bytes (..., bits * size / 8) of `codes` (..., size), which are stored as signed numbers from -2^(bits - 1) on.
+
+    Channels that share a byte lie far from each other.
+    """
+    codes = torch.nn.functional.pad(codes ^ 2 ** (bits - 1), (0, -codes.shape[-1] % 8))
+    packed, low = [], bits
+    for width in FIELDS[bits]:
+        low -= width
+        fields = (codes >> low) & (2**width - 1)
+        fields = fields.unflatten(-1, (8 // width, -1))  # (..., fields of a byte, bytes)
+        packed.append(sum(fields[..., place, :] << (width * place) for place in range(8 // width)))
+    return torch.cat(packed, dim=-1)
+
+
+def _unpack_codes(stored: torch.Tensor, bits: int, levels: torch.Tensor) -> None:
+    """Write to `levels` (..., size) the signed numbers in `stored` (..., bytes), int8, as `_pack_codes` made them."""
+    first, *rest = FIELDS[bits]
+    size, boundary = levels.shape[-1], -(-levels.shape[-1] // 8) * first
+    parts = _fields(stored[..., :boundary], first)
+    for width in rest:
+        high, low = (torch.cat(fields, dim=-1) for fields in (parts, _fields(stored[..., boundary:], width)))
+        parts = [(high << width) | (low & (2**width - 1))]
+    place = 0
+    for part in parts:
+        count = min(part.shape[-1], size - place)
+        levels[..., place : place + count].copy_(part[..., :count])
+        place += count
+
+
+def _fields(stored: torch.Tensor, width: int) -> list[torch.Tensor]:
+    """The signed fields of bytes, int8, from the lowest on; shifts to the right keep the sign."""
+    return [(stored << (8 - width * (n + 1))) >> (8 - width) if width < 8 else stored for n in range(8 // width)]
+
+
+@lru_cache(maxsize=256)
+def _mixing_matrix(
+    bits: tuple[int | str, ...], sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Orthogonal (C, C), block by block; a block without a scale is not mixed."""
+    with torch.inference_mode(False):  # the matrix is used in both modes
+        blocks = [
+            orthogonal_matrix(size) if _has_scale(n) else torch.eye(size, dtype=torch.float64)
+            for n, size in zip(bits, sizes, strict=True)
+        ]
+        return torch.block_diag(*blocks).to(device, dtype)
+
+
+def orthogonal_matrix(size: int) -> torch.Tensor:
+    """A symmetric orthogonal matrix whose numbers are about alike: Hadamard's, of an odd factor Hartley's.
+
+    Returns:
+        (size, size), float64.
+    """
+    odd = size // (size & -size)
+    angles = torch.arange(odd, dtype=torch.float64).outer(torch.arange(odd, dtype=torch.float64)) * (2 * torch.pi / odd)
+    matrix = (angles.cos() + angles.sin()) * odd**-0.5
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) * 2**-0.5
+    while matrix.shape[0] < size:
+        matrix = torch.kron(pair, matrix)
+    return matrix
+
+
+@dataclass(frozen=True)
+class CacheQuantization:
+    """What `GQAConfig.cache_quantization` says; names that transformers' `QuantizedCache` has as well mean the same.
+
+    Args:
+        nbits: format of all that is cached, one of `FORMATS`.
+        key_bits, value_bits: of keys and values of MHA, MQA and GQA, in place of `nbits`; a list has one entry for each
+            block of a head.
+        latent_bits, rope_bits: of MLA's latent and its rotary key, in place of `nbits`.
+        q_group_size: channels of a block, which are mixed and share a scale; `None`: all of a head, or of the latent.
+        exact_tokens: first tokens of each row that are kept as they are, because most attention goes to them
+            (StreamingLLM, 2309.17453).
+        residual_length: last tokens that are kept as they are.
+        means: the checkpoint has a measured mean of what each layer caches (`modeling-gqa quantize-cache`).
+
+    Raises:
+        ValueError: a name or a value is unknown.
+
+    Example:
+        ```python
+        from modeling_gqa.cache_formats import CacheQuantization
+
+        print(CacheQuantization.of({"nbits": 8, "rope_bits": 16}).rope_bits)
+        ```
+    """
+
+    nbits: Any = 4
+    key_bits: Any = None
+    value_bits: Any = None
+    latent_bits: Any = None
+    rope_bits: Any = None
+    q_group_size: int | None = None
+    exact_tokens: int = 4
+    residual_length: int = 0
+    means: bool = False
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> "CacheQuantization":
+        """Check `options` and fill in what they leave out."""
+        for name in options:
+            if name not in cls.__dataclass_fields__:
+                raise ValueError(
+                    f"cache_quantization has no option {name!r}: there are {', '.join(cls.__dataclass_fields__)}"
+                )
+        found = cls(**options)
+        for name in ("nbits", "key_bits", "value_bits", "latent_bits", "rope_bits"):
+            value = getattr(found, name)
+            listed = value if isinstance(value, list | tuple) and name != "nbits" else [value]
+            if not all(x in FORMATS and not isinstance(x, bool | float) for x in listed) and not (
+                value is None and name != "nbits"
+            ):
+                known = ", ".join(map(str, FORMATS))
+                raise ValueError(f"cache_quantization[{name!r}]={value!r} must be one of {known}, or a list of them")
+        for name, least in (("q_group_size", 8), ("exact_tokens", 0), ("residual_length", 0)):
+            value = getattr(found, name)
+            if value is None and name == "q_group_size":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"cache_quantization[{name!r}]={value!r} must be a whole number, {least} or more")
+        if not isinstance(found.means, bool):
+            raise ValueError(f"cache_quantization['means']={found.means!r} must be True or False")
+        return found
+
+    def formats(self, names: Sequence[str], sizes: Sequence[int]) -> tuple[RowFormat, RowFormat]:
+        """Formats of the two tensors that a layer caches.
+
+        Args:
+            names: of the fields with their bits, such as "key_bits" and "value_bits".
+            sizes: channels of a head of each.
+        """
+        given = [getattr(self, name) for name in names]
+        first, second = (
+            RowFormat.of(size, self.nbits if bits is None else bits, self.q_group_size or size)
+            for size, bits in zip(sizes, given, strict=True)
+        )
+        return first, second

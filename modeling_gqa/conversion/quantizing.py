@@ -1,0 +1,249 @@
+"""A checkpoint whose cache is quantized: the command `modeling-gqa quantize-cache`.
+
+The weights stay as they are. Means of what is cached are measured on text and saved beside them, because numbers around
+zero take fewer bits.
+Shapes: B batch, G heads, T tokens, C channels of a head.
+"""
+
+import copy
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from modeling_gqa_cli import options as declared
+from modeling_gqa_cli.errors import UsageError, UserError
+
+from ..cache_formats import CacheQuantization
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoints.writing import check_target, new_checkpoint, refuse_overlap, write_model
+from ..common import cards
+from ..common.batches import Batch, computing_dtype, evaluating, usable_device
+from ..common.progress import Progress, ShowProgress, no_progress
+from ..common.tables import share
+from ..configuration_gqa import GQAConfig
+from ..costs import cache_bytes_per_token
+from ..data.packing import read_batches
+from ..data.reading import find_files
+from ..data.tokenizer import load_tokenizer
+from ..layers import rotate, select_frequencies
+from ..modeling_gqa import GQAForCausalLM
+from .divergence import compare_predictions
+from .job import LONGEST_SEQUENCE
+from .options import LEAST
+from .report import RUNS
+
+CARD = """# {title}
+
+{source} with a quantized cache: `generate` keeps {after:,} bytes per token where it kept {before:,} ({share}).
+The weights are the source's.
+
+```python
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("{title}", trust_remote_code=True)
+```
+
+{measured}
+
+The cache is as `cache_quantization` in `config.json` says. Set it to `None` for an unrounded one. vLLM and other
+engines do not read it.
+
+{runs}
+"""
+
+
+@dataclass
+class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.Files):
+    """A checkpoint to write with a quantized cache; each field is an option of `modeling-gqa quantize-cache`.
+
+    Raises:
+        UserError: an option cannot be used.
+    """
+
+    def __post_init__(self) -> None:
+        if Path(self.source).exists():
+            refuse_overlap(Path(self.source), self.target)
+        texts = [*(self.text or []), *(self.evaluation_text or [])]
+        if self.evaluation_text and not self.text:
+            raise UserError("--evaluation-text needs --text to measure the means on")
+        for path in texts:
+            refuse_overlap(path, self.target, "text")
+        if texts:
+            find_files(texts, self.text_column)
+        for name in ("calibration_tokens", "evaluation_tokens", "sequence_length", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and not LEAST[name] <= value <= 10**9:
+                raise UsageError(f"--{name.replace('_', '-')}={value} must be from {LEAST[name]} to 10^9")
+        self.device = usable_device(self.device)
+        self.quantization()
+
+    def quantization(self) -> dict[str, Any]:
+        """Return `cache_quantization` of the result; raises `UsageError`."""
+        given = {name: getattr(self, name) for name in declared.WhatToRound.__dataclass_fields__}
+        options = {
+            name: int(value) if isinstance(value, str) and value.isdecimal() else value
+            for name, value in given.items()
+            if value is not None
+        }
+        try:
+            CacheQuantization.of(options)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        return options | ({"means": True} if self.text else {})
+
+    def run(self, force: bool, show_progress: ShowProgress = no_progress) -> dict[str, Any]:
+        """Measure, and write the checkpoint, as a whole or not at all.
+
+        Args:
+            force: whether a checkpoint at the target is replaced.
+            show_progress: returns, for a description, what wraps an iterable to show progress.
+
+        Returns:
+            Bytes per token before and after, and with text what `compare_predictions` returns.
+
+        Raises:
+            UserError: the checkpoint, the text or the options cannot be used.
+        """
+        check_target(self.target.resolve(), force)
+        dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
+        with new_checkpoint(self.target, force, ExitStack()) as aside:
+            checkpoint = open_checkpoint(self.source, ignore_fields=self.ignore_field or (), dtype=dtype)
+            refuse_overlap(checkpoint.folder, self.target)
+            batches = self.read_text(checkpoint)
+            model: Any = checkpoint.load(dtype or checkpoint.dtype, self.device).eval()
+            stored = model.dtype
+            model.config.cache_quantization = None
+            quantized: Any = with_quantized_cache(model, self.quantization())
+            both = {"before": model.config, "after": quantized.config}
+            report: dict[str, Any] = {
+                f"cache_bytes_per_token_{when}": cache_bytes_per_token(config, stored) for when, config in both.items()
+            }
+            if batches:
+                for each in (model, quantized):  # which share their weights
+                    each.to(dtype=computing_dtype(stored, self.device))
+                means = cache_means(model, batches["calibration"], show_progress("measuring means"))
+                set_cache_means(quantized, means)
+                report |= compare_predictions(model, quantized, batches["evaluation"], show_progress("measuring"))
+            quantized.to(dtype=stored)
+            write_model(aside, quantized, checkpoint.folder, show_progress("saving"))
+            self.write_card(aside, report, quantized.config, checkpoint.folder / "README.md")
+        return report
+
+    def read_text(self, checkpoint: Checkpoint) -> dict[str, list[Batch]]:
+        """Return the parts "calibration" and "evaluation" of the text; nothing without text."""
+        if not self.text:
+            return {}
+        positions = checkpoint.config.max_position_embeddings
+        length = self.sequence_length or min(LONGEST_SEQUENCE, positions)
+        if length > positions:
+            raise UserError(f"--sequence-length={length} is more than max_position_embeddings={positions}")
+        return read_batches(
+            self.text,
+            load_tokenizer(checkpoint.folder),
+            {"calibration": self.calibration_tokens, "evaluation": self.evaluation_tokens},
+            sequence_length=length,
+            batch_size=self.batch_size,
+            evaluation_paths=self.evaluation_text or (),
+            text_column=self.text_column,
+        )
+
+    def write_card(self, folder: Path, report: dict[str, Any], config: GQAConfig, source_card: Path) -> None:
+        source, title = Path(self.source), self.target.resolve().name
+        base = cards.base_metadata(None if source.exists() else self.source)
+        before, after = (report[f"cache_bytes_per_token_{when}"] for when in ("before", "after"))
+        text = CARD.format(
+            title=title,
+            source=f"`{source.resolve().name if source.exists() else source}`",
+            before=before,
+            after=after,
+            share=share(after, before),
+            measured=f"{describe_loss(report)}." if "kl" in report else "What that loses was not measured.",
+            runs=RUNS,
+        )
+        cards.write_card(folder, cards.card_metadata(config) | cards.kept_metadata(source_card) | base, text)
+
+
+def describe_loss(report: dict[str, Any]) -> str:
+    """Return what was measured on held-out text, in a sentence without its full stop."""
+    before, after = report["perplexity_before"], report["perplexity_after"]
+    return (
+        f"On {report['tokens']:,} held-out tokens KL(source || quantized) is {report['kl']:.4f} nats, and the "
+        f"perplexity {after:.2f} where the source has {before:.2f}"
+    )
+
+
+def with_quantized_cache(model: GQAForCausalLM, options: dict[str, Any]) -> GQAForCausalLM:
+    """Return a model of the same weights, shared, with `cache_quantization` as `options` say.
+
+    Example:
+        ```python
+        from modeling_gqa import GQAConfig, GQAForCausalLM
+        from modeling_gqa.conversion.quantizing import with_quantized_cache
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = GQAForCausalLM(GQAConfig(vocab_size=64, **sizes))
+        assert with_quantized_cache(model, {"nbits": 8}).config.cache_quantization == {"nbits": 8}
+        ```
+    """
+    shared = {id(parameter): parameter for parameter in model.parameters()}
+    quantized = copy.deepcopy(model, shared)
+    quantized.config.cache_quantization = options
+    return quantized
+
+
+@torch.no_grad()
+def cache_means(model: GQAForCausalLM, batches: Iterable[Batch], progress: Progress = iter) -> list[torch.Tensor]:
+    """Return each layer's mean of its keys before rotation and its values, of MLA its latent and rotary key.
+
+    The first tokens of each row, which a quantized cache keeps as they are, do not count: their keys are unlike others.
+
+    Args:
+        model: whose layers hold all tokens or have a window.
+        batches: `input_ids` (B, T) of blocks without padding, T above the number of exact tokens, 4.
+        progress: wraps the iteration over the batches.
+
+    Returns:
+        For each layer G C numbers of the first cached tensor and then those of the second, float32.
+
+    Example:
+        ```python
+        import torch
+        from modeling_gqa import GQAConfig, GQAForCausalLM
+        from modeling_gqa.conversion.cache_means import cache_means
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mqa", **sizes))
+        assert cache_means(model, [{"input_ids": torch.randint(64, (2, 16))}])[0].shape == (2 * 8,)
+        ```
+    """
+    skipped = CacheQuantization().exact_tokens
+    sums: list[Any] = [0.0] * len(model.model.layers)
+    tokens = 0
+    with evaluating(model):
+        for batch in progress(batches):
+            ids = batch["input_ids"]
+            cache: Any = DynamicCache()  # holds all tokens, also of layers with a window
+            model.model(input_ids=ids, past_key_values=cache)
+            places = torch.arange(ids.shape[1], device=ids.device)[None]
+            rotations = {size: rotary(cache.layers[0].keys, places) for size, rotary in model.model.rotary_emb.items()}
+            for index, (layer, size) in enumerate(zip(model.model.layers, model.model.rotary_sizes, strict=True)):
+                attention = layer.self_attn
+                held = [cache.layers[index].keys, cache.layers[index].values]  # (B, G, T, C)
+                rotary = attention.rotary_places[0]
+                cos, sin = select_frequencies(rotations[size], attention.frequency_indices)
+                norm = cos.square() + sin.square()  # above one where the rotation scales, as YaRN's
+                held[rotary] = rotate(held[rotary], cos / norm, -sin / norm)
+                means = [x[:, :, skipped:].float().sum((0, 2)).flatten() for x in held]
+                sums[index] = sums[index] + torch.cat(means)
+            tokens += ids.shape[0] * (ids.shape[1] - skipped)
+    return [x / tokens for x in sums]
+
+
+def set_cache_means(model: GQAForCausalLM, means: Iterable[torch.Tensor]) -> None:
+    """Give the layers of a model with `cache_quantization["means"]` their means, as `cache_means` returns them."""
+    for layer, mean in zip(model.model.layers, means, strict=True):
+        layer.self_attn.register_buffer("cache_mean", mean.to(model.device, model.dtype))

@@ -1,0 +1,386 @@
+"""A quantized cache gives back what float64 formulas say, and goes through all that `generate` does with a cache.
+
+Shapes: B batch, G key/value heads, T tokens, C channels of a head.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from scipy.linalg import hadamard
+from small_models import make_batch, make_config, make_model
+from test_caches import decode, no_gradients
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, DynamicCache, DynamicLayer
+
+from modeling_gqa import GQAForCausalLM, GQAQuantizedCache, costs
+from modeling_gqa.attention import rotate
+from modeling_gqa.cache_formats import FORMATS, RowFormat, orthogonal_matrix
+from modeling_gqa.cache_quantized import TILE, QuantizedLayer
+from modeling_gqa.layers import select_frequencies
+
+pytestmark = pytest.mark.compat
+assert no_gradients  # a fixture of all tests here
+BITS = [bits for bits in FORMATS if isinstance(bits, int) and 0 < bits < 16]
+
+
+def rounded(x, bits):
+    """`x` (..., C) in one block: the nearest of 2^bits levels, at the scale of least squared error of those tried."""
+    outermost, found, least = (2**bits - 1) / 2, None, None
+    for share in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4) if bits <= 4 else (1.0,):
+        scale = (share * x.abs().amax(-1, keepdim=True).float() / outermost).bfloat16().to(x.dtype)
+        levels = torch.arange(2**bits).to(x) - outermost
+        nearest = levels[(x[..., None] / scale[..., None] - levels).abs().argmin(-1)] * scale
+        error = (nearest - x).square().sum(-1, keepdim=True)
+        found = nearest if found is None else torch.where(error < least, nearest, found)
+        least = error if least is None else torch.minimum(error, least)
+    return found
+
+
+# -- rows
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("size", [64, 22, 6])
+def test_rows_hold_the_nearest_levels(bits, size):
+    x = torch.randn(3, 5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(bits))
+    stored = RowFormat.of(size, bits, 64)
+    found = stored.unpack(stored.pack(x), torch.float64)
+    torch.testing.assert_close(found, rounded(x, bits), rtol=1e-6, atol=1e-6)
+    # Codes of a few bits fill whole bytes of eight channels; the scale has two bytes.
+    assert stored.pack(x).shape == (3, 5, stored.row_bytes)
+    assert stored.row_bytes == (2 + bits * -(-size // 8) + 1) // 2 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_all_formats_stand_side_by_side(dtype):
+    stored = RowFormat.of(8 * 16 - 3, list(FORMATS), 16)
+    x = torch.randn(2, 7, 8 * 16 - 3).to(dtype)
+    found = stored.unpack(stored.pack(x), dtype)
+    for number, bits in enumerate(FORMATS):
+        block, expected = found[..., 16 * number : 16 * number + 16], x[..., 16 * number : 16 * number + 16]
+        if bits == 0:
+            assert not block.any()
+        elif bits == 16:
+            assert torch.equal(block, expected.bfloat16().to(dtype))
+        elif bits == "fp8":
+            assert torch.equal(block, expected.to(torch.float8_e4m3fn).to(dtype))
+        else:
+            # Errors, because a number half way between two levels may be rounded either way.
+            errors = [(y.float() - expected.float()).abs() for y in (block, rounded(expected.float(), bits).to(dtype))]
+            torch.testing.assert_close(*errors, rtol=0, atol=2**-6 if dtype == torch.bfloat16 else 1e-5)
+    assert stored.row_bytes == 102 == 2 * 5 + 2 * (2 + 3 + 4 + 6 + 8) + 2 * 16 + 13 + 1
+
+
+def test_numbers_beyond_a_format_are_bounded():
+    largest = torch.tensor([[1e6, -1e6, *[0.0] * 6]])
+    assert RowFormat.of(8, "fp8", 64).unpack(RowFormat.of(8, "fp8", 64).pack(largest), torch.float32)[0, 0] == 448
+    for bits in BITS:
+        stored = RowFormat.of(8, bits, 64)
+        torch.testing.assert_close(stored.unpack(stored.pack(torch.zeros(1, 8)), torch.float32), torch.zeros(1, 8))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6, 14, 22, 48, 64])
+def test_the_mixing_matrix_is_orthogonal_and_even(size):
+    matrix = orthogonal_matrix(size)
+    torch.testing.assert_close(matrix @ matrix.mT, torch.eye(size, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert matrix.abs().max() <= (2 / size) ** 0.5 + 1e-12
+    if size == 64:
+        assert torch.equal(matrix.sign(), torch.from_numpy(hadamard(64)).double())
+
+
+# -- a model that attends to rounded numbers, against one whose cache rounds by formulas in float64
+
+
+class Oracle(DynamicLayer):
+    """Keeps what it gets after rounding by formulas: less the constant, mixed, rounded, and all that undone.
+
+    Args:
+        attention: the attention layer whose numbers it holds.
+        bits, exact: as `nbits` and `exact_tokens`.
+        rotation: cosine and sine (B or 1, T, P) of all tokens.
+        first: (B,), the place of each row's first token.
+    """
+
+    def __init__(self, attention, bits, exact, rotation, first):
+        super().__init__()
+        self.attention, self.bits, self.exact, self.first = attention, bits, exact, first
+        self.rotation = select_frequencies(rotation, attention.frequency_indices)
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        start = self.get_seq_length()
+        place = self.attention.rotary_places
+        pair, constants = [key_states, value_states], dict(zip(place, self.attention.constants(), strict=True))
+        for number, x in enumerate(pair):
+            batch, _, new, size = x.shape
+            constant = torch.zeros_like(x)
+            if constants[number] is not None:
+                constant = constants[number][None, :, None].expand(batch, -1, new, -1)
+                if number == place[0]:
+                    constant = rotate(constant, *(part[:, start : start + new] for part in self.rotation))
+            matrix = orthogonal_matrix(size)
+            found = rounded((x - constant) @ matrix, self.bits) @ matrix + constant
+            places = torch.arange(start, start + new) - self.first[:, None]
+            kept = (places >= 0) & (places < self.exact)
+            pair[number] = torch.where(kept[:, None, :, None], x, found)
+        return super().update(*pair)
+
+
+def held_exactly(model, batch, bits, exact=4):
+    """A dynamic cache with the oracle as its layers."""
+    cache = DynamicCache(config=model.config)
+    first = (batch["attention_mask"] == 0).sum(1) if batch["attention_mask"][:, -1].all() else torch.zeros(3).long()
+    for index, (layer, size) in enumerate(zip(model.model.layers, model.model.rotary_sizes, strict=True)):
+        if type(cache.layers[index]) is DynamicLayer:
+            states = torch.zeros(1, dtype=model.dtype)
+            rotation = model.model.rotary_emb[size](states, batch["position_ids"])
+            cache.layers[index] = Oracle(layer.self_attn, bits, exact, rotation, first)
+    return cache
+
+
+def model_with_constants(name, means, **overrides):
+    """Model in float64 with biases, and with means that are not theirs."""
+    options = {"nbits": 4, "means": means}
+    model = make_model(name, attention_bias=True, cache_quantization=options, **overrides).double()
+    generator = torch.Generator().manual_seed(3)
+    for name, x in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith(("_proj.bias", "_mqa.bias", "cache_mean")):
+            x.copy_(torch.randn(x.shape, generator=generator, dtype=x.dtype))
+    return model
+
+
+@pytest.mark.parametrize("sizes", [(17, *(1,) * 13), (3, 20, 7)], ids=["token by token", "chunks"])
+@pytest.mark.parametrize("padding", ["left", "right"])
+@pytest.mark.parametrize("means", [False, True], ids=["biases", "means"])
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_a_model_attends_to_the_rounded_numbers(model_name, backend, means, padding, sizes, monkeypatch):
+    """Whether MLA expands or absorbs, and the cache is read at once or by tiles: attention sees what formulas give."""
+    monkeypatch.setattr("modeling_gqa.cache_quantized.TILE", 3 * 7)
+    model, batch = model_with_constants(model_name, means), make_batch(length=30, padding=padding)
+    model.set_attn_implementation(backend)
+    cache = GQAQuantizedCache(model.config)
+    found = decode(model, batch, cache, sizes)
+    expected = decode(model, batch, held_exactly(model, batch, 4), sizes)
+    mask = batch["attention_mask"].bool()
+    # A number half way between two levels may be rounded either way, because the cache rounds in float32.
+    torch.testing.assert_close(found[mask], expected[mask], rtol=1e-4, atol=1e-4)
+    exact = decode(model, batch, DynamicCache(config=model.config), sizes)
+    assert (expected - exact)[mask].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["mla", "mla-q-lora"])
+def test_tiles_add_up(name, monkeypatch):
+    """The softmax over several tiles, with padding, is that over all tokens."""
+    model, batch = model_with_constants(name, True), make_batch(length=40, padding="left")
+    whole = decode(model, batch, GQAQuantizedCache(model.config), (39, 1))
+    monkeypatch.setattr("modeling_gqa.cache_quantized.TILE", 3 * 7)
+    tiles = decode(model, batch, GQAQuantizedCache(model.config), (39, 1))
+    torch.testing.assert_close(tiles[:, -1], whole[:, -1], rtol=1e-9, atol=1e-9)
+
+
+class LargestFloat(TorchDispatchMode):
+    """Remembers how many numbers the largest floating-point tensor has that an operation returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
+                self.numbers = max(self.numbers, x.numel())
+        return result
+
+
+def test_decoding_mla_never_holds_the_whole_cache_as_numbers():
+    model = make_model("mla", max_position_embeddings=2 * TILE, num_hidden_layers=1)
+    ids = torch.randint(3, 101, (2, 3 * TILE // 2))
+    cache = GQAQuantizedCache(model.config, {})
+    model(ids, past_key_values=cache)
+    with LargestFloat() as largest:
+        model(ids[:, :1], past_key_values=cache)
+    # The latent has 22 numbers, and there are 6 heads.
+    assert largest.numbers <= TILE * 22 < 2 * cache.layers[0].get_seq_length() * 22
+
+
+@pytest.mark.parametrize("options", [{"exact_tokens": 64}, {"residual_length": 64}])
+def test_what_is_kept_exactly_loses_nothing(model_name, options):
+    model, batch = make_model(model_name).double(), make_batch(length=40, padding="left")
+    found = decode(model, batch, GQAQuantizedCache(model.config, options), (9, 25, *(1,) * 6))
+    exact = decode(model, batch, DynamicCache(config=model.config), (9, 25, *(1,) * 6))
+    mask = batch["attention_mask"].bool()
+    torch.testing.assert_close(found[mask], exact[mask], rtol=1e-9, atol=1e-9)
+
+
+def test_sixteen_bits_lose_what_bfloat16_loses(model_name):
+    model, batch = make_model(model_name).double(), make_batch(length=40)
+    found = decode(model, batch, GQAQuantizedCache(model.config, {"nbits": 16}), (39, 1))
+    exact = decode(model, batch, DynamicCache(config=model.config), (39, 1))
+    assert 1e-4 < (found - exact).std() / exact.std() < 1e-2
+
+
+# -- what `generate` does with a cache
+
+
+def test_bits_by_block_and_by_what_is_cached():
+    config = make_config("mixed", cache_quantization={"nbits": 8, "latent_bits": [4, 2, 0], "q_group_size": 8})
+    cache = GQAQuantizedCache(config)
+    latent, rope = cache.layers[0].formats
+    assert (latent.bits, latent.sizes, rope.bits) == ((4, 2, 0), (8, 8, 6), (8,))
+    assert [form.bits for form in cache.layers[1].formats] == [(8, 8), (8, 8)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"nbits": 8, "residual_length": 5}, {"nbits": 3, "exact_tokens": 0}])
+def test_bytes_are_those_of_the_accounting(model_name, options, dtype):
+    """Of a layer with a window the accounting has one token more than transformers holds."""
+    model = make_model(model_name, cache_quantization=options).to(dtype)
+    cache, batch = GQAQuantizedCache(model.config), make_batch(length=40)
+    model(**batch, past_key_values=cache)
+    held = [cache.positions.keys]
+    for layer in cache.layers:
+        held += [layer.keys, layer.values]
+        held += [*layer.first_tokens, *layer.last_tokens] if isinstance(layer, QuantizedLayer) else []
+    used = sum(x.numel() * x.element_size() for x in held)
+    windows = [layer for layer in costs.CostedModel(model.config).layers if layer.window]
+    used += 3 * sum(layer.cached_numbers for layer in windows) * dtype.itemsize
+    assert used == costs.cache_bytes(model.config, batch_size=3, tokens=40, dtype=dtype)
+    assert costs.cache_bytes_per_token(model.config, dtype) < costs.cache_bytes_per_token(
+        make_config(model_name), dtype
+    )
+
+
+@pytest.mark.parametrize("strategy", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 2}], ids=str)
+@pytest.mark.parametrize("way", ["configuration", "argument", "cache"])
+def test_generates(model_name, way, strategy):
+    """The tokens are those of a cache with the same formats, however it is asked for; at eight bits, the model's own
+    but where two tokens are about equally likely."""
+    options = {"nbits": 8, "exact_tokens": 2}
+    model = make_model(model_name, cache_quantization=options if way == "configuration" else None)
+    batch = make_batch(batch=1, length=9) if "prompt_lookup_num_tokens" in strategy else make_batch(padding="left")
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    asked = {
+        "configuration": {},
+        "argument": {"cache_implementation": "quantized", "cache_config": options},
+        "cache": {"past_key_values": GQAQuantizedCache(model.config, options)},
+    }[way]
+    run = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True, **strategy}
+    found = model.generate(**inputs, **asked, **run)
+    assert isinstance(found.past_key_values, GQAQuantizedCache)
+    model.config.cache_quantization = None
+    expected = model.generate(**inputs, **run)
+    assert not isinstance(expected.past_key_values, GQAQuantizedCache)
+    if not strategy:
+        torch.testing.assert_close(found.logits[1], expected.logits[1], rtol=0.1, atol=0.3)
+        assert not torch.equal(found.logits[1], expected.logits[1])
+
+
+def test_a_crop_and_rows_that_move_are_as_if_they_had_not(model_name):
+    """After a crop, a repeat, a choice and a new order of rows, the next logits are those of rows that began so."""
+    model, batch = model_with_constants(model_name, True), make_batch(length=30, padding="left")
+    options = {"nbits": 4, "residual_length": 6, "means": True}
+    cache = GQAQuantizedCache(model.config, options)
+    decode(model, batch, cache, [20])
+    cache.activate_past_recording()
+    decode(model, batch, cache, [4], start=20)
+    cache.crop(-4)
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0, 2, 5]))
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    rows = [2, 0, 1]
+    moved = {name: x[rows] for name, x in batch.items()}
+    found = decode(model, moved, cache, [3, 1], start=20)
+    fresh = GQAQuantizedCache(model.config, options)
+    decode(model, moved, fresh, [20])
+    for layer, other in zip(cache.layers, fresh.layers, strict=True):
+        if isinstance(layer, QuantizedLayer):
+            # Of the six last tokens that were kept exactly the crop has removed four.
+            assert torch.equal(layer.keys[:, :, :20], other.keys)
+            kept = layer.last_tokens[0][:, :, :2], other.last_tokens[0][:, :, -2:]
+            torch.testing.assert_close(*kept, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(layer.first_tokens[0], other.first_tokens[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, decode(model, moved, fresh, [3, 1], start=20), rtol=0, atol=2)
+    assert torch.equal(cache.held_positions, fresh.held_positions)
+
+
+def test_copies_and_pickles_go_on_alike():
+    model, batch = model_with_constants("mixed", True), make_batch(length=30)
+    cache = GQAQuantizedCache(model.config)
+    decode(model, batch, cache, [20])
+    copies = [copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache]
+    first, *others = (decode(model, batch, each, [1, 5], start=20) for each in copies)
+    assert all(torch.equal(other, first) for other in others)
+
+
+def test_a_reset_cache_starts_anew():
+    model, batch, other = model_with_constants("mla", True), make_batch(padding="left"), make_batch(seed=2)
+    cache = GQAQuantizedCache(model.config)
+    decode(model, batch, cache, [11])
+    cache.reset()
+    found = decode(model, other, cache, [6, 5])
+    assert torch.equal(found, decode(model, other, GQAQuantizedCache(model.config), [6, 5]))
+
+
+def test_saving_keeps_the_means(tmp_path):
+    model, batch = model_with_constants("mixed", True), make_batch()
+    model.save_pretrained(tmp_path)
+    loaded = GQAForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    assert loaded.config.cache_quantization == {"nbits": 4, "means": True}
+    assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+    remote = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, dtype=torch.float64)
+    assert torch.equal(remote(**batch).logits, model(**batch).logits)
+
+
+def test_a_checkpoint_without_means_gets_zeros(tmp_path):
+    make_model("mixed").save_pretrained(tmp_path)
+    loaded = GQAForCausalLM.from_pretrained(tmp_path, cache_quantization={"means": True})
+    assert not any(layer.self_attn.cache_mean.any() for layer in loaded.model.layers)
+
+
+def test_gradients_see_the_numbers_themselves():
+    model, batch = make_model("mla", cache_quantization={"nbits": 2}), make_batch()
+    with torch.enable_grad():
+        outputs = model(**batch, use_cache=True)
+    assert not isinstance(outputs.past_key_values, GQAQuantizedCache)
+    assert isinstance(model(**batch).past_key_values, GQAQuantizedCache)
+
+
+def test_layers_with_a_window_keep_their_numbers():
+    cache = GQAQuantizedCache(make_config("mixed-window"), {})
+    assert [isinstance(layer, QuantizedLayer) for layer in cache.layers] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"bits": 4}, "no option 'bits'"),
+        ({"nbits": 5}, r"\['nbits'\]=5"),
+        ({"nbits": None}, r"\['nbits'\]=None"),
+        ({"nbits": [4]}, r"\['nbits'\]"),
+        ({"nbits": True}, r"\['nbits'\]=True"),
+        ({"rope_bits": "int4"}, r"\['rope_bits'\]='int4'"),
+        ({"key_bits": [4, 5]}, r"\['key_bits'\]"),
+        ({"exact_tokens": -1}, r"\['exact_tokens'\]=-1"),
+        ({"q_group_size": 4}, r"\['q_group_size'\]=4"),
+        ({"residual_length": 1.5}, r"\['residual_length'\]=1.5"),
+        ({"means": 1}, r"\['means'\]=1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        make_config("mixed", cache_quantization=options)
+    with pytest.raises(ValueError, match=said):
+        GQAQuantizedCache(make_config("mixed"), options)
+
+
+def test_bits_for_another_number_of_blocks_are_refused():
+    config = make_config("mla", cache_quantization={"latent_bits": [4, 4]})
+    with pytest.raises(ValueError, match="layer 0: 2 numbers of bits for 1 blocks of 22 channels"):
+        GQAForCausalLM(config)
+
+
+def test_continuous_batching_refuses(model_name):
+    model = make_model(model_name, cache_quantization={})
+    with pytest.raises(ValueError, match="cache_quantization = None"):
+        model.init_continuous_batching()
