@@ -252,6 +252,13 @@ class GQAQuantizedCache(DynamicCache):
         self.first, self.aligned = None, True
 
 
+def rounds_cache(config: Any) -> bool:
+    """Whether a configuration, be it ours or not, has a quantized cache in some layer."""
+    if not hasattr(type(config), "cache_quantization"):
+        return False
+    return any(layer.cache_quantization is not None for layer in config.per_layer_config)
+
+
 def quantized_layer(cache: Cache | None, layer_idx: int) -> QuantizedLayer | None:
     """Return the layer of `cache` if its numbers are rounded, else `None`."""
     layer: Any = cache.layers[layer_idx] if cache is not None and layer_idx < len(cache.layers) else None

@@ -182,6 +182,8 @@ def divide_over_ranks(attention: Any, mesh: Any) -> None:
     ranks, heads = mesh.size(), attention.shared_heads
     layer = attention.config.per_layer_config[attention.layer_idx]
     refuse_uneven(attention.layer_idx, layer.num_attention_heads, heads, ranks)
+    if attention.cache_mean is not None and heads is not None:
+        raise ValueError("the means of a quantized cache are not divided over ranks: load with cache_quantization=None")
     for name, rule in attention.tp_plan.items():
         module, style = attention.get_submodule(name), styles[rule]
         if name == "kv_a_proj_with_mqa":

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from .attention import Attention, GroupedAttention
 from .attention_latent import LatentAttention, say_how_requests_decode
 from .cache_layers import grow_in_place
-from .cache_quantized import GQAQuantizedCache
+from .cache_quantized import GQAQuantizedCache, rounds_cache
 from .compatibility import CACHE, attempt, can_return_tuple, optional
 from .configuration_gqa import GQAConfig
 from .integrations import (
@@ -140,6 +140,8 @@ class GQAPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = GradientCheckpointingLayer is not nn.Module
     _no_split_modules = ["GQADecoderLayer"]
+    # Means of what is cached, where the configuration that is given asks for none.
+    _keys_to_ignore_on_load_unexpected = [r"\.self_attn\.cache_mean$"]
     _skip_keys_device_placement = ["past_key_values", "cache"]
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -269,8 +271,7 @@ class GQAModel(GQAPreTrainedModel):
 
     def new_cache(self) -> DynamicCache:
         """The cache of a forward without one; numbers that gradients are to flow through are not rounded."""
-        quantized = any(layer.cache_quantization is not None for layer in self.config.per_layer_config)
-        if quantized and not torch.is_grad_enabled():
+        if rounds_cache(self.config) and not torch.is_grad_enabled():
             return grow_in_place(GQAQuantizedCache(self.config))
         return grow_in_place(DynamicCache(config=self.config))
 
@@ -435,9 +436,9 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
             generation_config.cache_implementation = asked
         made = model_kwargs.get(CACHE)
         if made is not given and type(made) is DynamicCache:
-            configured = [layer.cache_quantization is not None for layer in self.config.per_layer_config]
-            if own or any(configured):
-                chosen = options if own and (options or not any(configured)) else None
+            configured = rounds_cache(self.config)
+            if own or configured:
+                chosen = options if own and (options or not configured) else None
                 made = model_kwargs[CACHE] = GQAQuantizedCache(self.config, chosen, offloading=made.offloading)
             grow_in_place(made)
         return result
@@ -459,7 +460,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
 
         Arguments as for transformers' method of this name. `generate_batch` and the context manager end here too.
         """
-        if any(layer.cache_quantization is not None for layer in self.config.per_layer_config):
+        if rounds_cache(self.config):
             raise ValueError(
                 "continuous batching keeps its cache unrounded: set model.config.cache_quantization = None to use it"
             )

@@ -1,5 +1,6 @@
 """The model on vLLM's transformers backend: vLLM's attention for each layer, and the division over ranks."""
 
+from collections.abc import Iterable
 from copy import copy
 from typing import Any
 
@@ -80,6 +81,10 @@ class GQAForCausalLM(TransformersForCausalLM):
     Raises:
         ValueError: the query heads of a layer, or its key/value heads, do not divide over the ranks.
     """
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load all but the means of a quantized cache, which vLLM's cache does not use."""
+        return super().load_weights((name, x) for name, x in weights if not name.endswith(".self_attn.cache_mean"))
 
     def recursive_replace(self):
         """Replace the projections of attention by vLLM's, divided by heads, and let vLLM replace the rest."""

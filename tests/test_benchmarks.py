@@ -180,28 +180,25 @@ def test_real_conversion(small_llama, capsys):
 
 
 def test_quantized_cache(small_llama):
-    """Fewer bits lose more; the cache that is done well loses less; bytes count a scale of 16 bits for 16 numbers."""
+    """Fewer bits lose more; ours loses less; bytes count a scale of 16 bits for 16 numbers, ours also positions."""
     path, sizes = small_llama / "found.json", ["--evaluation-tokens", "128", "--length", "32"]
     folders = [str(small_llama / "Llama-3.2-1B"), "--text", str(small_llama / "text"), "--json", str(path)]
     rows = quantized_cache.main([*folders, *sizes])
     assert rows == read(path)["rows"]
     kl = {(row["cache"], row["method"]): row["kl"] for row in rows}
-    assert len(kl) == 9 and 0 < kl["int8", "well"] < kl["int4", "well"] < kl["int3", "well"] < kl["int2", "well"]
-    assert all(kl[name, "well"] < kl[name, "plain"] for name in ("int8", "int4", "int3", "int2"))
-    assert [row["share"] for row in rows[::2]] == [0.5, 9 / 16, 5 / 16, 4 / 16, 3 / 16]
+    assert len(kl) == 12 and 0 < kl["int8", "ours"] < kl["int4", "ours"] < kl["int3", "ours"] < kl["int2", "ours"]
+    assert all(kl[name, "ours"] < kl[name, "plain"] for name in ("int8", "int4", "int3", "int2"))
+    assert [row["share"] for row in rows[::2]] == [0.5, 9 / 16, 7 / 16, 5 / 16, 4 / 16, 3 / 16]
     assert rows[0]["bytes"] == 2 * 2 * 16 * 2 * 2 / 2  # half of bfloat16's
+    assert rows[-1]["bytes"] == 2 * 2 * 2 * (2 * 16 / 8 + 2) + 4
 
 
-def test_a_quantized_cache_keeps_what_is_constant():
-    """A key or value that is its mean, and the first tokens, come back as they are; others within half a step."""
+def test_a_plain_cache_rounds_to_the_nearest_level():
     torch.manual_seed(0)
-    x, mean = torch.randn(1, 2, 9, 16), torch.randn(1, 2, 1, 16)
-    assert torch.equal(quantized_cache.cached(x, mean, "int2", True)[:, :, :4], x[:, :, :4])
-    constant = mean.expand_as(x)
-    torch.testing.assert_close(quantized_cache.cached(constant, mean, "int2", True), constant, rtol=0, atol=1e-5)
+    x = torch.randn(1, 2, 9, 16)
     zeros = torch.zeros(1, 1, 5, 16)
-    assert torch.equal(quantized_cache.rounded(zeros, "int4", False), zeros)
-    plain = quantized_cache.rounded(x, "int4", False)
+    assert torch.equal(quantized_cache.rounded(zeros, "int4"), zeros)
+    plain = quantized_cache.rounded(x, "int4")
     assert (plain - x).abs().max() <= (x.abs().amax(-1) / 7 / 2).max() * 1.001
 
 

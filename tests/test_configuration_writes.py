@@ -14,7 +14,8 @@ from modeling_gqa import GQAConfig, GQAForCausalLM
 
 pytestmark = pytest.mark.compat
 
-INERT = {"use_cache", "format_version", "eos_token_id", "bos_token_id"}  # nothing in a forward pass follows from them
+# Nothing in a forward pass of training follows from these.
+INERT = {"use_cache", "cache_quantization", "format_version", "eos_token_id", "bos_token_id"}
 MLA_ROPE = {"qk_rope_head_dim": 8, "head_dim": 8, "qk_head_dim": 18}
 # field -> the model, and other values that must change it when they are written to its finished configuration
 WRITES = {

@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from modeling_gqa_cli.errors import UserError, one_line
 from modeling_gqa_cli.paths import refuse_mistyped
 
+from ..cache_quantized import rounds_cache
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
 from .files import (
@@ -84,6 +85,7 @@ def open_checkpoint(
     download: bool = True,
     companions: bool = True,
     foreign: bool = False,
+    quantized_cache: bool = False,
     ignore_fields: Collection[str] = (),
     dtype: torch.dtype | None = None,
 ) -> Checkpoint:
@@ -96,6 +98,8 @@ def open_checkpoint(
         download: whether a model on the Hub is downloaded; else its `config.json` alone is fetched and checked.
         companions: whether the tokenizer and the other files beside the weights are checked.
         foreign: whether a checkpoint of this package is refused.
+        quantized_cache: whether a `cache_quantization` is kept, with its means. Without, what is made from the
+            checkpoint has none; it changes no weight.
         ignore_fields: see `import_config`; of a GGUF file also entries of its metadata.
         dtype: that the weights of a GGUF file are unpacked to, `None` for bfloat16; others keep their own.
 
@@ -121,11 +125,15 @@ def open_checkpoint(
         config = import_config(stock_config, ignore_fields=ignore_fields)
     elif ignore_fields:
         raise UserError(f"{source} is a modeling_gqa model, of which no field is refused: ignore none")
+    if not quantized_cache:
+        config = without_quantized_cache(config)
     tensors: dict[str, LazyTensor] = {}
     if complete:
         if companions:
             check_companions(folder, config.vocab_size)
         tensors = open_tensors(folder)
+        if not quantized_cache:
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".self_attn.cache_mean")}
         if config.dtype is None:
             config.dtype = next((tensor.dtype for tensor in tensors.values()), None)
         # DeepSeek-V3's layers for speculative decoding, which transformers' model leaves out too.
@@ -215,6 +223,16 @@ def read_config(folder: Path) -> PreTrainedConfig:
         return config_class.from_pretrained(folder)
     except Exception as error:  # each class checks its own way, or not at all
         raise UserError(f"{path} is not valid: {one_line(error)}") from error
+
+
+def without_quantized_cache(config: GQAConfig) -> GQAConfig:
+    """Return the configuration without `cache_quantization`, also where that differs by layer."""
+    if not rounds_cache(config):
+        return config
+    fields = {**config.to_dict(), "cache_quantization": None}
+    for layer in (fields.get("per_layer_config") or {}).values():
+        layer.pop("cache_quantization", None)
+    return GQAConfig.from_dict(fields)
 
 
 def meta_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from modeling_gqa_cli.errors import UserError
 
+from ..cache_quantized import rounds_cache
 from ..common.batches import MODEL_INPUTS, Batch, evaluating, hooks
 from ..common.progress import Progress
 from ..modeling_gqa import GQADecoderLayer, GQAForCausalLM, GQAModel
@@ -163,9 +164,8 @@ def last_hidden_state(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     """Return the last hidden states (B, T, hidden) of a batch."""
     # With a cache transformers' own models do not see from the position ids that documents are packed. Ours do, and a
     # model that rounds its cache is measured with it.
-    rounds = getattr(model.config, "cache_quantization", None) is not None
     inputs = {name: x.to(model.device) for name, x in batch.items() if name in MODEL_INPUTS}
-    return model.base_model(**inputs, use_cache=rounds).last_hidden_state
+    return model.base_model(**inputs, use_cache=rounds_cache(model.config)).last_hidden_state
 
 
 @torch.no_grad()

@@ -116,7 +116,6 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             batches = self.read_text(checkpoint)
             model: Any = checkpoint.load(dtype or checkpoint.dtype, self.device).eval()
             stored = model.dtype
-            model.config.cache_quantization = None
             quantized: Any = with_quantized_cache(model, self.quantization())
             both = {"before": model.config, "after": quantized.config}
             report: dict[str, Any] = {

@@ -94,7 +94,7 @@ def open_subject(source: str, dtype: torch.dtype | None = None) -> Subject:
     else:
         folder = local_folder(source)
         if read_json(folder / "config.json").get("model_type") == GQAConfig.model_type:
-            checkpoint = open_checkpoint(folder)
+            checkpoint = open_checkpoint(folder, quantized_cache=True)
             config = checkpoint.config
         else:
             try:

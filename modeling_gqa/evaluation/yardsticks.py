@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling_gqa_cli.errors import UserError, listed, one_line
 
+from ..cache_quantized import rounds_cache
 from ..common.batches import evaluating
 from ..common.progress import Progress
 
@@ -211,7 +212,7 @@ def window_losses(model: PreTrainedModel, windows: torch.Tensor, progress: Progr
     with evaluating(model):
         for window in progress(windows):
             window = window.to(model.device)
-            logits = model(input_ids=window[None], use_cache=False).logits[0, :-1]  # (T - 1, V)
+            logits = model(input_ids=window[None], use_cache=rounds_cache(model.config)).logits[0, :-1]  # (T - 1, V)
             parts = zip(logits.split(TOKENS_AT_ONCE), window[1:].split(TOKENS_AT_ONCE), strict=True)
             wide = torch.promote_types(logits.dtype, torch.float32)
             total = sum(
