@@ -519,6 +519,43 @@ def test_a_model_without_text_writes_its_own(checkpoints, tmp_path):
     assert files[0].read_bytes() == files[2].read_bytes()
 
 
+def test_a_cache_is_quantized_and_measured(checkpoints, corpus, tmp_path):
+    """With text the means are saved and the loss is measured; without, neither. What is made from it has neither."""
+    out, plain = tmp_path / "out", tmp_path / "plain"
+    arguments = ("--value-bits", 8, "--text", corpus, *TEXT_OPTIONS[:6], "--device", "cpu")
+    said = run("quantize-cache", checkpoints / "gqa", out, "--nbits", 3, *arguments)
+    assert re.search(r"held-out tokens KL\(source \|\| quantized\) is 0\.\d+ nats", " ".join(said.split()))
+    config = json.loads((out / "config.json").read_text())
+    assert config["cache_quantization"] == {
+        "nbits": 3, "value_bits": 8, "exact_tokens": 4, "residual_length": 0, "means": True
+    }  # fmt: skip
+    assert "license: mit" in (out / "README.md").read_text() and "KL(source" in (out / "README.md").read_text()
+    source, made = (load_file(folder / "model.safetensors") for folder in (checkpoints / "gqa", out))
+    means = made.keys() - source.keys()
+    assert len(means) == config["num_hidden_layers"] and all(
+        made[name].any() and name.endswith(".self_attn.cache_mean") for name in means
+    )
+    assert all(torch.equal(made[name], source[name]) for name in source)
+    assert "Cache per token" in run("quantize-cache", checkpoints / "gqa", plain, "--nbits", "fp8")
+    assert "means" not in json.loads((plain / "config.json").read_text())["cache_quantization"]
+    run("export", out, tmp_path / "stock")
+    run("quantize-cache", out, tmp_path / "again", "--nbits", 8)
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == source.keys()
+    refused = {
+        (out,): "exists already",
+        (tmp_path / "a", "--nbits", 5): "--nbits: invalid choice",
+        (tmp_path / "a", "--q-group-size", 3): "cache_quantization['q_group_size']=3 must be a whole number, 8 or more",
+        (tmp_path / "a", "--evaluation-text", corpus): "--evaluation-text needs --text",
+        (tmp_path / "a", "--text", corpus, "--sequence-length", 257): "is more than max_position_embeddings=256",
+        (tmp_path / "a", "--text", corpus, "--batch-size", 0): "--batch-size=0 must be from 1",
+    }
+    before = contents(tmp_path)
+    for more, said in refused.items():
+        result = call("quantize-cache", checkpoints / "gqa", *more)
+        assert result.exit_code and result.exception is None and said in result.stderr
+    assert contents(tmp_path) == before
+
+
 def test_export_and_import_are_inverse(checkpoints, tmp_path):
     assert "a llama model" in run("export", checkpoints / "gqa", tmp_path / "llama")
     run("import", tmp_path / "llama", tmp_path / "back")
