@@ -19,6 +19,7 @@ from benchmarks import (
     models,
     prefill,
     quantized_cache,
+    quantized_decode,
     real_conversion,
     report,
     training,
@@ -46,7 +47,16 @@ MACHINE = {"read_gb_s": 10.0, "matmul_gflop_s": {"float32": 100.0, "bfloat16": 1
 def quick_machine(monkeypatch):
     """The machine's rates take seconds to measure."""
     described = MACHINE | {"machine": "any", "torch": torch.__version__, "load_before": 0.0}
-    for module in (attention, decode, uptraining, prefill, quantized_cache, real_conversion, training):
+    for module in (
+        attention,
+        decode,
+        uptraining,
+        prefill,
+        quantized_cache,
+        quantized_decode,
+        real_conversion,
+        training,
+    ):
         monkeypatch.setattr(module, "describe_machine", lambda device, dtypes: described)
 
 
@@ -191,6 +201,16 @@ def test_quantized_cache(small_llama):
     assert [row["share"] for row in rows[::2]] == [0.5, 9 / 16, 7 / 16, 5 / 16, 4 / 16, 3 / 16]
     assert rows[0]["bytes"] == 2 * 2 * 16 * 2 * 2 / 2  # half of bfloat16's
     assert rows[-1]["bytes"] == 2 * 2 * 2 * (2 * 16 / 8 + 2) + 4
+
+
+def test_decoding_over_a_quantized_cache(tmp_path):
+    """A row of each format; of MLA's 288 numbers in two layers four bits take 144 bytes and two scales a layer."""
+    cells = ["--kinds", "mla", "--cells", "2x70", "--budget", "0", "--output", str(tmp_path)]
+    rows = quantized_decode.main(cells)
+    assert rows == read(tmp_path / "quantized_decode.json")["rows"]
+    found = {row["cache"]: row["bytes_per_token"] for row in rows}
+    assert len(found) == 7 and found["own"] == 2 * 288 * 2 and found["4"] == 2 * (144 + 4)
+    assert all(row["ratio"] > 0 for row in rows)
 
 
 def test_a_plain_cache_rounds_to_the_nearest_level():
