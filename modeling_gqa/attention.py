@@ -307,11 +307,11 @@ class GroupedAttention(Attention):
             hidden_states, key, value, attention_mask, past_key_values, crosses, kwargs, **held_by(basis)
         )  # (B, G, S, D); of a quantized cache their bytes
         if basis is not None and not self.training and self.backend == "sdpa" and reads_tiles(query, attention_mask):
-            output = tiled_attention((query,), 1, basis, attention_mask, self.scaling)  # (B, H, T, D)
+            output = tiled_attention((query,), (key, value), 1, basis, attention_mask, self.scaling)  # (B, H, T, D)
             return self.o_proj(output.transpose(1, 2).flatten(2)), None  # (B, T, hidden)
         if basis is not None:
             query = basis.rotary.mix(query)
-            key, value = basis.cached.read()
+            key, value = basis.cached.read((key, value))
             key = basis.with_constant(key)
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.backend, eager_attention_forward)
         output, weights = attention_interface(

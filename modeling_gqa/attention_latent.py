@@ -124,10 +124,11 @@ class LatentAttention(Attention):
         )  # (B, 1, S, R), (B, 1, S, P); of a quantized cache their bytes
         absorbs = cached and self.absorbs(query.shape[2], latent.shape[2], attention_mask)
         if basis is not None and absorbs and self.backend == "sdpa":
-            output = self.absorb_tiles(query, query_rope, basis, attention_mask)  # (B, T, H, V)
+            rows = latent, key_rope
+            output = self.absorb_tiles(query, query_rope, rows, basis, attention_mask)  # (B, T, H, V)
             return self.o_proj(output.flatten(2)), None  # (B, T, hidden)
         if basis is not None:
-            latent, key_rope = basis.cached.read()
+            latent, key_rope = basis.cached.read((latent, key_rope))
             latent, key_rope = basis.restore(latent), basis.rotary.unmix(basis.with_constant(key_rope))
         if absorbs:
             output, weights = self.absorb(query, query_rope, latent, key_rope, attention_mask)  # (B, T, H, V)
@@ -208,13 +209,18 @@ class LatentAttention(Attention):
         )
 
     def absorb_tiles(
-        self, query: torch.Tensor, query_rope: torch.Tensor, basis: CacheBasis, attention_mask: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        query_rope: torch.Tensor,
+        rows: tuple[torch.Tensor, torch.Tensor],
+        basis: CacheBasis,
+        attention_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`absorb` over a quantized cache, read tile by tile; returns (B, T, H, V)."""
+        """`absorb` over the rows of a quantized cache, read tile by tile; returns (B, T, H, V)."""
         up = self.kv_b_proj.weight.view(query.shape[1], -1, self.kv_lora_rank)  # (H, N + V, R)
         nope = self.qk_nope_head_dim
         queries = multiply_by_head(query, up[:, :nope]), query_rope  # (B, H, T, R), (B, H, T, P)
-        output = tiled_attention(queries, 0, basis, attention_mask, self.scaling)  # (B, H, T, R)
+        output = tiled_attention(queries, rows, 0, basis, attention_mask, self.scaling)  # (B, H, T, R)
         output = multiply_by_head(output, up[:, nope:].mT)  # (B, H, T, V)
         return output.transpose(1, 2).contiguous()
 

@@ -8,10 +8,12 @@ Shapes: C channels of a head, N bytes of a token's row; leading dimensions are f
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+
+from .compatibility import is_tracing
 
 # Bits of a number: 0 drops a block, 16 keeps it as bfloat16, "fp8" is float8_e4m3fn without a scale.
 FORMATS: tuple[int | str, ...] = (0, 2, 3, 4, 6, 8, 16, "fp8")
@@ -22,6 +24,10 @@ FIELDS = {2: (2,), 3: (2, 1), 4: (4,), 6: (4, 2), 8: (8,)}
 CLIPS, CLIPPED_BITS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4), 4
 # Scales of numbers that are all zero; bfloat16 has it.
 TINY = 1e-30
+# Smallest and largest value of the options that are numbers. Room for all exact tokens is taken at once.
+RANGES = {"q_group_size": (8, 2**24), "exact_tokens": (0, 1024), "residual_length": (0, 2**31)}
+# Mixing matrices that have been used, by formats, dtype and device.
+_MATRICES: dict[tuple, torch.Tensor] = {}
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -189,7 +195,7 @@ class Tile:
         """Products of `x` (B, G, M, C) with each token, (B, G, M, n), in at least float32."""
         dtype, found = torch.promote_types(x.dtype, torch.float32), []
         for (levels, scales), part in zip(self.levels, x.split([y.shape[-1] for y, _ in self.levels], -1), strict=True):
-            product = (part @ levels.mT).to(dtype)
+            product = (part.to(levels.dtype) @ levels.mT).to(dtype)
             if scales is not None:
                 product = (product + 0.5 * part.sum(-1, keepdim=True, dtype=dtype)) * scales.unsqueeze(-2)
             found.append(product)
@@ -269,17 +275,22 @@ def _fields(stored: torch.Tensor, width: int) -> list[torch.Tensor]:
     return [(stored << (8 - width * (n + 1))) >> (8 - width) if width < 8 else stored for n in range(8 // width)]
 
 
-@lru_cache(maxsize=256)
 def _mixing_matrix(
     bits: tuple[int | str, ...], sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Orthogonal (C, C), block by block; a block without a scale is not mixed."""
+    key = bits, sizes, dtype, device
+    if key in _MATRICES:
+        return _MATRICES[key]
     with torch.inference_mode(False):  # the matrix is used in both modes
         blocks = [
-            orthogonal_matrix(size) if _has_scale(n) else torch.eye(size, dtype=torch.float64)
+            orthogonal_matrix(size) if _has_scale(n) else torch.eye(size, dtype=torch.float64, device="cpu")
             for n, size in zip(bits, sizes, strict=True)
         ]
-        return torch.block_diag(*blocks).to(device, dtype)
+        matrix = torch.block_diag(*blocks).to(device, dtype)
+    if type(matrix) is torch.Tensor and not is_tracing(matrix):  # a stand-in would stay for the whole process
+        _MATRICES[key] = matrix
+    return matrix
 
 
 def orthogonal_matrix(size: int) -> torch.Tensor:
@@ -289,9 +300,10 @@ def orthogonal_matrix(size: int) -> torch.Tensor:
         (size, size), float64.
     """
     odd = size // (size & -size)
-    angles = torch.arange(odd, dtype=torch.float64).outer(torch.arange(odd, dtype=torch.float64)) * (2 * torch.pi / odd)
+    places = torch.arange(odd, dtype=torch.float64, device="cpu")
+    angles = places.outer(places) * (2 * torch.pi / odd)
     matrix = (angles.cos() + angles.sin()) * odd**-0.5
-    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64) * 2**-0.5
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64, device="cpu") * 2**-0.5
     while matrix.shape[0] < size:
         matrix = torch.kron(pair, matrix)
     return matrix
@@ -339,23 +351,25 @@ class CacheQuantization:
         for name in options:
             if name not in cls.__dataclass_fields__:
                 raise ValueError(
-                    f"cache_quantization has no option {name!r}: there are {', '.join(cls.__dataclass_fields__)}"
+                    f"cache_quantization has no option {name!r}: there are {', '.join(cls.__dataclass_fields__)} "
+                    "(a 'backend' in cache_config, quanto, hqq or fp8, asks for a cache of transformers' own)"
                 )
         found = cls(**options)
         for name in ("nbits", "key_bits", "value_bits", "latent_bits", "rope_bits"):
-            value = getattr(found, name)
-            listed = value if isinstance(value, list | tuple) and name != "nbits" else [value]
-            if not all(x in FORMATS and not isinstance(x, bool | float) for x in listed) and not (
-                value is None and name != "nbits"
-            ):
+            value, may_be_list = getattr(found, name), name != "nbits"
+            if value is None and may_be_list:
+                continue
+            listed = list(value) if isinstance(value, list | tuple) and may_be_list else [value]
+            if not listed or not all(x in FORMATS and not isinstance(x, bool | float) for x in listed):
                 known = ", ".join(map(str, FORMATS))
                 raise ValueError(f"cache_quantization[{name!r}]={value!r} must be one of {known}, or a list of them")
-        for name, least in (("q_group_size", 8), ("exact_tokens", 0), ("residual_length", 0)):
+        for name, (least, most) in RANGES.items():
             value = getattr(found, name)
             if value is None and name == "q_group_size":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"cache_quantization[{name!r}]={value!r} must be a whole number, {least} or more")
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                limits = f"from {least} to {most}"
+                raise ValueError(f"cache_quantization[{name!r}]={value!r} must be a whole number {limits}")
         if not isinstance(found.means, bool):
             raise ValueError(f"cache_quantization['means']={found.means!r} must be True or False")
         return found
@@ -366,10 +380,16 @@ class CacheQuantization:
         Args:
             names: of the fields with their bits, such as "key_bits" and "value_bits".
             sizes: channels of a head of each.
+
+        Raises:
+            ValueError: nothing of a tensor would be kept, or a list of bits has not one entry for each block.
         """
         given = [getattr(self, name) for name in names]
         first, second = (
             RowFormat.of(size, self.nbits if bits is None else bits, self.q_group_size or size)
             for size, bits in zip(sizes, given, strict=True)
         )
+        for name, form in zip(names, (first, second), strict=True):
+            if not form.row_bytes:
+                raise ValueError(f"{name} keeps no bit of any block: give one block 2 bits or more")
         return first, second

@@ -9,7 +9,7 @@ Shapes: B batch, G key/value heads, S tokens held, T new tokens, C channels of a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,11 @@ class HeldTokens:
     least: int
     most: int
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def to(self, device: Any, **kwargs: Any) -> "HeldTokens":
+        """Move to the device of a layer, by the name that accelerate looks for."""
+        embeddings: Any = self.position_embeddings and tuple(x.to(device) for x in self.position_embeddings)
+        return replace(self, first=self.first.to(device), position_embeddings=embeddings)
 
 
 class QuantizedLayer(GrowingLayer):
@@ -72,8 +77,13 @@ class QuantizedLayer(GrowingLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Round and append keys (B, G, T, C) and values; return all of them, rounded, unless `whole` is false.
 
-        Then the rows of bytes are returned, (B, G, S, N); `read` gives their numbers.
+        Then the rows of bytes are returned, (B, G, S, N); `read` and `tiles` give their numbers.
+
+        Raises:
+            ValueError: gradients are asked for, which do not pass through rounding.
         """
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise ValueError("gradients do not pass through a quantized cache: use torch.no_grad(), or another cache")
         states = key_states, value_states
         self.number_dtype, self.held = key_states.dtype, held
         rows = super().update(*(form.pack(x) for form, x in zip(self.formats, states, strict=True)))
@@ -84,28 +94,34 @@ class QuantizedLayer(GrowingLayer):
             kept = self.last_tokens if start else [x[:, :, :0] for x in states]
             joined = [torch.cat(pair, dim=2) for pair in zip(kept, states, strict=True)]
             self.last_tokens = [x[:, :, -self.residual_length :].clone() for x in joined]
-        return self.read() if whole else rows
+        return self.read(rows) if whole else rows
 
-    def read(self, start: int = 0, stop: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (B, G, n, C) and values of the tokens from `start` to `stop`, all by default."""
+    def read(
+        self, rows: Sequence[torch.Tensor], start: int = 0, stop: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys (B, G, n, C) and values of the tokens from `start` to `stop`, all by default.
+
+        `rows` are what `update` has returned: the layer's own may have been offloaded since.
+        """
         length = self.get_seq_length()
         stop = length if stop is None else min(stop, length)
         first, second = (
-            self._with_exact(number, form.unpack(rows[:, :, start:stop], self.number_dtype), start, stop)
-            for number, (form, rows) in enumerate(zip(self.formats, (self.keys, self.values), strict=True))
+            self._with_exact(number, form.unpack(stored[:, :, start:stop], self.number_dtype), start, stop)
+            for number, (form, stored) in enumerate(zip(self.formats, rows, strict=True))
         )
         return first, second
 
-    def tiles(self, start: int, stop: int) -> list[Tile]:
-        """The numbers of the tokens from `start` to `stop` of both tensors, to be multiplied."""
+    def tiles(self, rows: Sequence[torch.Tensor], start: int, stop: int) -> list[Tile]:
+        """The numbers of the tokens from `start` to `stop` of both tensors, to be multiplied; `rows` as for `read`."""
         stop = min(stop, self.get_seq_length())
+        # float16 ends at 65504, which sums over many tokens can pass.
+        dtype = torch.float32 if self.number_dtype == torch.float16 else self.number_dtype
         most = self.held.most if self.held else 0
         exact = self.first_tokens and start < most + self.exact_tokens
         if exact or (self.last_tokens and stop > self.get_seq_length() - self.last_tokens[0].shape[2]):
-            return [Tile([(x, None)]) for x in self.read(start, stop)]
+            return [Tile([(x.to(dtype), None)]) for x in self.read(rows, start, stop)]
         return [
-            Tile(form.levels(rows[:, :, start:stop], self.number_dtype))
-            for form, rows in zip(self.formats, (self.keys, self.values), strict=True)
+            Tile(form.levels(stored[:, :, start:stop], dtype)) for form, stored in zip(self.formats, rows, strict=True)
         ]
 
     def _keep_first(self, states: Sequence[torch.Tensor], start: int) -> None:
@@ -197,6 +213,8 @@ class GQAQuantizedCache(DynamicCache):
         self.aligned = True
         from .modeling_gqa import ATTENTION_CLASSES  # which imports this file
 
+        if not hasattr(config, "cache_quantization"):
+            raise ValueError(f"GQAQuantizedCache is for a GQAConfig, and got a {type(config).__name__}")
         for index, layer in enumerate(config.per_layer_config):
             chosen = layer.cache_quantization if options is None else options
             if chosen is not None and type(self.layers[index]) is DynamicLayer:
@@ -208,14 +226,11 @@ class GQAQuantizedCache(DynamicCache):
         """Add the positions (B or 1, T) of tokens that the layers are about to hold, in a batch of `rows`."""
         places = position_ids.expand(rows, -1)
         start, new = self.positions.get_seq_length(), places.shape[1]
-        if self.first is None or self.first.shape[0] != rows or new > 1 or start == 0:
-            # The last token at position 0 is the first of its row: those before it are padding.
-            begins = places == 0
-            last = new - 1 - begins.flip(1).int().argmax(1)
-            found = torch.where(begins.any(1), last + start, -1)
-            known = self.first is not None and self.first.shape == found.shape
-            old = self.first if known else torch.zeros_like(found)
-            self.first = torch.where(found >= 0, found, old)
+        # The last token at position 0 is the first of its row: those before it are padding.
+        begins = places == 0
+        found = torch.where(begins.any(1), start + new - 1 - begins.flip(1).int().argmax(1), -1)
+        known = self.first is not None and self.first.shape == found.shape
+        self.first = torch.where(found >= 0, found, self.first if known else torch.zeros_like(found))
         self.aligned = self.aligned and bool((places == places[:1]).all())
         stored = places.int()[:, None, :, None]
         self.positions.update(stored, stored[..., :0])
@@ -253,10 +268,8 @@ class GQAQuantizedCache(DynamicCache):
 
 
 def rounds_cache(config: Any) -> bool:
-    """Whether a configuration, be it ours or not, has a quantized cache in some layer."""
-    if not hasattr(type(config), "cache_quantization"):
-        return False
-    return any(layer.cache_quantization is not None for layer in config.per_layer_config)
+    """Whether a configuration, be it ours or not, asks for a quantized cache."""
+    return getattr(config, "cache_quantization", None) is not None
 
 
 def quantized_layer(cache: Cache | None, layer_idx: int) -> QuantizedLayer | None:
@@ -357,6 +370,7 @@ def reads_tiles(query: torch.Tensor, attention_mask: torch.Tensor | None) -> boo
 
 def tiled_attention(
     queries: Sequence[torch.Tensor],
+    rows: Sequence[torch.Tensor],
     value: int,
     basis: CacheBasis,
     attention_mask: torch.Tensor | None,
@@ -366,6 +380,7 @@ def tiled_attention(
 
     Args:
         queries: of the first of the two cached tensors, or of both, whose scores are added: (B, H, T, C) each.
+        rows: what the cache's `update` has returned.
         value: place of the tensor that is summed by the weights.
         attention_mask: (B or 1, H or 1, T, S), additive or boolean; `None` attends everywhere.
 
@@ -385,7 +400,7 @@ def tiled_attention(
     total, largest = output.new_zeros(shape), output.new_full(shape, torch.finfo(dtype).min)
     tile = max(TILE // batch, 1)
     for start in range(0, cached.get_seq_length(), tile):
-        tiles = cached.tiles(start, start + tile)
+        tiles = cached.tiles(rows, start, start + tile)
         products = [tile.products(query) for tile, query in zip(tiles, queries, strict=False)]
         scores = products[0] if len(products) == 1 else products[0] + products[1]  # (B, G, M, n)
         if of_constant is not None:

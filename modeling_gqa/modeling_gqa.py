@@ -270,8 +270,8 @@ class GQAModel(GQAPreTrainedModel):
         return BaseModelOutputWithPast(**outputs)
 
     def new_cache(self) -> DynamicCache:
-        """The cache of a forward without one; numbers that gradients are to flow through are not rounded."""
-        if rounds_cache(self.config) and not torch.is_grad_enabled():
+        """The cache of a forward without one; where gradients are computed or a graph is exported it is not rounded."""
+        if rounds_cache(self.config) and not torch.is_grad_enabled() and not torch.compiler.is_exporting():
             return grow_in_place(GQAQuantizedCache(self.config))
         return grow_in_place(DynamicCache(config=self.config))
 
@@ -310,11 +310,13 @@ class GQAModel(GQAPreTrainedModel):
     ) -> None:
         """Tell each layer where the tokens of a quantized cache stand, those of `position_ids` (1 or B, T) included."""
         held = cache.hold(position_ids, inputs_embeds.shape[0])
+        # Where the frequencies change with the length, a key that is stored could not be turned back.
+        turns = self.config.rope_parameters["rope_type"] not in ("dynamic", "longrope")
         attentions: list[Any] = [layer.get_submodule("self_attn") for layer in self.layers]
         rotated = {
             size: replace(held, position_embeddings=rotary(inputs_embeds, cache.held_positions))
             for size, rotary in self.rotary_emb.items()
-            if any(attention.constants()[0] is not None for attention in attentions)
+            if turns and any(attention.constants()[0] is not None for attention in attentions)
         }
         for own, size in zip(arguments, self.rotary_sizes, strict=False):
             own["held_tokens"] = rotated.get(size, held)
@@ -440,6 +442,8 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
             if own or configured:
                 chosen = options if own and (options or not configured) else None
                 made = model_kwargs[CACHE] = GQAQuantizedCache(self.config, chosen, offloading=made.offloading)
+                if generation_config.is_assistant:
+                    made.activate_past_recording()
             grow_in_place(made)
         return result
 

@@ -9,11 +9,12 @@ import pickle
 import pytest
 import torch
 from scipy.linalg import hadamard
-from small_models import make_batch, make_config, make_model
+from small_models import ROPES, make_batch, make_config, make_model
 from test_caches import decode, no_gradients
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, DynamicCache, DynamicLayer
+from transformers import AutoModelForCausalLM, DynamicCache, DynamicLayer, LlamaConfig
 
 from modeling_gqa import GQAForCausalLM, GQAQuantizedCache, costs
 from modeling_gqa.attention import rotate
@@ -204,6 +205,78 @@ def test_decoding_mla_never_holds_the_whole_cache_as_numbers():
     assert largest.numbers <= TILE * 22 < 2 * cache.layers[0].get_seq_length() * 22
 
 
+@pytest.mark.parametrize("rope", ["dynamic", "longrope", "yarn", "llama3"])
+def test_constants_come_back_whatever_the_rope(rope):
+    """Also where the frequencies change when a text becomes longer than those that the model was trained on."""
+    ropes = {"rope_type": rope, "rope_theta": 1e4, **ROPES[rope]}
+    model = model_with_constants("gqa", True, rope_parameters=ropes, max_position_embeddings=24)
+    batch, options = make_batch(length=40), {"exact_tokens": 64, "means": True}
+    found = decode(model, batch, GQAQuantizedCache(model.config, options), (12, 8, 20))
+    model = model_with_constants("gqa", True, rope_parameters=ropes, max_position_embeddings=24)
+    exact = decode(model, batch, DynamicCache(config=model.config), (12, 8, 20))
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["mla", "gqa"])
+def test_sums_over_many_tokens_fit_float16(name):
+    model = make_model(name, cache_quantization={"nbits": 8}, max_position_embeddings=8192, num_hidden_layers=1)
+    attention = model.model.layers[0].self_attn
+    model.model.embed_tokens.weight.add_(1.0)
+    attention.q_proj.weight.mul_(0.01)
+    if name == "mla":
+        attention.kv_a_proj_with_mqa.weight.add_(0.1)
+        attention.kv_a_layernorm.weight.fill_(5.0)
+    else:
+        attention.v_proj.weight.add_(0.3)
+    model, ids = model.half(), torch.randint(3, 101, (1, 4500))
+    for cache in (DynamicCache(config=model.config), GQAQuantizedCache(model.config)):
+        model(ids[:, :-1], past_key_values=cache, logits_to_keep=1)
+        assert model(ids[:, -1:], past_key_values=cache).logits.isfinite().all()
+
+
+def test_rows_may_leave_the_device_after_an_update(model_name, monkeypatch):
+    """As in an offloaded cache, which takes the layer's rows away before attention reads them."""
+    model, batch = model_with_constants(model_name, True), make_batch(length=30)
+    caches = [GQAQuantizedCache(model.config) for _ in range(2)]
+    for cache in caches:
+        decode(model, batch, cache, [20])
+    expected, update = decode(model, batch, caches[0], [1], start=20), QuantizedLayer.update
+
+    def offloading(self, *args, **kwargs):
+        rows = update(self, *args, **kwargs)
+        self.__dict__.update(keys=self.keys.to("meta"), values=self.values.to("meta"))
+        return rows
+
+    monkeypatch.setattr(QuantizedLayer, "update", offloading)
+    assert torch.equal(decode(model, batch, caches[1], [1], start=20), expected)
+
+
+def test_a_padded_prompt_may_come_token_by_token():
+    model, batch = model_with_constants("mixed", True), make_batch(length=30, padding="left")
+    caches = [GQAQuantizedCache(model.config) for _ in range(2)]
+    whole, single = (decode(model, batch, cache, sizes) for cache, sizes in zip(caches, ([30], [1] * 30), strict=True))
+    assert torch.equal(caches[0].first, caches[1].first) and caches[0].first.tolist() == [0, 2, 3]
+    mask = batch["attention_mask"].bool()
+    torch.testing.assert_close(single[mask], whole[mask], rtol=1e-3, atol=1e-3)
+
+
+def test_stand_ins_do_not_stay():
+    """What is mixed while a graph is traced, or on the meta device, leaves nothing behind."""
+    stored = RowFormat.of(20, 8, 20)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        stored.mix(torch.zeros(1, 20))
+    with torch.device("meta"):
+        stored.mix(torch.zeros(1, 20))
+        assert stored.mix(torch.ones(1, 20, device="cpu")).device.type == "cpu"
+    assert type(stored.mix(torch.zeros(1, 20))) is torch.Tensor
+
+
+def test_an_exported_model_does_not_round():
+    model, ids = make_model("mla", cache_quantization={"nbits": 2}), make_batch()["input_ids"]
+    exported = torch.export.export(model, (ids,), kwargs={"use_cache": False}, strict=False).module()
+    torch.testing.assert_close(exported(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
 @pytest.mark.parametrize("options", [{"exact_tokens": 64}, {"residual_length": 64}])
 def test_what_is_kept_exactly_loses_nothing(model_name, options):
     model, batch = make_model(model_name).double(), make_batch(length=40, padding="left")
@@ -338,12 +411,22 @@ def test_a_checkpoint_without_means_gets_zeros(tmp_path):
     assert not any(layer.self_attn.cache_mean.any() for layer in loaded.model.layers)
 
 
+@pytest.mark.parametrize("name", ["mixed", "mixed-window"])
+def test_an_assistant_may_round(name):
+    model, assistant = (make_model(name, seed=seed, cache_quantization={"exact_tokens": 64}) for seed in (0, 1))
+    ids, run = make_batch(batch=1)["input_ids"], {"max_new_tokens": 8, "do_sample": False}
+    assisted = model.generate(ids, assistant_model=assistant, **run)
+    assert torch.equal(assisted, model.generate(ids, **run))
+
+
 def test_gradients_see_the_numbers_themselves():
     model, batch = make_model("mla", cache_quantization={"nbits": 2}), make_batch()
     with torch.enable_grad():
         outputs = model(**batch, use_cache=True)
     assert not isinstance(outputs.past_key_values, GQAQuantizedCache)
     assert isinstance(model(**batch).past_key_values, GQAQuantizedCache)
+    with torch.enable_grad(), pytest.raises(ValueError, match="gradients do not pass"):
+        model(**batch, past_key_values=GQAQuantizedCache(model.config))
 
 
 def test_layers_with_a_window_keep_their_numbers():
@@ -361,6 +444,8 @@ def test_layers_with_a_window_keep_their_numbers():
         ({"nbits": True}, r"\['nbits'\]=True"),
         ({"rope_bits": "int4"}, r"\['rope_bits'\]='int4'"),
         ({"key_bits": [4, 5]}, r"\['key_bits'\]"),
+        ({"key_bits": []}, r"\['key_bits'\]=\[\]"),
+        ({"exact_tokens": 2000}, r"\['exact_tokens'\]=2000"),
         ({"exact_tokens": -1}, r"\['exact_tokens'\]=-1"),
         ({"q_group_size": 4}, r"\['q_group_size'\]=4"),
         ({"residual_length": 1.5}, r"\['residual_length'\]=1.5"),
@@ -372,6 +457,15 @@ def test_options_that_cannot_be_are_refused(options, said):
         make_config("mixed", cache_quantization=options)
     with pytest.raises(ValueError, match=said):
         GQAQuantizedCache(make_config("mixed"), options)
+
+
+def test_no_bits_at_all_are_refused():
+    for options, said in (({"nbits": 0}, "key_bits keeps no bit"), ({"latent_bits": [0]}, "latent_bits keeps no bit")):
+        name = "mla" if "latent_bits" in options else "gqa"
+        with pytest.raises(ValueError, match=said):
+            GQAQuantizedCache(make_config(name), options)
+    with pytest.raises(ValueError, match="is for a GQAConfig, and got a LlamaConfig"):
+        GQAQuantizedCache(LlamaConfig(), {})
 
 
 def test_bits_for_another_number_of_blocks_are_refused():

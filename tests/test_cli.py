@@ -544,7 +544,9 @@ def test_a_cache_is_quantized_and_measured(checkpoints, corpus, tmp_path):
     refused = {
         (out,): "exists already",
         (tmp_path / "a", "--nbits", 5): "--nbits: invalid choice",
-        (tmp_path / "a", "--q-group-size", 3): "cache_quantization['q_group_size']=3 must be a whole number, 8 or more",
+        (tmp_path / "a", "--q-group-size", 3): "cache_quantization['q_group_size']=3 must be a whole number from 8",
+        (tmp_path / "a", "--rope-bits", 8): "--rope-bits is for MLA, which no layer of the model has",
+        (tmp_path / "a", "--text", corpus, "--sequence-length", 4): "have none beyond the --exact-tokens=4",
         (tmp_path / "a", "--evaluation-text", corpus): "--evaluation-text needs --text",
         (tmp_path / "a", "--text", corpus, "--sequence-length", 257): "is more than max_position_embeddings=256",
         (tmp_path / "a", "--text", corpus, "--batch-size", 0): "--batch-size=0 must be from 1",

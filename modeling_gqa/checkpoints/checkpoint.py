@@ -1,5 +1,6 @@
 """A checkpoint opened once: its configuration, as this package's too, its family, its dtype and its tensors."""
 
+import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,8 +126,9 @@ def open_checkpoint(
         config = import_config(stock_config, ignore_fields=ignore_fields)
     elif ignore_fields:
         raise UserError(f"{source} is a modeling_gqa model, of which no field is refused: ignore none")
-    if not quantized_cache:
-        config = without_quantized_cache(config)
+    if not quantized_cache and rounds_cache(config):
+        config = copy.deepcopy(config)
+        config.cache_quantization = None
     tensors: dict[str, LazyTensor] = {}
     if complete:
         if companions:
@@ -223,16 +225,6 @@ def read_config(folder: Path) -> PreTrainedConfig:
         return config_class.from_pretrained(folder)
     except Exception as error:  # each class checks its own way, or not at all
         raise UserError(f"{path} is not valid: {one_line(error)}") from error
-
-
-def without_quantized_cache(config: GQAConfig) -> GQAConfig:
-    """Return the configuration without `cache_quantization`, also where that differs by layer."""
-    if not rounds_cache(config):
-        return config
-    fields = {**config.to_dict(), "cache_quantization": None}
-    for layer in (fields.get("per_layer_config") or {}).values():
-        layer.pop("cache_quantization", None)
-    return GQAConfig.from_dict(fields)
 
 
 def meta_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:

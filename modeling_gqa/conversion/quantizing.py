@@ -113,6 +113,7 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
         with new_checkpoint(self.target, force, ExitStack()) as aside:
             checkpoint = open_checkpoint(self.source, ignore_fields=self.ignore_field or (), dtype=dtype)
             refuse_overlap(checkpoint.folder, self.target)
+            self.check_layers(checkpoint.config)
             batches = self.read_text(checkpoint)
             model: Any = checkpoint.load(dtype or checkpoint.dtype, self.device).eval()
             stored = model.dtype
@@ -124,13 +125,27 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             if batches:
                 for each in (model, quantized):  # which share their weights
                     each.to(dtype=computing_dtype(stored, self.device))
-                means = cache_means(model, batches["calibration"], show_progress("measuring means"))
+                progress = show_progress("measuring means")
+                means = cache_means(model, batches["calibration"], self.exact_tokens, progress)
                 set_cache_means(quantized, means)
                 report |= compare_predictions(model, quantized, batches["evaluation"], show_progress("measuring"))
             quantized.to(dtype=stored)
             write_model(aside, quantized, checkpoint.folder, show_progress("saving"))
             self.write_card(aside, report, quantized.config, checkpoint.folder / "README.md")
         return report
+
+    def check_layers(self, config: GQAConfig) -> None:
+        """Raise `UserError` where the options name bits of what no layer caches, or no layer's cache is rounded."""
+        if set(config.layer_types) == {"sliding_attention"}:
+            raise UserError("each layer has a sliding window, and only caches that hold all tokens are quantized")
+        kinds = [layer.attention_kind == "mla" for layer in config.per_layer_config]
+        for names, there, what in (
+            (("latent_bits", "rope_bits"), any(kinds), "MLA"),
+            (("key_bits", "value_bits"), not all(kinds), "MHA, MQA or GQA"),
+        ):
+            for name in names:
+                if getattr(self, name) is not None and not there:
+                    raise UserError(f"--{name.replace('_', '-')} is for {what}, which no layer of the model has")
 
     def read_text(self, checkpoint: Checkpoint) -> dict[str, list[Batch]]:
         """Return the parts "calibration" and "evaluation" of the text; nothing without text."""
@@ -140,6 +155,11 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
         length = self.sequence_length or min(LONGEST_SEQUENCE, positions)
         if length > positions:
             raise UserError(f"--sequence-length={length} is more than max_position_embeddings={positions}")
+        if length <= self.exact_tokens:
+            raise UserError(
+                f"sequences of {length} tokens have none beyond the --exact-tokens={self.exact_tokens} that are not "
+                "rounded: give a longer --sequence-length"
+            )
         return read_batches(
             self.text,
             load_tokenizer(checkpoint.folder),
@@ -195,14 +215,20 @@ def with_quantized_cache(model: GQAForCausalLM, options: dict[str, Any]) -> GQAF
 
 
 @torch.no_grad()
-def cache_means(model: GQAForCausalLM, batches: Iterable[Batch], progress: Progress = iter) -> list[torch.Tensor]:
+def cache_means(
+    model: GQAForCausalLM,
+    batches: Iterable[Batch],
+    skipped: int = CacheQuantization.exact_tokens,
+    progress: Progress = iter,
+) -> list[torch.Tensor]:
     """Return each layer's mean of its keys before rotation and its values, of MLA its latent and rotary key.
 
     The first tokens of each row, which a quantized cache keeps as they are, do not count: their keys are unlike others.
 
     Args:
         model: whose layers hold all tokens or have a window.
-        batches: `input_ids` (B, T) of blocks without padding, T above the number of exact tokens, 4.
+        batches: `input_ids` (B, T) of blocks without padding.
+        skipped: number of first tokens, less than T.
         progress: wraps the iteration over the batches.
 
     Returns:
@@ -219,7 +245,6 @@ def cache_means(model: GQAForCausalLM, batches: Iterable[Batch], progress: Progr
         assert cache_means(model, [{"input_ids": torch.randint(64, (2, 16))}])[0].shape == (2 * 8,)
         ```
     """
-    skipped = CacheQuantization().exact_tokens
     sums: list[Any] = [0.0] * len(model.model.layers)
     tokens = 0
     with evaluating(model):
