@@ -244,6 +244,36 @@ def kl_table(rows: list[dict], text: str = "") -> str:
     return markdown(["", *targets], lines)
 
 
+def quantized_table(models: list[dict]) -> str:
+    """KL of models with quantized caches on pages of the same books, another book and code, by format and method."""
+    found = [{(row["cache"], row["method"]): row for row in stored["rows"]} for stored in models]
+    lines = []
+    for key in dict.fromkeys(key for rows in found for key in rows):
+        shares = [f"{rows[key]['share']:.2f}" for rows in found if key in rows]
+        losses = [
+            " / ".join(f"{rows[key][f'kl{text}']:.4f}" for text in ("", "_other", "_code")) if key in rows else ""
+            for rows in found
+        ]
+        lines.append([", ".join(key), shares[0], *losses])
+    names = [stored["settings"]["model"].split("-")[0] for stored in models]
+    return markdown(["cache", "bytes, of bfloat16's", *names], lines)
+
+
+def quantized_decode_table(rows: list[dict]) -> str:
+    """Milliseconds per token by cell and format, and how many times as long as over a cache of bfloat16."""
+    cells = dict.fromkeys((row["kind"], row["batch"], row["length"]) for row in rows)
+    names = list(dict.fromkeys(row["cache"] for row in rows))
+    found = {(row["kind"], row["batch"], row["length"], row["cache"]): row for row in rows}
+    lines = []
+    for kind, batch, length in cells:
+        each = [found[kind, batch, length, name] for name in names]
+        lines.append(
+            [f"{kind.upper()}, B{batch} S{length}", *(f"{row['ms']:.1f} ({row['ratio']:.2f}x)" for row in each)]
+        )
+    shown = {"own": "bfloat16", "fp8": "fp8"}
+    return markdown(["", *(shown.get(name, f"{name} bits") for name in names)], lines)
+
+
 def uptraining_table(rows: list[dict]) -> str:
     """What a share of the pretraining tokens uptrains."""
     lines = [
@@ -362,6 +392,9 @@ def tables() -> list[str]:
     if (norms := RESULTS / "decode_norms.json").is_file():
         rows = json.loads(norms.read_text(encoding="utf-8"))["rows"]
         found += [norms_table(rows), norms_sentence(rows)]
+    quantized = [RESULTS / f"{name}.json" for name in ("quantized_cache", "quantized_qwen")]
+    found.append(quantized_table([json.loads(path.read_text(encoding="utf-8")) for path in quantized]))
+    found.append(quantized_decode_table(json.loads((RESULTS / "quantized_decode.json").read_text("utf-8"))["rows"]))
     if (served := RESULTS / "serving.json").is_file():
         found.append(serving_table(json.loads(served.read_text(encoding="utf-8"))["rows"]))
     return found

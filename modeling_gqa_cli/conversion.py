@@ -132,6 +132,8 @@ def show_inspection(found: dict[str, Any]) -> None:
     ]
     table = Table(["layers", "attention", "window", "bytes (numbers) per token"], rows, words=2)
     out.print(table.to_rich(), f"Cache of the whole model per token: {whole:,} bytes ({whole // itemsize:,} numbers).")
+    if found["cache_quantization"] is not None:
+        out.print("generate keeps less, because it rounds this model's cache (cache_quantization in config.json).")
     can = found["conversions"]
     rows = [
         (name, how, cached(size, itemsize), share(size, whole))

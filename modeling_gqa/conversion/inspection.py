@@ -97,6 +97,7 @@ def inspect_checkpoint(source: str | Path, ignore_fields: Collection[str] = ()) 
         "parameters": count_parameters(config),
         "dtype": str(dtype).removeprefix("torch."),
         "cache_bytes_per_token": cache_bytes_per_token(config, dtype),
+        "cache_quantization": getattr(checkpoint.stock_config, "cache_quantization", None),
         "layers": [
             {
                 "layer": index,
