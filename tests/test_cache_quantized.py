@@ -363,7 +363,7 @@ def test_a_crop_and_rows_that_move_are_as_if_they_had_not(model_name):
     cache.reorder_cache(torch.tensor([2, 0, 1]))
     rows = [2, 0, 1]
     moved = {name: x[rows] for name, x in batch.items()}
-    found = decode(model, moved, cache, [3, 1], start=20)
+    found = decode(model, moved, cache, [4], start=20)
     fresh = GQAQuantizedCache(model.config, options)
     decode(model, moved, fresh, [20])
     for layer, other in zip(cache.layers, fresh.layers, strict=True):
@@ -373,7 +373,7 @@ def test_a_crop_and_rows_that_move_are_as_if_they_had_not(model_name):
             kept = layer.last_tokens[0][:, :, :2], other.last_tokens[0][:, :, -2:]
             torch.testing.assert_close(*kept, rtol=1e-9, atol=1e-9)
             torch.testing.assert_close(layer.first_tokens[0], other.first_tokens[0], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(found, decode(model, moved, fresh, [3, 1], start=20), rtol=0, atol=2)
+    torch.testing.assert_close(found, decode(model, moved, fresh, [4], start=20), rtol=0, atol=2)
     assert torch.equal(cache.held_positions, fresh.held_positions)
 
 
