@@ -96,12 +96,12 @@ class RowFormat:
     def mix(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` (..., C) in the basis of the cache."""
         matrix = self._matrix(x)
-        return x if matrix is None else x @ matrix
+        return x if matrix is None else (x.reshape(-1, x.shape[-1]) @ matrix).view(x.shape)
 
     def unmix(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` (..., C) of the basis of the cache in its own."""
         matrix = self._matrix(x)
-        return x if matrix is None else x @ matrix.mT
+        return x if matrix is None else (x.reshape(-1, x.shape[-1]) @ matrix.mT).view(x.shape)
 
     def _matrix(self, x: torch.Tensor) -> torch.Tensor | None:
         if not any(map(_has_scale, self.bits)):
@@ -195,7 +195,7 @@ class Tile:
         """Products of `x` (B, G, M, C) with each token, (B, G, M, n), in at least float32."""
         dtype, found = torch.promote_types(x.dtype, torch.float32), []
         for (levels, scales), part in zip(self.levels, x.split([y.shape[-1] for y, _ in self.levels], -1), strict=True):
-            product = (part.to(levels.dtype) @ levels.mT).to(dtype)
+            product = _product(part.to(levels.dtype), levels.mT).to(dtype)
             if scales is not None:
                 product = (product + 0.5 * part.sum(-1, keepdim=True, dtype=dtype)) * scales.unsqueeze(-2)
             found.append(product)
@@ -206,9 +206,14 @@ class Tile:
         found = []
         for levels, scales in self.levels:
             own = weights if scales is None else weights * scales.unsqueeze(-2)
-            part = own.to(levels.dtype) @ levels
+            part = _product(own.to(levels.dtype), levels)
             found.append(part if scales is None else part + 0.5 * own.sum(-1, keepdim=True))
         return (found[0] if len(found) == 1 else torch.cat(found, dim=-1)).to(weights.dtype)
+
+
+def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The matrix products of (B, G, ...); of a single one torch would copy `y` where it is transposed."""
+    return (x[0, 0] @ y[0, 0])[None, None] if y.shape[:2].numel() == 1 else x @ y
 
 
 def _has_scale(bits: int | str) -> bool:
@@ -271,8 +276,13 @@ def _unpack_codes(stored: torch.Tensor, bits: int, levels: torch.Tensor) -> None
 
 
 def _fields(stored: torch.Tensor, width: int) -> list[torch.Tensor]:
-    """The signed fields of bytes, int8, from the lowest on; shifts to the right keep the sign."""
-    return [(stored << (8 - width * (n + 1))) >> (8 - width) if width < 8 else stored for n in range(8 // width)]
+    """The signed fields of bytes, int8, from the lowest on."""
+    if width == 8:
+        return [stored]
+    half, highest = 2 ** (width - 1), 8 // width - 1
+    lower = [(stored >> (width * n) if n else stored) & (2 * half - 1) for n in range(highest)]
+    # A shift to the right keeps the sign, which the highest field has. To the left, shifts are slow on a CPU.
+    return [*(field.bitwise_xor_(half).sub_(half) for field in lower), stored >> (width * highest)]
 
 
 def _mixing_matrix(

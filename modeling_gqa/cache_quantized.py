@@ -8,7 +8,7 @@ because weights sum to one. A constant latent adds the same to all scores of a q
 Shapes: B batch, G key/value heads, S tokens held, T new tokens, C channels of a head, N bytes of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -111,9 +111,17 @@ class QuantizedLayer(GrowingLayer):
         )
         return first, second
 
+    def spans(self, longest: int) -> Iterator[tuple[int, int]]:
+        """Divide the tokens into spans of at most `longest`; those with exact tokens are apart."""
+        length = self.get_seq_length()
+        first = min(length, (self.held.most if self.held else 0) + self.exact_tokens if self.first_tokens else 0)
+        last = max(first, length - (self.last_tokens[0].shape[2] if self.last_tokens else 0))
+        for low, high in ((0, first), (first, last), (last, length)):
+            for start in range(low, high, longest):
+                yield start, min(start + longest, high)
+
     def tiles(self, rows: Sequence[torch.Tensor], start: int, stop: int) -> list[Tile]:
         """The numbers of the tokens from `start` to `stop` of both tensors, to be multiplied; `rows` as for `read`."""
-        stop = min(stop, self.get_seq_length())
         # float16 ends at 65504, which sums over many tokens can pass.
         dtype = torch.float32 if self.number_dtype == torch.float16 else self.number_dtype
         most = self.held.most if self.held else 0
@@ -398,15 +406,14 @@ def tiled_attention(
     shape = (*queries[0].shape[:3], 1)
     output = queries[0].new_zeros(*shape[:3], sum(cached.formats[value].sizes), dtype=dtype)
     total, largest = output.new_zeros(shape), output.new_full(shape, torch.finfo(dtype).min)
-    tile = max(TILE // batch, 1)
-    for start in range(0, cached.get_seq_length(), tile):
-        tiles = cached.tiles(rows, start, start + tile)
+    for start, stop in cached.spans(max(TILE // batch, 1)):
+        tiles = cached.tiles(rows, start, stop)
         products = [tile.products(query) for tile, query in zip(tiles, queries, strict=False)]
         scores = products[0] if len(products) == 1 else products[0] + products[1]  # (B, G, M, n)
         if of_constant is not None:
-            scores = scores + of_constant @ basis.angles(start, start + tile)
+            scores = scores + of_constant @ basis.angles(start, stop)
         if attention_mask is not None:
-            mask = grouped(attention_mask[..., start : start + tile].expand(batch, heads, length, -1))
+            mask = grouped(attention_mask[..., start:stop].expand(batch, heads, length, -1))
             lowest = torch.finfo(dtype).min
             scores = scores.masked_fill(~mask, lowest) if mask.dtype == torch.bool else scores + mask
         before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))
