@@ -31,6 +31,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import traceback
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -235,19 +236,23 @@ def run_docstrings(packages: list[str]) -> None:
 
     os.chdir(ROOT)
     importlib.import_module(packages[0])
-    failed = []
+    failed, tried = [], 0
     for path in sorted(path for package in packages for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                 continue
-            for block in find_blocks(ast.get_docstring(node) or ""):
+            _, _, example = (ast.get_docstring(node) or "").partition("Example:\n")
+            for block in find_blocks(textwrap.dedent(example)):
                 if block.language != "python":
                     continue
+                tried += 1
                 where = f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}"
                 run_python = partial(exec, compile(block.code, where, "exec"), {"__name__": "__main__"})
                 if forked(run_python) != 0:
                     failed.append(where)
+    assert tried, "no docstring has an example"
     assert not failed, f"examples that fail: {failed}"
+    print(f"{tried} examples run")
 
 
 def main(page: str) -> None:

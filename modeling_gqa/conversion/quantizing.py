@@ -238,7 +238,7 @@ def cache_means(
         ```python
         import torch
         from modeling_gqa import GQAConfig, GQAForCausalLM
-        from modeling_gqa.conversion.cache_means import cache_means
+        from modeling_gqa.conversion.quantizing import cache_means
 
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mqa", **sizes))
