@@ -51,8 +51,8 @@ class Attention(nn.Module):
     kinds: ClassVar[tuple[str, ...]] = ()
     # Options of `cache_quantization` with the bits of what the kind caches, in the order of `cache_shapes`.
     bits_fields: ClassVar[tuple[str, str]] = ("key_bits", "value_bits")
-    # Places there of the rotated tensor and of the other one.
-    rotary_places: ClassVar[tuple[int, int]] = (0, 1)
+    # Place there of the tensor that is rotated; the other one is not.
+    rotary_place: ClassVar[int] = 0
     scaling: float
     frequency_indices: torch.Tensor | None
     cache_mean: torch.Tensor | None
@@ -180,8 +180,8 @@ class Attention(nn.Module):
         if self.cache_mean is None:
             return self.biases()
         parts = self.cache_mean.split([heads * size for heads, size in self.cached_shapes])
-        rotary, plain = (parts[place].view(self.cached_shapes[place]) for place in self.rotary_places)
-        return rotary, plain
+        constants = [part.view(shape) for part, shape in zip(parts, self.cached_shapes, strict=True)]
+        return constants[self.rotary_place], constants[1 - self.rotary_place]
 
     def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """`constants` of a layer without measured means: the biases of its projections, `None` without."""
@@ -206,8 +206,7 @@ class Attention(nn.Module):
             held = replace(
                 held, position_embeddings=select_frequencies(held.position_embeddings, self.frequency_indices)
             )
-        rotary, plain = (cached.formats[place] for place in self.rotary_places)
-        return CacheBasis(cached, rotary, plain, *self.constants(), rotation, held)
+        return CacheBasis(cached, self.rotary_place, *self.constants(), rotation, held)
 
     @staticmethod
     def default_scale(layer: GQAConfig) -> float:

@@ -47,7 +47,7 @@ class LatentAttention(Attention):
 
     kinds = ("mla",)
     bits_fields = ("latent_bits", "rope_bits")
-    rotary_places = (1, 0)
+    rotary_place = 1
 
     def __init__(self, config: GQAConfig, layer_idx: int):
         super().__init__(config, layer_idx)

@@ -6,7 +6,7 @@ matrix, which spreads large channels over all of them (QuaRot, 2404.00456). Quer
 Shapes: C channels of a head, N bytes of a token's row; leading dimensions are free.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -116,7 +116,9 @@ class RowFormat:
         A level lies at each half step, -(2^bits - 1) / 2 to (2^bits - 1) / 2 scales. Scales are bfloat16.
         """
         scales, codes = [], []
-        for run, part in self._parts(x.float()):  # (..., blocks, size)
+        of_runs = x.float().split([run.blocks * run.size for run in self.runs], dim=-1)
+        for run, channels in zip(self.runs, of_runs, strict=True):
+            part = channels.unflatten(-1, (run.blocks, run.size))
             if run.bits == 16:
                 codes.append(part.bfloat16().view(torch.uint8).flatten(-2))
             elif run.bits == "fp8":
@@ -172,11 +174,6 @@ class RowFormat:
             found.append((levels.flatten(-2), scales))
             start = stop
         return found
-
-    def _parts(self, x: torch.Tensor) -> Iterator[tuple[Run, torch.Tensor]]:
-        sizes = [run.blocks * run.size for run in self.runs]
-        for run, part in zip(self.runs, x.split(sizes, dim=-1), strict=True):
-            yield run, part.unflatten(-1, (run.blocks, run.size))
 
 
 class Tile:

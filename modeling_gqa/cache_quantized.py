@@ -195,7 +195,7 @@ class GQAQuantizedCache(DynamicCache):
 
     Args:
         config: the model's configuration.
-        options: as in `GQAConfig.cache_quantization`, which is taken where they are left out; they hold for all layers.
+        options: as in `GQAConfig.cache_quantization`, which is taken where they are left out.
         kwargs: of `DynamicCache`.
 
     Raises:
@@ -223,10 +223,9 @@ class GQAQuantizedCache(DynamicCache):
 
         if not hasattr(config, "cache_quantization"):
             raise ValueError(f"GQAQuantizedCache is for a GQAConfig, and got a {type(config).__name__}")
+        own = CacheQuantization.of((config.cache_quantization or {}) if options is None else options)
         for index, layer in enumerate(config.per_layer_config):
-            chosen = layer.cache_quantization if options is None else options
-            if chosen is not None and type(self.layers[index]) is DynamicLayer:
-                own = CacheQuantization.of(chosen)
+            if type(self.layers[index]) is DynamicLayer:
                 formats = ATTENTION_CLASSES[layer.attention_kind].cache_formats(layer, own)
                 self.layers[index] = QuantizedLayer(formats, own.exact_tokens, own.residual_length)
 
@@ -295,24 +294,28 @@ class CacheBasis:
 
     Args:
         cached: the layer of the cache.
-        rotary, plain: formats of the two.
+        rotary_place: the place of the rotated one among the two.
         rotary_constant, plain_constant: (G, C), what every token has before rotation; `None`: nothing.
         rotation: cosine and sine (B or 1, T, P) of the new tokens; `None`: nothing is rotated.
         held: of all tokens, the new ones included.
     """
 
     cached: QuantizedLayer
-    rotary: RowFormat
-    plain: RowFormat
+    rotary_place: int
     rotary_constant: torch.Tensor | None = None
     plain_constant: torch.Tensor | None = None
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     held: HeldTokens | None = None
 
     @property
-    def rotary_place(self) -> int:
-        """The place of the rotated tensor among the two."""
-        return 0 if self.rotary is self.cached.formats[0] else 1
+    def rotary(self) -> RowFormat:
+        """The format of the rotated tensor."""
+        return self.cached.formats[self.rotary_place]
+
+    @property
+    def plain(self) -> RowFormat:
+        """The format of the other one."""
+        return self.cached.formats[1 - self.rotary_place]
 
     def constant_query(self, query: torch.Tensor) -> torch.Tensor | None:
         """Factors (B, G, M, P) of the angles of each token in the scores of a query (B, G, M, C) with the constant key.
@@ -350,12 +353,9 @@ class CacheBasis:
             return x
         return x + self.plain_constant.repeat_interleave(x.shape[1] // self.plain_constant.shape[0], dim=0)[:, None]
 
-    def with_constant(self, x: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """The rotated (B, G, n, C) of the tokens from `start`, in the basis of the cache, with their constant."""
-        rotation: Any = self.held.position_embeddings if self.held else None
-        if rotation is not None:
-            rotation = tuple(part[:, start : start + x.shape[2]] for part in rotation)
-        constant = self._rotated(rotation)
+    def with_constant(self, x: torch.Tensor) -> torch.Tensor:
+        """The rotated (B, G, S, C) of all tokens, in the basis of the cache, with their constant."""
+        constant = self._rotated(self.held.position_embeddings if self.held else None)
         return x if constant is None else x + self.rotary.mix(constant)
 
     def _rotated(self, rotation: Any) -> torch.Tensor | None:

@@ -112,7 +112,7 @@ class Oracle(DynamicLayer):
 
     def update(self, key_states, value_states, *args, **kwargs):
         start = self.get_seq_length()
-        place = self.attention.rotary_places
+        place = (self.attention.rotary_place, 1 - self.attention.rotary_place)
         pair, constants = [key_states, value_states], dict(zip(place, self.attention.constants(), strict=True))
         for number, x in enumerate(pair):
             batch, _, new, size = x.shape
@@ -342,6 +342,8 @@ def test_generates(model_name, way, strategy):
     found = model.generate(**inputs, **asked, **run)
     assert isinstance(found.past_key_values, GQAQuantizedCache)
     model.config.cache_quantization = None
+    given = model.generate(**inputs, past_key_values=GQAQuantizedCache(model.config, options), **run)
+    assert torch.equal(found.sequences, given.sequences)
     expected = model.generate(**inputs, **run)
     assert not isinstance(expected.past_key_values, GQAQuantizedCache)
     if not strategy:

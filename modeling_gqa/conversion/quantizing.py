@@ -257,7 +257,7 @@ def cache_means(
             for index, (layer, size) in enumerate(zip(model.model.layers, model.model.rotary_sizes, strict=True)):
                 attention = layer.self_attn
                 held = [cache.layers[index].keys, cache.layers[index].values]  # (B, G, T, C)
-                rotary = attention.rotary_places[0]
+                rotary = attention.rotary_place
                 cos, sin = select_frequencies(rotations[size], attention.frequency_indices)
                 norm = cos.square() + sin.square()  # above one where the rotation scales, as YaRN's
                 held[rotary] = rotate(held[rotary], cos / norm, -sin / norm)
