@@ -7,8 +7,7 @@ Shapes: C channels of a head, N bytes of a token's row; leading dimensions are f
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +46,10 @@ class RowFormat:
         bits: of each block, one of `FORMATS`.
         sizes: channels of each block.
 
+    Attributes:
+        runs: neighbouring blocks that are alike.
+        row_bytes: bytes N of a token's row, an even number.
+
     Example:
         ```python
         import torch
@@ -60,6 +63,20 @@ class RowFormat:
 
     bits: tuple[int | str, ...]
     sizes: tuple[int, ...]
+    runs: tuple[Run, ...] = field(init=False, compare=False, repr=False)
+    row_bytes: int = field(init=False, compare=False)
+
+    def __post_init__(self):
+        # Not `cached_property`: vLLM sends the configuration's class to its workers, and in Python 3.11 that has a lock.
+        runs: list[Run] = []
+        for bits, size in zip(self.bits, self.sizes, strict=True):
+            if runs and (runs[-1].bits, runs[-1].size) == (bits, size):
+                runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + 1)
+            else:
+                runs.append(Run(bits, 1, size))
+        total = sum(run.blocks * (2 * _has_scale(run.bits) + _code_bytes(run)) for run in runs)
+        object.__setattr__(self, "runs", tuple(runs))
+        object.__setattr__(self, "row_bytes", total + total % 2)
 
     @classmethod
     def of(cls, channels: int, bits: int | str | Sequence[int | str], block: int) -> "RowFormat":
@@ -74,22 +91,6 @@ class RowFormat:
         if len(bits) != len(sizes):
             raise ValueError(f"{len(bits)} numbers of bits for {len(sizes)} blocks of {channels} channels")
         return cls(tuple(bits), sizes)
-
-    @cached_property
-    def runs(self) -> tuple[Run, ...]:
-        runs: list[Run] = []
-        for bits, size in zip(self.bits, self.sizes, strict=True):
-            if runs and (runs[-1].bits, runs[-1].size) == (bits, size):
-                runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + 1)
-            else:
-                runs.append(Run(bits, 1, size))
-        return tuple(runs)
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """Bytes N of a token's row, an even number."""
-        total = sum(run.blocks * (2 * _has_scale(run.bits) + _code_bytes(run)) for run in self.runs)
-        return total + total % 2
 
     # -- the basis in which numbers are rounded
 
