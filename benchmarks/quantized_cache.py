@@ -3,9 +3,10 @@
     python -m benchmarks.quantized_cache
     python -m benchmarks.quantized_cache Qwen2.5-Coder-0.5B-Instruct --name quantized_qwen --evaluation-tokens 2048
 
-"Ours" attends to what `cache_quantization` packs and gives back, with means measured on `MEAN_TOKENS` tokens of other
-text. "Plain" is what is done without these: each number is rounded between symmetric levels up to the largest of its
-head, or to float8_e4m3fn with a scale of 1, vLLM's default. Nothing is packed for it.
+"Ours" attends to what `cache_quantization` packs and gives back, with means measured on `TOKENS` tokens of other text.
+"Coded" does too, with bases and bits that are chosen on that text for a share of the bytes. "Plain" is what is done
+without these: each number is rounded between symmetric levels up to the largest of its head, or to float8_e4m3fn with a
+scale of 1, vLLM's default. Nothing is packed for it.
 """
 
 import argparse
@@ -22,7 +23,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.conversion.quantizing import cache_means, set_cache_means, with_quantized_cache
+from modeling_gqa.conversion.quantizing import set_cache_constants, with_quantized_cache
+from modeling_gqa.conversion.transform_coding import cache_codings, cache_means, choose_bits
 from modeling_gqa.costs import cache_bytes_per_token
 
 from .measure import describe_machine
@@ -33,7 +35,7 @@ from .report import RESULTS, kebab_shown, print_machine, print_table, write
 FORMATS = {"fp8": 8, "int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2}  # bits of a number
 GROUP = 64  # numbers that share a scale of 16 bits, or a head's where it has fewer
 TINY = 6e-8  # about the least scale that float16 has, for numbers that are all zero
-MEAN_TOKENS = 8192
+TOKENS = 16384
 COLUMNS = {
     "cache": "", "method": "", "bytes": ",.0f", "share": ".3f", "kl": ".4f", "perplexity": ".2f", "kl_other": ".4f",
     "kl_code": ".4f", "top1": ".1%",
@@ -78,38 +80,47 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--evaluation-tokens", type=int, default=16384, help="of each text")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a block")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--methods", nargs="+", choices=("plain", "ours"), default=["plain", "ours"])
+    parser.add_argument("--methods", nargs="*", choices=("plain", "ours"), default=["plain", "ours"])
+    parser.add_argument("--shares", nargs="*", type=float, default=[0.266, 0.203, 0.141, 0.11], help='of "coded"')
     options = kebab_shown(parser).parse_args(arguments)
     folder = str(real_model(options.model)) if options.model in MODELS else options.model
     command = " ".join(["python -m benchmarks.quantized_cache", *(sys.argv[1:] if arguments is None else arguments)])
     machine = describe_machine("cpu", [torch.float32])
     print_machine(machine)
-    bench = Bench(folder, options.text or real_text(), MEAN_TOKENS, options.evaluation_tokens, options.length)
+    bench = Bench(folder, options.text or real_text(), TOKENS, options.evaluation_tokens, options.length)
     full = cache_bytes_per_token(bench.source.config, torch.bfloat16)
     if any(layer.attention_kind == "mla" for layer in bench.source.config.per_layer_config):
         options.methods = ["ours"]  # plain attention functions get no latent
     bench.source.float()  # differences of 0.001 are lost in bfloat16
     means, rows = cache_means(bench.source, bench.calibration), []
     assert len(bench.states) == len(EVALUATIONS)  # computed with the whole cache
+
+    def add(name: str, method: str, share: float, measured: dict[str, Any]) -> None:
+        rows.append({"cache": name, "method": method, **measured, "bytes": share * full, "share": share})
+        print("  ".join(f"{key} {format(rows[-1][key], form)}" for key, form in COLUMNS.items()), flush=True)
+        settings = {"model": Path(folder).name, "evaluation_tokens": options.evaluation_tokens}
+        write(options.json or RESULTS / f"{options.name}.json", command, machine, settings=settings, rows=rows)
+
     for name in options.formats:
         for method in options.methods:
             bits: Any = name if name == "fp8" else FORMATS[name]
             if method == "ours":
                 model: Any = with_quantized_cache(bench.source, {"nbits": bits, "means": True})
-                set_cache_means(model, means)
-                measured = bench.measure(model)
-                share = cache_bytes_per_token(model.config, torch.bfloat16) / full
+                set_cache_constants(model, means)
+                add(name, method, cache_bytes_per_token(model.config, torch.bfloat16) / full, bench.measure(model))
             else:
                 with plainly_quantized(bench.source, name) as model:
                     measured = bench.measure(model)
                 head_dim = bench.source.config.per_layer_config[0].head_dim
                 share = (FORMATS[name] + (0 if name == "fp8" else 16 / min(GROUP, head_dim))) / 16
-            row = {"cache": name, "method": method, **measured, "bytes": share * full}
-            rows.append(row | {"share": share})
-            shown = (f"{key} {format(rows[-1][key], form)}" for key, form in COLUMNS.items())
-            print("  ".join(shown), flush=True)
-            settings = {"model": Path(folder).name, "evaluation_tokens": options.evaluation_tokens}
-            write(options.json or RESULTS / f"{options.name}.json", command, machine, settings=settings, rows=rows)
+                add(name, method, share, measured)
+    codings = cache_codings(bench.source, bench.calibration, means) if options.shares else []
+    for share in options.shares:
+        layers = choose_bits(bench.source, codings, int(share * full), torch.bfloat16)
+        model = with_quantized_cache(bench.source, {"layers": layers, "means": True})
+        set_cache_constants(model, means, codings)
+        share = cache_bytes_per_token(model.config, torch.bfloat16) / full
+        add("bits by channel", "coded", share, bench.measure(model))
     print_table(f"The cache of {Path(folder).name}, quantized", rows, COLUMNS)
     return rows
 

@@ -23,9 +23,17 @@ from torch import nn
 from transformers import Cache
 
 from .attention_functions import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
-from .cache_formats import CacheQuantization, RowFormat
+from .cache_formats import BASES, CacheQuantization, RowFormat
 from .cache_layers import is_paged
-from .cache_quantized import CacheBasis, HeldTokens, held_by, quantized_layer, reads_tiles, tiled_attention
+from .cache_quantized import (
+    CacheBasis,
+    Coordinates,
+    HeldTokens,
+    held_by,
+    quantized_layer,
+    reads_tiles,
+    tiled_attention,
+)
 from .configuration_gqa import GQAConfig
 from .layers import GQARMSNorm, frequency_indices, is_plain_linear, rotate, select_frequencies
 from .masks import attended_part
@@ -66,14 +74,20 @@ class Attention(nn.Module):
                 f"layer {layer_idx} has attention_kind={layer.attention_kind!r}: "
                 "build it as ATTENTION_CLASSES[kind](config, layer_idx)"
             )
+        formats: tuple[RowFormat, ...] = ()
         if layer.cache_quantization is not None:
             try:
-                self.cache_formats(layer, CacheQuantization.of(layer.cache_quantization))
+                own = CacheQuantization.of(layer.cache_quantization).of_layer(layer_idx)
+                formats = self.cache_formats(layer, own)
             except ValueError as error:
                 raise ValueError(f"cache_quantization does not fit layer {layer_idx}: {error}") from None
         # Of the numbers that a token adds to the cache, in the order of `cache_shapes`; `None`: it was not measured.
         measured = layer.cache_quantization is not None and layer.cache_quantization.get("means")
         self.register_buffer("cache_mean", torch.zeros(sum(self.cache_sizes(layer))) if measured else None)
+        # Of a layer with bits by blocks, the matrices that encode and decode what it caches: (2, C, C).
+        for name, form in zip(self.bits_fields, formats, strict=False):
+            size = sum(form.sizes)
+            self.register_buffer(BASES[name], torch.eye(size).repeat(2, 1, 1) if form.own_basis else None)
         self.cached_shapes = self.cache_shapes(layer)
         # The model's own configuration, not the layer's copy: `set_attn_implementation` writes there.
         self.config = config
@@ -189,6 +203,7 @@ class Attention(nn.Module):
 
     def cache_basis(
         self,
+        new: torch.Tensor,
         past_key_values: Cache | None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
         held: HeldTokens | None,
@@ -196,6 +211,7 @@ class Attention(nn.Module):
         """How the layer's numbers go into a quantized cache; `None` where the cache keeps them as they are.
 
         Args:
+            new: what is about to be cached.
             rotation: cosine and sine of the new tokens, of the layer's own frequencies.
             held: the tokens of the cache; without it no constant key is taken out.
         """
@@ -206,7 +222,20 @@ class Attention(nn.Module):
             held = replace(
                 held, position_embeddings=select_frequencies(held.position_embeddings, self.frequency_indices)
             )
-        return CacheBasis(cached, self.rotary_place, *self.constants(), rotation, held)
+        own = zip(self.bits_fields, cached.formats, self.cached_shapes, strict=True)
+        first, second = (self._coordinates(new, name, form, heads) for name, form, (heads, _) in own)
+        return CacheBasis(cached, (first, second), self.rotary_place, *self.constants(), rotation, held)
+
+    def _coordinates(self, new: torch.Tensor, name: str, form: RowFormat, heads: int) -> Coordinates:
+        """The basis of the tensor whose bits the option `name` says, of `heads` heads."""
+        if form.own_basis:
+            basis = getattr(self, BASES[name], None)
+            if basis is None:
+                raise ValueError(f"layer {self.layer_idx} of the checkpoint has no basis for {name} by blocks")
+            encoder, decoder = basis
+            return Coordinates(encoder, decoder, heads)
+        matrix = form.mixing_matrix(new.dtype, new.device)
+        return Coordinates(matrix, matrix)
 
     @staticmethod
     def default_scale(layer: GQAConfig) -> float:
@@ -231,7 +260,7 @@ class Attention(nn.Module):
     @classmethod
     def cache_formats(cls, layer: GQAConfig, options: CacheQuantization) -> tuple[RowFormat, RowFormat]:
         """How the rows of a head look in a quantized cache, in the order of `cache_shapes`."""
-        return options.formats(cls.bits_fields, [size for _, size in cls.cache_shapes(layer)])
+        return options.formats(cls.bits_fields, cls.cache_shapes(layer))
 
     @classmethod
     def cache_sizes(cls, layer: GQAConfig) -> tuple[int, int]:
@@ -299,9 +328,9 @@ class GroupedAttention(Attention):
         if position_embeddings is not None:
             position_embeddings = select_frequencies(position_embeddings, self.frequency_indices)
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
-        basis = self.cache_basis(past_key_values, position_embeddings, kwargs.pop("held_tokens", None))
+        basis = self.cache_basis(key, past_key_values, position_embeddings, kwargs.pop("held_tokens", None))
         if basis is not None:
-            key, value = basis.store_rotary(key), basis.store_plain(value)
+            key, value = basis.store(key, value)
         key, value, attention_mask, options = self.attend_to(
             hidden_states, key, value, attention_mask, past_key_values, crosses, kwargs, **held_by(basis)
         )  # (B, G, S, D); of a quantized cache their bytes
@@ -309,15 +338,11 @@ class GroupedAttention(Attention):
             output = tiled_attention((query,), (key, value), 1, basis, attention_mask, self.scaling)  # (B, H, T, D)
             return self.o_proj(output.transpose(1, 2).flatten(2)), None  # (B, T, hidden)
         if basis is not None:
-            query = basis.rotary.mix(query)
-            key, value = basis.cached.read((key, value))
-            key = basis.with_constant(key)
+            key, value = basis.read((key, value))
         attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.backend, eager_attention_forward)
         output, weights = attention_interface(
             self, query, key, value, attention_mask, scaling=self.scaling, **options
         )  # (B, T, H, D)
-        if basis is not None:
-            output = basis.restore(output.transpose(1, 2)).transpose(1, 2)
         return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1)), weights  # (B, T, hidden)
 
     def biases(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:

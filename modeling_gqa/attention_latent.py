@@ -116,9 +116,9 @@ class LatentAttention(Attention):
             query_rope = rotate(query_rope, *position_embeddings, interleaved=self.rope_interleave)
             key_rope = rotate(key_rope, *position_embeddings, interleaved=self.rope_interleave)
         cached = past_key_values is not None or is_paged(kwargs, self.backend)
-        basis = self.cache_basis(past_key_values, position_embeddings, kwargs.pop("held_tokens", None))
+        basis = self.cache_basis(latent, past_key_values, position_embeddings, kwargs.pop("held_tokens", None))
         if basis is not None:
-            latent, key_rope = basis.store_plain(latent), basis.store_rotary(key_rope)
+            latent, key_rope = basis.store(latent, key_rope)
         latent, key_rope, attention_mask, options = self.attend_to(
             hidden_states, latent, key_rope, attention_mask, past_key_values, crosses, kwargs, **held_by(basis)
         )  # (B, 1, S, R), (B, 1, S, P); of a quantized cache their bytes
@@ -128,8 +128,7 @@ class LatentAttention(Attention):
             output = self.absorb_tiles(query, query_rope, rows, basis, attention_mask)  # (B, T, H, V)
             return self.o_proj(output.flatten(2)), None  # (B, T, hidden)
         if basis is not None:
-            latent, key_rope = basis.cached.read((latent, key_rope))
-            latent, key_rope = basis.restore(latent), basis.rotary.unmix(basis.with_constant(key_rope))
+            latent, key_rope = basis.read((latent, key_rope))
         if absorbs:
             output, weights = self.absorb(query, query_rope, latent, key_rope, attention_mask)  # (B, T, H, V)
             return self.o_proj(output.flatten(2)), weights  # (B, T, hidden)

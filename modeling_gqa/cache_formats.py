@@ -1,13 +1,14 @@
 """Numbers of a few bits, packed into bytes: what a quantized cache stores of one token and head.
 
 Channels are divided into blocks that share a scale. Before rounding, the numbers of a block are mixed by an orthogonal
-matrix, which spreads large channels over all of them (QuaRot, 2404.00456). Queries are mixed alike, so scores stay.
+matrix, which spreads large channels over all of them (QuaRot, 2404.00456). Blocks of different bits are of a basis that
+the layer has of its own, in which all heads stand together and the blocks are mixed already.
 
 Shapes: C channels of a head, N bytes of a token's row; leading dimensions are free.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -25,9 +26,15 @@ CLIPS, CLIPPED_BITS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4), 4
 TINY = 1e-30
 # Smallest and largest value of the options that are numbers. Room for all exact tokens is taken at once.
 RANGES = {"q_group_size": (8, 2**24), "exact_tokens": (0, 1024), "residual_length": (0, 2**31)}
+# Fields of `CacheQuantization` with the bits of one of the tensors that a kind caches, and the buffers of an attention
+# layer that hold the basis of this tensor.
+BASES = {"key_bits": "key_basis", "value_bits": "value_basis", "latent_bits": "latent_basis", "rope_bits": "rope_basis"}
+CACHE_BUFFERS = ("cache_mean", *BASES.values())  # which a quantized cache alone uses
 # Mixing matrices that have been used, by formats, dtype and device.
 _MATRICES: dict[tuple, torch.Tensor] = {}
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+# Levels and scales of a run of blocks, see `RowFormat.levels`.
+Levels = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class Run(NamedTuple):
@@ -45,6 +52,7 @@ class RowFormat:
     Args:
         bits: of each block, one of `FORMATS`.
         sizes: channels of each block.
+        own_basis: whether the channels are those of all heads together, in the layer's own basis.
 
     Attributes:
         runs: neighbouring blocks that are alike.
@@ -55,7 +63,7 @@ class RowFormat:
         import torch
         from modeling_gqa.cache_formats import RowFormat
 
-        stored = RowFormat.of(channels=128, bits=4, block=64)
+        stored = RowFormat.of(heads=2, size=128, bits=4, block=64)
         rows = stored.pack(torch.randn(2, 10, 128))  # (2, 10, 68), uint8
         print(stored.unpack(rows, torch.float32).shape, stored.row_bytes)  # (2, 10, 128) and 68
         ```
@@ -63,11 +71,12 @@ class RowFormat:
 
     bits: tuple[int | str, ...]
     sizes: tuple[int, ...]
+    own_basis: bool = False
     runs: tuple[Run, ...] = field(init=False, compare=False, repr=False)
     row_bytes: int = field(init=False, compare=False)
 
     def __post_init__(self):
-        # Not `cached_property`: vLLM sends the configuration's class to its workers, and in Python 3.11 that has a lock.
+        # Not `cached_property`: vLLM pickles the configuration's class, and in Python 3.11 that would hold a lock.
         runs: list[Run] = []
         for bits, size in zip(self.bits, self.sizes, strict=True):
             if runs and (runs[-1].bits, runs[-1].size) == (bits, size):
@@ -79,35 +88,30 @@ class RowFormat:
         object.__setattr__(self, "row_bytes", total + total % 2)
 
     @classmethod
-    def of(cls, channels: int, bits: int | str | Sequence[int | str], block: int) -> "RowFormat":
-        """The format of `channels` in blocks of `block`, of which the last may be smaller.
+    def of(cls, heads: int, size: int, bits: Any, block: int | None) -> "RowFormat":
+        """The format of `heads` heads of `size` channels, for `bits` as in `CacheQuantization`.
+
+        One number of bits is for blocks of `block` channels of each head, of which the last may be smaller.
 
         Raises:
-            ValueError: `bits` is a list that has not one entry for each block.
+            ValueError: `bits` is a list whose blocks have not the channels of all heads together, or keep nothing.
         """
-        sizes = tuple(min(block, channels - start) for start in range(0, channels, block))
-        if isinstance(bits, int | str):
-            return cls((bits,) * len(sizes), sizes)
-        if len(bits) != len(sizes):
-            raise ValueError(f"{len(bits)} numbers of bits for {len(sizes)} blocks of {channels} channels")
-        return cls(tuple(bits), sizes)
+        if not isinstance(bits, list | tuple):
+            sizes = tuple(min(block or size, size - start) for start in range(0, size, block or size))
+            form = cls((bits,) * len(sizes), sizes)
+        else:
+            form = cls(tuple(each[1] for each in bits), tuple(each[0] for each in bits), own_basis=True)
+            if sum(form.sizes) != heads * size:
+                raise ValueError(f"has blocks of {sum(form.sizes)} channels in all, and there are {heads * size}")
+        if not form.row_bytes:
+            raise ValueError("keeps no bit of any block: give one block 2 bits or more")
+        return form
 
-    # -- the basis in which numbers are rounded
-
-    def mix(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` (..., C) in the basis of the cache."""
-        matrix = self._matrix(x)
-        return x if matrix is None else (x.reshape(-1, x.shape[-1]) @ matrix).view(x.shape)
-
-    def unmix(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` (..., C) of the basis of the cache in its own."""
-        matrix = self._matrix(x)
-        return x if matrix is None else (x.reshape(-1, x.shape[-1]) @ matrix.mT).view(x.shape)
-
-    def _matrix(self, x: torch.Tensor) -> torch.Tensor | None:
-        if not any(map(_has_scale, self.bits)):
+    def mixing_matrix(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+        """The orthogonal symmetric matrix (C, C) that mixes each block that has a scale; `None` where none has."""
+        if self.own_basis or not any(map(_has_scale, self.bits)):
             return None
-        return _mixing_matrix(self.bits, self.sizes, x.dtype, x.device)
+        return _mixing_matrix(self.bits, self.sizes, dtype, device)
 
     # -- rows
 
@@ -135,25 +139,30 @@ class RowFormat:
 
     def unpack(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the numbers (..., C) that `rows` (..., N) hold, in the basis of the cache."""
-        parts = [
-            levels if scales is None else (levels + 0.5) * scales[..., None]
-            for levels, scales in self.levels(rows, dtype)
-        ]
+        parts = []
+        for run, (levels, scales) in zip(self.runs, self.levels(rows, dtype), strict=True):
+            if levels is None:
+                parts.append(rows.new_zeros(*rows.shape[:-1], run.blocks * run.size, dtype=dtype))
+            else:
+                parts.append(levels if scales is None else (levels + 0.5) * scales[..., None])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    def levels(self, rows: torch.Tensor, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    def levels(self, rows: torch.Tensor, dtype: torch.dtype) -> list["Levels"]:
         """Return what `rows` (..., N) hold, run by run, in new memory; a run of one block is not scaled.
 
         Returns:
             Levels (..., channels) and scales (...): a number is (level + 0.5) scale. Without scales the levels are the
-            numbers.
+            numbers; without levels, of a run that is dropped, these are zeros.
         """
         first_code = 2 * sum(run.blocks for run in self.runs if _has_scale(run.bits))
         all_scales = rows[..., :first_code]
         if first_code:
             all_scales = all_scales.view(torch.bfloat16).to(dtype)
-        start, scale, found = first_code, 0, []
+        start, scale, found = first_code, 0, list[Levels]()
         for run in self.runs:
+            if run.bits == 0:
+                found.append((None, None))
+                continue
             stop, scales = start + run.blocks * _code_bytes(run), None
             stored = rows[..., start:stop].unflatten(-1, (run.blocks, _code_bytes(run)))
             levels = rows.new_empty(*stored.shape[:-1], run.size, dtype=dtype)  # (..., blocks, size)
@@ -170,8 +179,6 @@ class RowFormat:
                 else:
                     levels.add_(0.5).mul_(scales.unsqueeze(-1))
                     scales = None
-            else:
-                levels.zero_()
             found.append((levels.flatten(-2), scales))
             start = stop
         return found
@@ -184,15 +191,18 @@ class Tile:
 
     Args:
         levels: as `RowFormat.levels` returns them, of rows (B, G, n, N).
+        sizes: channels of each of them.
     """
 
-    def __init__(self, levels: list[tuple[torch.Tensor, torch.Tensor | None]]):
-        self.levels = levels
+    def __init__(self, levels: Sequence["Levels"], sizes: Sequence[int]):
+        self.levels, self.sizes = levels, sizes
 
     def products(self, x: torch.Tensor) -> torch.Tensor:
         """Products of `x` (B, G, M, C) with each token, (B, G, M, n), in at least float32."""
         dtype, found = torch.promote_types(x.dtype, torch.float32), []
-        for (levels, scales), part in zip(self.levels, x.split([y.shape[-1] for y, _ in self.levels], -1), strict=True):
+        for (levels, scales), part in zip(self.levels, x.split(self.sizes, -1), strict=True):
+            if levels is None:
+                continue
             product = _product(part.to(levels.dtype), levels.mT).to(dtype)
             if scales is not None:
                 product = (product + 0.5 * part.sum(-1, keepdim=True, dtype=dtype)) * scales.unsqueeze(-2)
@@ -202,11 +212,14 @@ class Tile:
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
         """The sums of all tokens by `weights` (B, G, M, n): (B, G, M, C), in the dtype of `weights`."""
         found = []
-        for levels, scales in self.levels:
+        for (levels, scales), size in zip(self.levels, self.sizes, strict=True):
+            if levels is None:
+                found.append(weights.new_zeros(*weights.shape[:-1], size))
+                continue
             own = weights if scales is None else weights * scales.unsqueeze(-2)
-            part = _product(own.to(levels.dtype), levels)
+            part = _product(own.to(levels.dtype), levels).to(weights.dtype)
             found.append(part if scales is None else part + 0.5 * own.sum(-1, keepdim=True))
-        return (found[0] if len(found) == 1 else torch.cat(found, dim=-1)).to(weights.dtype)
+        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
 def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -323,9 +336,11 @@ class CacheQuantization:
 
     Args:
         nbits: format of all that is cached, one of `FORMATS`.
-        key_bits, value_bits: of keys and values of MHA, MQA and GQA, in place of `nbits`; a list has one entry for each
-            block of a head.
+        key_bits, value_bits: of keys and values of MHA, MQA and GQA, in place of `nbits`.
         latent_bits, rope_bits: of MLA's latent and its rotary key, in place of `nbits`.
+        layers: for each layer `None`, or its own bits in place of all these. There they may be a list of blocks,
+            `[[96, 4], [32, 0]]`: channels and bits of each, in a basis that the checkpoint has for the layer, of all
+            heads together (`modeling-gqa quantize-cache --cache-share`).
         q_group_size: channels of a block, which are mixed and share a scale; `None`: all of a head, or of the latent.
         exact_tokens: first tokens of each row that are kept as they are, because most attention goes to them
             (StreamingLLM, 2309.17453).
@@ -348,6 +363,7 @@ class CacheQuantization:
     value_bits: Any = None
     latent_bits: Any = None
     rope_bits: Any = None
+    layers: list[dict[str, Any] | None] | None = None
     q_group_size: int | None = None
     exact_tokens: int = 4
     residual_length: int = 0
@@ -363,14 +379,16 @@ class CacheQuantization:
                     "(a 'backend' in cache_config, quanto, hqq or fp8, asks for a cache of transformers' own)"
                 )
         found = cls(**options)
-        for name in ("nbits", "key_bits", "value_bits", "latent_bits", "rope_bits"):
-            value, may_be_list = getattr(found, name), name != "nbits"
-            if value is None and may_be_list:
-                continue
-            listed = list(value) if isinstance(value, list | tuple) and may_be_list else [value]
-            if not listed or not all(x in FORMATS and not isinstance(x, bool | float) for x in listed):
-                known = ", ".join(map(str, FORMATS))
-                raise ValueError(f"cache_quantization[{name!r}]={value!r} must be one of {known}, or a list of them")
+        for name in ("nbits", *BASES):
+            if getattr(found, name) is not None or name == "nbits":
+                _check_bits(f"cache_quantization[{name!r}]", getattr(found, name))
+        if not isinstance(found.layers, list | tuple | None):
+            raise ValueError("cache_quantization['layers'] must be a list with a dict or None for each layer")
+        for index, layer in enumerate(found.layers or ()):
+            if layer is not None and not (isinstance(layer, dict) and layer and layer.keys() <= BASES.keys()):
+                raise ValueError(f"cache_quantization['layers'][{index}] must be a dict of {', '.join(BASES)}")
+            for name, value in (layer or {}).items():
+                _check_bits(f"cache_quantization['layers'][{index}][{name!r}]", value, may_be_list=True)
         for name, (least, most) in RANGES.items():
             value = getattr(found, name)
             if value is None and name == "q_group_size":
@@ -382,22 +400,42 @@ class CacheQuantization:
             raise ValueError(f"cache_quantization['means']={found.means!r} must be True or False")
         return found
 
-    def formats(self, names: Sequence[str], sizes: Sequence[int]) -> tuple[RowFormat, RowFormat]:
+    def of_layer(self, index: int) -> "CacheQuantization":
+        """What holds for layer `index`; raises `ValueError` where `layers` does not reach it."""
+        if self.layers is None:
+            return self
+        if index >= len(self.layers):
+            raise ValueError(f"cache_quantization['layers'] has {len(self.layers)} entries, and there is layer {index}")
+        return replace(self, layers=None, **(self.layers[index] or {}))
+
+    def formats(self, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> tuple[RowFormat, RowFormat]:
         """Formats of the two tensors that a layer caches.
 
         Args:
             names: of the fields with their bits, such as "key_bits" and "value_bits".
-            sizes: channels of a head of each.
+            shapes: heads of each, and channels of a head.
 
         Raises:
-            ValueError: nothing of a tensor would be kept, or a list of bits has not one entry for each block.
+            ValueError: nothing of a tensor would be kept, or the blocks of a list have not the tensor's channels.
         """
-        given = [getattr(self, name) for name in names]
-        first, second = (
-            RowFormat.of(size, self.nbits if bits is None else bits, self.q_group_size or size)
-            for size, bits in zip(sizes, given, strict=True)
-        )
-        for name, form in zip(names, (first, second), strict=True):
-            if not form.row_bytes:
-                raise ValueError(f"{name} keeps no bit of any block: give one block 2 bits or more")
-        return first, second
+        given = [self.nbits if getattr(self, name) is None else getattr(self, name) for name in names]
+        found = []
+        for name, shape, bits in zip(names, shapes, given, strict=True):
+            try:
+                found.append(RowFormat.of(*shape, bits, self.q_group_size))
+            except ValueError as error:
+                raise ValueError(f"{name} {error}") from None
+        return found[0], found[1]
+
+
+def _check_bits(name: str, value: Any, may_be_list: bool = False) -> None:
+    blocks = value if may_be_list and isinstance(value, list | tuple) else [(1, value)]
+    for block in blocks:
+        if not (isinstance(block, list | tuple) and len(block) == 2):
+            raise ValueError(f"{name}={value!r} must be a list of pairs, the channels and the bits of each block")
+        channels, bits = block
+        if not isinstance(bits, int | str) or isinstance(bits, bool) or bits not in FORMATS:
+            known = ", ".join(map(str, FORMATS))
+            raise ValueError(f"{name}={value!r} must be one of {known}" + ", or pairs of them" * (blocks is value))
+        if not isinstance(channels, int) or isinstance(channels, bool) or channels < 1:
+            raise ValueError(f"{name}={value!r} has a block of {channels!r} channels")

@@ -5,24 +5,27 @@ What is constant over tokens, a measured mean or the projections' biases, takes 
 and put back exactly. A constant key is rotated to each token's position. A constant value is added to the output,
 because weights sum to one. A constant latent adds the same to all scores of a query, which changes no weight.
 
-Shapes: B batch, G key/value heads, S tokens held, T new tokens, C channels of a head, N bytes of a row.
+Shapes: B batch, G key/value heads of size D, H query heads, S tokens held, T new tokens, C channels of a row, N bytes
+of a row or documents in it.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, DynamicLayer
 
 from .attention_functions import FEW_TOKENS
 from .cache_formats import CacheQuantization, RowFormat, Tile
 from .cache_layers import GrowingLayer
-from .layers import rotate
+from .layers import multiply_by_head, rotate
 
 # Tokens of all rows whose numbers are read at once: enough to hide what each operation costs, few enough for the
 # processor's caches.
 TILE = 4096
+NOWHERE = 2**30  # a place that no token has
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,9 @@ class HeldTokens:
     """Where the tokens of a quantized cache stand, the new ones included.
 
     Args:
-        first: (B,), the place of each row's first token; those before it are padding.
-        least, most: the smallest and the largest of them.
+        first: (B, N), the places of first tokens: of each document in a row, or of what follows the padding. Rows of
+            fewer documents end with `NOWHERE`.
+        least, most: the smallest and the largest place.
         position_embeddings: cosine and sine (B or 1, S, P) of all tokens, for a layer with a constant rotary key.
     """
 
@@ -49,8 +53,8 @@ class HeldTokens:
 class QuantizedLayer(GrowingLayer):
     """The growing layer with rows of bytes as its keys and values.
 
-    Numbers come and go in the basis of the cache (`RowFormat.mix`). The first tokens of a row and the last are kept as
-    they are, beside their rounded numbers.
+    Numbers come and go in the basis of the cache (`Coordinates`). The first tokens of a document and the last are kept
+    as they are, beside their rounded numbers.
 
     Args:
         formats: of the two tensors that the layer caches.
@@ -62,7 +66,7 @@ class QuantizedLayer(GrowingLayer):
         self.formats, self.exact_tokens, self.residual_length = formats, exact_tokens, residual_length
         self.number_dtype: torch.dtype | None = None
         self.held: HeldTokens | None = None
-        # (B, G, exact tokens, C) and (B, G, residual length or less, C), of both tensors.
+        # (B, G, N exact tokens, C) and (B, G, residual length or less, C), of both tensors.
         self.first_tokens: list[torch.Tensor] = []
         self.last_tokens: list[torch.Tensor] = []
 
@@ -127,21 +131,24 @@ class QuantizedLayer(GrowingLayer):
         most = self.held.most if self.held else 0
         exact = self.first_tokens and start < most + self.exact_tokens
         if exact or (self.last_tokens and stop > self.get_seq_length() - self.last_tokens[0].shape[2]):
-            return [Tile([(x.to(dtype), None)]) for x in self.read(rows, start, stop)]
+            return [Tile([(x.to(dtype), None)], [x.shape[-1]]) for x in self.read(rows, start, stop)]
         return [
-            Tile(form.levels(stored[:, :, start:stop], dtype)) for form, stored in zip(self.formats, rows, strict=True)
+            Tile(form.levels(stored[:, :, start:stop], dtype), [run.blocks * run.size for run in form.runs])
+            for form, stored in zip(self.formats, rows, strict=True)
         ]
 
     def _keep_first(self, states: Sequence[torch.Tensor], start: int) -> None:
         """Keep those of the new tokens, which begin at place `start`, that are among the first of their rows."""
         batch, heads, new, _ = states[0].shape
-        places = torch.arange(self.exact_tokens, device=states[0].device)
-        places = (places - start).expand(batch, -1) if self.held is None else self.held.first[:, None] + places - start
-        chosen = ((places >= 0) & (places < new))[:, None, :, None]  # (B, 1, exact tokens, 1)
+        first = states[0].new_zeros(batch, 1, dtype=torch.long) if self.held is None else self.held.first
+        places = first[:, :, None] + torch.arange(self.exact_tokens, device=first.device) - start
+        places = places.flatten(1)  # (B, N exact tokens)
+        chosen = ((places >= 0) & (places < new))[:, None, :, None]
         index = places.clamp(0, new - 1)[:, None, :, None].expand(batch, heads, -1, -1)
-        kept = self.first_tokens or [x.new_zeros(batch, heads, self.exact_tokens, x.shape[3]) for x in states]
+        kept = self.first_tokens or [x[:, :, :0] for x in states]
+        more = places.shape[1] - kept[0].shape[2]  # documents have begun since
         self.first_tokens = [
-            torch.where(chosen, x.gather(2, index.expand(-1, -1, -1, x.shape[3])), old)
+            torch.where(chosen, x.gather(2, index.expand(-1, -1, -1, x.shape[3])), pad(old, (0, 0, 0, more)))
             for x, old in zip(states, kept, strict=True)
         ]
 
@@ -151,11 +158,13 @@ class QuantizedLayer(GrowingLayer):
         low, high = max(start, least), min(stop, most + self.exact_tokens)
         if self.first_tokens and low < high:
             kept, part = self.first_tokens[number], x[:, :, low - start : high - start]
-            places = torch.arange(low, high, device=x.device)
-            places = places - self.held.first[:, None] if self.held else places[None]  # (B or 1, n)
-            chosen = ((places >= 0) & (places < self.exact_tokens))[:, None, :, None]
-            index = places.clamp(0, self.exact_tokens - 1)[:, None, :, None].expand(*part.shape)
-            part.copy_(torch.where(chosen, kept.gather(2, index), part))
+            places = torch.arange(low, high, device=x.device).expand(1, 1, -1)
+            places = places - self.held.first[:, :, None] if self.held else places  # (B or 1, N, n)
+            inside = (places >= 0) & (places < self.exact_tokens)
+            document = inside.int().argmax(1, keepdim=True)  # (B or 1, 1, n)
+            index = document * self.exact_tokens + places.gather(1, document).clamp(0, self.exact_tokens - 1)
+            found = kept.gather(2, index.unsqueeze(-1).expand(*part.shape))
+            part.copy_(torch.where(inside.any(1)[:, None, :, None], found, part))
         if self.last_tokens and (count := self.last_tokens[number].shape[2]):
             low = max(start, self.get_seq_length() - count)
             if low < stop:
@@ -226,22 +235,18 @@ class GQAQuantizedCache(DynamicCache):
         own = CacheQuantization.of((config.cache_quantization or {}) if options is None else options)
         for index, layer in enumerate(config.per_layer_config):
             if type(self.layers[index]) is DynamicLayer:
-                formats = ATTENTION_CLASSES[layer.attention_kind].cache_formats(layer, own)
+                formats = ATTENTION_CLASSES[layer.attention_kind].cache_formats(layer, own.of_layer(index))
                 self.layers[index] = QuantizedLayer(formats, own.exact_tokens, own.residual_length)
 
     def hold(self, position_ids: torch.Tensor, rows: int) -> HeldTokens:
         """Add the positions (B or 1, T) of tokens that the layers are about to hold, in a batch of `rows`."""
         places = position_ids.expand(rows, -1)
-        start, new = self.positions.get_seq_length(), places.shape[1]
-        # The last token at position 0 is the first of its row: those before it are padding.
-        begins = places == 0
-        found = torch.where(begins.any(1), start + new - 1 - begins.flip(1).int().argmax(1), -1)
-        known = self.first is not None and self.first.shape == found.shape
-        self.first = torch.where(found >= 0, found, self.first if known else torch.zeros_like(found))
         self.aligned = self.aligned and bool((places == places[:1]).all())
         stored = places.int()[:, None, :, None]
         self.positions.update(stored, stored[..., :0])
-        return HeldTokens(self.first, int(self.first.min()), int(self.first.max()))
+        if self.first is None or self.first.shape[0] != rows or (places == 0).any():
+            self.first = _first_places(self.positions.keys[:, 0, :, 0])
+        return HeldTokens(self.first, int(self.first.min()), int(self.first[self.first < NOWHERE].max()))
 
     @property
     def held_positions(self) -> torch.Tensor:
@@ -258,7 +263,7 @@ class GQAQuantizedCache(DynamicCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._change("batch_repeat_interleave", repeats)
-        self.first = None if self.first is None else self.first.repeat_interleave(repeats)
+        self.first = None if self.first is None else self.first.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._change("batch_select_indices", indices)
@@ -279,10 +284,72 @@ def rounds_cache(config: Any) -> bool:
     return getattr(config, "cache_quantization", None) is not None
 
 
+def turns_back(config: Any) -> bool:
+    """Whether a key that is stored can be turned back, which frequencies that change with the length do not allow."""
+    return config.rope_parameters["rope_type"] not in ("dynamic", "longrope")
+
+
 def quantized_layer(cache: Cache | None, layer_idx: int) -> QuantizedLayer | None:
     """Return the layer of `cache` if its numbers are rounded, else `None`."""
     layer: Any = cache.layers[layer_idx] if cache is not None and layer_idx < len(cache.layers) else None
     return layer if isinstance(layer, QuantizedLayer) else None
+
+
+def _first_places(positions: torch.Tensor) -> torch.Tensor:
+    """The places (B, N) of first tokens, as in `HeldTokens`, for the positions (B, S) of all tokens.
+
+    Of neighbours at position 0 the last is a first token: those before it are padding.
+    """
+    begins = (positions == 0) & (pad(positions[:, 1:], (0, 1), value=1) != 0)
+    begins[:, 0] |= ~begins.any(1)
+    places = torch.arange(positions.shape[1], device=positions.device)
+    return torch.where(begins, places, NOWHERE).sort(dim=1).values[:, : int(begins.sum(1).max())]
+
+
+class Coordinates(NamedTuple):
+    """The basis in which one of the tensors that a layer caches is rounded.
+
+    Args:
+        encoder, decoder: (C, C), of a head or of all heads together; `None`: numbers stay as they are.
+        heads: number of heads that are taken together, G, or 1: each by itself.
+    """
+
+    encoder: torch.Tensor | None = None
+    decoder: torch.Tensor | None = None
+    heads: int = 1
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` (B, G, T, D) as it is cached, (B, G / heads, T, C)."""
+        if self.heads > 1:
+            x = x.transpose(1, 2).flatten(2).unsqueeze(1)
+        return _times(x, self.encoder)
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` (B, G / heads, S, C) as it was, (B, G, S, D)."""
+        x = _times(x, self.decoder)
+        return x.squeeze(1).unflatten(-1, (self.heads, -1)).transpose(1, 2) if self.heads > 1 else x
+
+    def encode_query(self, x: torch.Tensor) -> torch.Tensor:
+        """What is multiplied with cached numbers in place of a query (B, H, T, D) with decoded ones: (B, H, T, C)."""
+        if self.decoder is None or self.heads == 1:
+            return _times(x, self.decoder if self.decoder is None else self.decoder.mT)
+        return self._by_head(x, self.decoder.unflatten(1, (self.heads, -1)).permute(1, 2, 0))  # (G, D, C)
+
+    def decode_output(self, x: torch.Tensor) -> torch.Tensor:
+        """The sums of decoded numbers that belong to the sums of cached ones `x` (B, H, T, C): (B, H, T, D)."""
+        if self.decoder is None or self.heads == 1:
+            return _times(x, self.decoder)
+        return self._by_head(x, self.decoder.unflatten(1, (self.heads, -1)).transpose(0, 1))  # (G, C, D)
+
+    def _by_head(self, x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        batch, heads, length, _ = x.shape
+        found = multiply_by_head(x.reshape(batch, self.heads, -1, x.shape[-1]), matrices.to(x.dtype))
+        return found.reshape(batch, heads, length, -1)
+
+
+def _times(x: torch.Tensor, matrix: torch.Tensor | None) -> torch.Tensor:
+    """`x` (..., C) times (C, C'); of a product with many leading dimensions torch would copy the matrix."""
+    return x if matrix is None else (x.reshape(-1, x.shape[-1]) @ matrix.to(x.dtype)).view(*x.shape[:-1], -1)
 
 
 @dataclass(frozen=True)
@@ -294,31 +361,23 @@ class CacheBasis:
 
     Args:
         cached: the layer of the cache.
+        coordinates: of both tensors.
         rotary_place: the place of the rotated one among the two.
-        rotary_constant, plain_constant: (G, C), what every token has before rotation; `None`: nothing.
+        rotary_constant, plain_constant: (G, D), what every token has before rotation; `None`: nothing.
         rotation: cosine and sine (B or 1, T, P) of the new tokens; `None`: nothing is rotated.
         held: of all tokens, the new ones included.
     """
 
     cached: QuantizedLayer
+    coordinates: tuple[Coordinates, Coordinates]
     rotary_place: int
     rotary_constant: torch.Tensor | None = None
     plain_constant: torch.Tensor | None = None
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     held: HeldTokens | None = None
 
-    @property
-    def rotary(self) -> RowFormat:
-        """The format of the rotated tensor."""
-        return self.cached.formats[self.rotary_place]
-
-    @property
-    def plain(self) -> RowFormat:
-        """The format of the other one."""
-        return self.cached.formats[1 - self.rotary_place]
-
     def constant_query(self, query: torch.Tensor) -> torch.Tensor | None:
-        """Factors (B, G, M, P) of the angles of each token in the scores of a query (B, G, M, C) with the constant key.
+        """Factors (B, H, T, P) of the angles of each token in the scores of a query (B, H, T, D) with the constant key.
 
         A plane of the constant (m1, m2), turned by an angle a, has the product cos a (q1 m1 + q2 m2) + sin a (q2 m1 -
         q1 m2) with the query. What is not rotated adds the same for all tokens, which changes no weight.
@@ -327,7 +386,7 @@ class CacheBasis:
             return None
         planes = self.held.position_embeddings[0].shape[-1] // 2
         first, second = (query[..., part * planes : (part + 1) * planes] for part in (0, 1))
-        constant = self.rotary_constant[:, None]  # (G, 1, C)
+        constant = self._by_query_head(self.rotary_constant, query.shape[1])
         one, two = (constant[..., part * planes : (part + 1) * planes] for part in (0, 1))
         return torch.cat((first * one + second * two, second * one - first * two), dim=-1)
 
@@ -337,33 +396,39 @@ class CacheBasis:
         planes = cos.shape[-1] // 2
         return torch.cat((cos[..., :planes], sin[..., :planes]), dim=-1).mT.unsqueeze(1)
 
-    def store_rotary(self, x: torch.Tensor) -> torch.Tensor:
-        """The rotated (B, G, T, C) of new tokens as the cache holds them, before rounding."""
-        constant = self._rotated(self.rotation)
-        return self.rotary.mix(x if constant is None else x - constant)
+    def store(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both tensors (B, G, T, D) of new tokens, rotated, as the cache rounds them."""
+        pair = zip(self.coordinates, (first, second), self._constants(self.rotation), strict=True)
+        one, two = (own.encode(x if constant is None else x - constant) for own, x, constant in pair)
+        return one, two
 
-    def store_plain(self, x: torch.Tensor) -> torch.Tensor:
-        """What is not rotated of new tokens (B, G, T, C) as the cache holds it, before rounding."""
-        return self.plain.mix(x if self.plain_constant is None else x - self.plain_constant[:, None])
+    def read(self, rows: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both tensors (B, G, S, D) of all tokens, from what the cache's `update` has returned."""
+        constants = self._constants(self.held.position_embeddings if self.held else None)
+        pair = zip(self.coordinates, self.cached.read(rows), constants, strict=True)
+        decoded = ((own.decode(x), constant) for own, x, constant in pair)
+        one, two = (x if constant is None else x + constant for x, constant in decoded)
+        return one, two
 
-    def restore(self, x: torch.Tensor) -> torch.Tensor:
-        """What is not rotated (B, H, n, C), out of the basis of the cache, with its constant."""
-        x = self.plain.unmix(x)
-        if self.plain_constant is None:
-            return x
-        return x + self.plain_constant.repeat_interleave(x.shape[1] // self.plain_constant.shape[0], dim=0)[:, None]
+    def output(self, x: torch.Tensor) -> torch.Tensor:
+        """What is attended to, (B, H, T, D), for the sums of what the cache holds in place of it, (B, H, T, C)."""
+        x = self.coordinates[1 - self.rotary_place].decode_output(x)
+        return x if self.plain_constant is None else x + self._by_query_head(self.plain_constant, x.shape[1])
 
-    def with_constant(self, x: torch.Tensor) -> torch.Tensor:
-        """The rotated (B, G, S, C) of all tokens, in the basis of the cache, with their constant."""
-        constant = self._rotated(self.held.position_embeddings if self.held else None)
-        return x if constant is None else x + self.rotary.mix(constant)
+    def _constants(self, rotation: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The constants (B or 1, G, T, D) of both tensors at places that `rotation` belongs to."""
+        rotated = plain = None
+        if self.rotary_constant is not None and self.held is not None and self.held.position_embeddings is not None:
+            constant = self.rotary_constant[None, :, None].expand(-1, -1, rotation[0].shape[1], -1)
+            rotated = rotate(constant, *rotation)
+        if self.plain_constant is not None:
+            plain = self.plain_constant[None, :, None]
+        return (plain, rotated) if self.rotary_place else (rotated, plain)
 
-    def _rotated(self, rotation: Any) -> torch.Tensor | None:
-        """The constant (B or 1, G, T, C) at places that `rotation` belongs to."""
-        if self.rotary_constant is None or self.held is None or self.held.position_embeddings is None:
-            return None
-        constant = self.rotary_constant[None, :, None].expand(-1, -1, rotation[0].shape[1], -1)
-        return rotate(constant, *rotation)
+    @staticmethod
+    def _by_query_head(constant: torch.Tensor, heads: int) -> torch.Tensor:
+        """`constant` (G, D) for each query head, (H, 1, D)."""
+        return constant.repeat_interleave(heads // constant.shape[0], dim=0)[:, None]
 
 
 def held_by(basis: CacheBasis | None) -> dict[str, Any]:
@@ -401,8 +466,10 @@ def tiled_attention(
     def grouped(x: torch.Tensor) -> torch.Tensor:
         return x.reshape(batch, groups, heads // groups * length, x.shape[-1])  # (B, G, M, C)
 
-    of_constant = basis.constant_query(grouped(queries[basis.rotary_place] * scaling))
-    queries = [grouped(form.mix(query * scaling)) for form, query in zip(cached.formats, queries, strict=False)]
+    of_constant = basis.constant_query(queries[basis.rotary_place] * scaling)
+    of_constant = None if of_constant is None else grouped(of_constant)
+    pairs = zip(basis.coordinates, queries, strict=False)
+    queries = [grouped(own.encode_query(query * scaling)) for own, query in pairs]
     shape = (*queries[0].shape[:3], 1)
     output = queries[0].new_zeros(*shape[:3], sum(cached.formats[value].sizes), dtype=dtype)
     total, largest = output.new_zeros(shape), output.new_full(shape, torch.finfo(dtype).min)
@@ -420,4 +487,4 @@ def tiled_attention(
         weights, kept = (scores - largest).exp(), (before - largest).exp()
         output = output * kept + tiles[value].weighted(weights)
         total = total * kept + weights.sum(-1, keepdim=True)
-    return basis.restore((output / total).to(queries[0].dtype).reshape(batch, heads, length, -1))
+    return basis.output((output / total).to(queries[0].dtype).reshape(batch, heads, length, -1))

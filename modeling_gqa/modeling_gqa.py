@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, initialization
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .attention import Attention, GroupedAttention
 from .attention_latent import LatentAttention, say_how_requests_decode
+from .cache_formats import CACHE_BUFFERS
 from .cache_layers import grow_in_place
-from .cache_quantized import GQAQuantizedCache, rounds_cache
+from .cache_quantized import GQAQuantizedCache, rounds_cache, turns_back
 from .compatibility import CACHE, attempt, can_return_tuple, optional
 from .configuration_gqa import GQAConfig
 from .integrations import (
@@ -140,8 +141,8 @@ class GQAPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = GradientCheckpointingLayer is not nn.Module
     _no_split_modules = ["GQADecoderLayer"]
-    # Means of what is cached, where the configuration that is given asks for none.
-    _keys_to_ignore_on_load_unexpected = [r"\.self_attn\.cache_mean$"]
+    # What a quantized cache uses, where the configuration that is given asks for none.
+    _keys_to_ignore_on_load_unexpected = [rf"\.self_attn\.({'|'.join(CACHE_BUFFERS)})$"]
     _skip_keys_device_placement = ["past_key_values", "cache"]
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -163,8 +164,10 @@ class GQAPreTrainedModel(PreTrainedModel):
         if isinstance(module, Attention) and module.frequency_indices is not None:
             indices = frequency_indices(self.config.per_layer_config[module.layer_idx])
             module.frequency_indices.copy_(indices)
-        if isinstance(module, Attention) and module.cache_mean is not None:
-            nn.init.zeros_(module.cache_mean)
+        if isinstance(module, Attention):
+            for name, buffer in module.named_buffers(recurse=False):
+                if name in CACHE_BUFFERS:  # a mean of zero, and bases that change nothing
+                    initialization.copy_(buffer, torch.eye(buffer.shape[-1]) if buffer.ndim == 3 else torch.zeros(1))
         if isinstance(module, GQAHeadLinear):
             # transformers guards it: a weight that has been loaded stays as it is.
             nn.init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
@@ -310,13 +313,11 @@ class GQAModel(GQAPreTrainedModel):
     ) -> None:
         """Tell each layer where the tokens of a quantized cache stand, those of `position_ids` (1 or B, T) included."""
         held = cache.hold(position_ids, inputs_embeds.shape[0])
-        # Where the frequencies change with the length, a key that is stored could not be turned back.
-        turns = self.config.rope_parameters["rope_type"] not in ("dynamic", "longrope")
         attentions: list[Any] = [layer.get_submodule("self_attn") for layer in self.layers]
         rotated = {
             size: replace(held, position_embeddings=rotary(inputs_embeds, cache.held_positions))
             for size, rotary in self.rotary_emb.items()
-            if turns and any(attention.constants()[0] is not None for attention in attentions)
+            if turns_back(self.config) and any(attention.constants()[0] is not None for attention in attentions)
         }
         for own, size in zip(arguments, self.rotary_sizes, strict=False):
             own["held_tokens"] = rotated.get(size, held)

@@ -96,7 +96,7 @@ COMMANDS = {
         {"force": FORCE},
         ("WhatToRound", "Text", "Running"),
         "With --text the means of what is cached are measured, and taken out before rounding; without, less is kept. "
-        "Example: modeling-gqa quantize-cache llama/ out/ --nbits 4 --text corpus/",
+        "Example: modeling-gqa quantize-cache llama/ out/ --cache-share 0.2 --text corpus/",
     ),
     "write-text": Command(
         "Let a model write text to calibrate on, for when you have none.",

@@ -118,7 +118,10 @@ class InspectOptions:
 class WhatToRound:
     _argument_group_name = "What is rounded"
 
-    nbits: Bits = option("Bits of a number that is cached. Default: 4.", "4")
+    cache_share: float | None = option(
+        "Bytes of the cache by SOURCE's; bits are chosen by layer and channel, on --text."
+    )
+    nbits: Bits | None = option("Bits of a number that is cached. Default: 4.")
     key_bits: Bits | None = option("Bits of a key, but MLA's. Default: --nbits.")
     value_bits: Bits | None = option("Bits of a value, but MLA's. Default: --nbits.")
     latent_bits: Bits | None = option("Bits of a number of MLA's latent. Default: --nbits.")

@@ -26,6 +26,7 @@ from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from modeling_gqa import GQAConfig
 from modeling_gqa.attention_latent import LatentAttention
+from modeling_gqa.cache_formats import CACHE_BUFFERS
 from modeling_gqa.integrations import refuse_uneven
 from modeling_gqa.layers import GQAHeadLinear
 
@@ -83,8 +84,8 @@ class GQAForCausalLM(TransformersForCausalLM):
     """
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-        """Load all but the means of a quantized cache, which vLLM's cache does not use."""
-        return super().load_weights((name, x) for name, x in weights if not name.endswith(".self_attn.cache_mean"))
+        """Load all but what belongs to a quantized cache, which vLLM's cache does not use."""
+        return super().load_weights((name, x) for name, x in weights if name.split(".")[-1] not in CACHE_BUFFERS)
 
     def recursive_replace(self):
         """Replace the projections of attention by vLLM's, divided by heads, and let vLLM replace the rest."""

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, DynamicLayer, Llama
 
 from modeling_gqa import GQAForCausalLM, GQAQuantizedCache, costs
 from modeling_gqa.attention import rotate
-from modeling_gqa.cache_formats import FORMATS, RowFormat, orthogonal_matrix
+from modeling_gqa.cache_formats import BASES, FORMATS, RowFormat, orthogonal_matrix
 from modeling_gqa.cache_quantized import TILE, QuantizedLayer
 from modeling_gqa.layers import select_frequencies
+from modeling_gqa.modeling_gqa import ATTENTION_CLASSES
 
 pytestmark = pytest.mark.compat
 assert no_gradients  # a fixture of all tests here
@@ -47,7 +48,7 @@ def rounded(x, bits):
 @pytest.mark.parametrize("size", [64, 22, 6])
 def test_rows_hold_the_nearest_levels(bits, size):
     x = torch.randn(3, 5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(bits))
-    stored = RowFormat.of(size, bits, 64)
+    stored = RowFormat.of(1, size, bits, 64)
     found = stored.unpack(stored.pack(x), torch.float64)
     torch.testing.assert_close(found, rounded(x, bits), rtol=1e-6, atol=1e-6)
     # Codes of a few bits fill whole bytes of eight channels; the scale has two bytes.
@@ -57,7 +58,7 @@ def test_rows_hold_the_nearest_levels(bits, size):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_blocks_of_all_formats_stand_side_by_side(dtype):
-    stored = RowFormat.of(8 * 16 - 3, list(FORMATS), 16)
+    stored = RowFormat.of(1, 8 * 16 - 3, [*([16, bits] for bits in FORMATS[:-1]), [13, FORMATS[-1]]], None)
     x = torch.randn(2, 7, 8 * 16 - 3).to(dtype)
     found = stored.unpack(stored.pack(x), dtype)
     for number, bits in enumerate(FORMATS):
@@ -77,9 +78,10 @@ def test_blocks_of_all_formats_stand_side_by_side(dtype):
 
 def test_numbers_beyond_a_format_are_bounded():
     largest = torch.tensor([[1e6, -1e6, *[0.0] * 6]])
-    assert RowFormat.of(8, "fp8", 64).unpack(RowFormat.of(8, "fp8", 64).pack(largest), torch.float32)[0, 0] == 448
+    stored = RowFormat.of(1, 8, "fp8", 64)
+    assert stored.unpack(stored.pack(largest), torch.float32)[0, 0] == 448
     for bits in BITS:
-        stored = RowFormat.of(8, bits, 64)
+        stored = RowFormat.of(1, 8, bits, 64)
         torch.testing.assert_close(stored.unpack(stored.pack(torch.zeros(1, 8)), torch.float32), torch.zeros(1, 8))
 
 
@@ -115,23 +117,35 @@ class Oracle(DynamicLayer):
         place = (self.attention.rotary_place, 1 - self.attention.rotary_place)
         pair, constants = [key_states, value_states], dict(zip(place, self.attention.constants(), strict=True))
         for number, x in enumerate(pair):
-            batch, _, new, size = x.shape
+            batch, _, new, _ = x.shape
             constant = torch.zeros_like(x)
             if constants[number] is not None:
                 constant = constants[number][None, :, None].expand(batch, -1, new, -1)
                 if number == place[0]:
                     constant = rotate(constant, *(part[:, start : start + new] for part in self.rotation))
-            matrix = orthogonal_matrix(size)
-            found = rounded((x - constant) @ matrix, self.bits) @ matrix + constant
+            found = constant + self.coded(x - constant, self.attention.bits_fields[number])
             places = torch.arange(start, start + new) - self.first[:, None]
             kept = (places >= 0) & (places < self.exact)
             pair[number] = torch.where(kept[:, None, :, None], x, found)
         return super().update(*pair)
 
+    def coded(self, x, field):
+        """`x` (B, G, T, D) in the basis of the cache, rounded, and back."""
+        layers = self.attention.config.cache_quantization.get("layers")
+        if not layers:
+            matrix = orthogonal_matrix(x.shape[-1])
+            return rounded(x @ matrix, self.bits) @ matrix
+        encoder, decoder = getattr(self.attention, field.replace("bits", "basis"))
+        sizes, bits = zip(*layers[self.attention.layer_idx][field], strict=True)
+        blocks = (x.transpose(1, 2).flatten(2) @ encoder).split(sizes, -1)
+        blocks = [rounded(y, n) if n else torch.zeros_like(y) for y, n in zip(blocks, bits, strict=True)]
+        return (torch.cat(blocks, -1) @ decoder).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
+
 
 def held_exactly(model, batch, bits, exact=4):
     """A dynamic cache with the oracle as its layers."""
     cache = DynamicCache(config=model.config)
+    # Of right-padded rows the first token is the one at position 0, of left-padded ones it is the last of these.
     first = (batch["attention_mask"] == 0).sum(1) if batch["attention_mask"][:, -1].all() else torch.zeros(3).long()
     for index, (layer, size) in enumerate(zip(model.model.layers, model.model.rotary_sizes, strict=True)):
         if type(cache.layers[index]) is DynamicLayer:
@@ -141,25 +155,41 @@ def held_exactly(model, batch, bits, exact=4):
     return cache
 
 
-def model_with_constants(name, means, **overrides):
-    """Model in float64 with biases, and with means that are not theirs."""
+def own_bases(config):
+    """Options with two or three blocks for all that a layer caches, of which some keep nothing."""
+    layers = []
+    for layer in config.per_layer_config:
+        attention, bits = ATTENTION_CLASSES[layer.attention_kind], iter([4, 3])
+        numbers = zip(attention.bits_fields, attention.cache_sizes(layer), strict=True)
+        layers.append({name: [[n // 3, 6], [n // 3, next(bits)], [n - n // 3 * 2, 0]] for name, n in numbers})
+    return {"layers": layers}
+
+
+def model_with_constants(name, means, bases=False, **overrides):
+    """Model in float64 with biases, and with means that are not theirs, and with bases if these are asked for."""
     options = {"nbits": 4, "means": means}
+    if bases:
+        options |= own_bases(make_config(name, attention_bias=True, **overrides))
     model = make_model(name, attention_bias=True, cache_quantization=options, **overrides).double()
     generator = torch.Generator().manual_seed(3)
     for name, x in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith(("_proj.bias", "_mqa.bias", "cache_mean")):
             x.copy_(torch.randn(x.shape, generator=generator, dtype=x.dtype))
+        if name.split(".")[-1] in BASES.values():
+            x[0].add_(0.1 * torch.randn(x[0].shape, generator=generator, dtype=x.dtype))
+            x[1] = x[0].inverse()
     return model
 
 
 @pytest.mark.parametrize("sizes", [(17, *(1,) * 13), (3, 20, 7)], ids=["token by token", "chunks"])
 @pytest.mark.parametrize("padding", ["left", "right"])
-@pytest.mark.parametrize("means", [False, True], ids=["biases", "means"])
+@pytest.mark.parametrize("constants", ["biases", "means", "means and bases"])
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_a_model_attends_to_the_rounded_numbers(model_name, backend, means, padding, sizes, monkeypatch):
+def test_a_model_attends_to_the_rounded_numbers(model_name, backend, constants, padding, sizes, monkeypatch):
     """Whether MLA expands or absorbs, and the cache is read at once or by tiles: attention sees what formulas give."""
     monkeypatch.setattr("modeling_gqa.cache_quantized.TILE", 3 * 7)
-    model, batch = model_with_constants(model_name, means), make_batch(length=30, padding=padding)
+    model = model_with_constants(model_name, "means" in constants, "bases" in constants)
+    batch = make_batch(length=30, padding=padding)
     model.set_attn_implementation(backend)
     cache = GQAQuantizedCache(model.config)
     found = decode(model, batch, cache, sizes)
@@ -255,20 +285,32 @@ def test_a_padded_prompt_may_come_token_by_token():
     model, batch = model_with_constants("mixed", True), make_batch(length=30, padding="left")
     caches = [GQAQuantizedCache(model.config) for _ in range(2)]
     whole, single = (decode(model, batch, cache, sizes) for cache, sizes in zip(caches, ([30], [1] * 30), strict=True))
-    assert torch.equal(caches[0].first, caches[1].first) and caches[0].first.tolist() == [0, 2, 3]
+    assert torch.equal(caches[0].first, caches[1].first) and caches[0].first.tolist() == [[0], [2], [3]]
     mask = batch["attention_mask"].bool()
     torch.testing.assert_close(single[mask], whole[mask], rtol=1e-3, atol=1e-3)
 
 
+def test_packed_documents_are_attended_to_as_alone(model_name):
+    """In each document of a row the first tokens are exact."""
+    model, lengths = model_with_constants(model_name, True), [[9, 6, 13, 2], [14, 16]]
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    ids = torch.randint(3, 101, (2, 30), generator=torch.Generator().manual_seed(5))
+    found = model(ids, position_ids=positions, use_cache=True).logits  # rows are packed where no cache is given
+    for row, logits, row_lengths in zip(ids, found, lengths, strict=True):
+        for part, expected in zip(row.split(row_lengths), logits.split(row_lengths), strict=True):
+            alone = model(part[None], past_key_values=GQAQuantizedCache(model.config)).logits[0]
+            torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_stand_ins_do_not_stay():
     """What is mixed while a graph is traced, or on the meta device, leaves nothing behind."""
-    stored = RowFormat.of(20, 8, 20)
+    form, number = RowFormat.of(1, 20, 8, 20), torch.zeros(1)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        stored.mix(torch.zeros(1, 20))
+        form.mixing_matrix(torch.float32, number.device)
     with torch.device("meta"):
-        stored.mix(torch.zeros(1, 20))
-        assert stored.mix(torch.ones(1, 20, device="cpu")).device.type == "cpu"
-    assert type(stored.mix(torch.zeros(1, 20))) is torch.Tensor
+        form.mixing_matrix(torch.float32, torch.device("meta"))
+        assert form.mixing_matrix(torch.float32, number.device).device.type == "cpu"
+    assert type(form.mixing_matrix(torch.float32, number.device)) is torch.Tensor
 
 
 def test_an_exported_model_does_not_round():
@@ -296,18 +338,25 @@ def test_sixteen_bits_lose_what_bfloat16_loses(model_name):
 # -- what `generate` does with a cache
 
 
-def test_bits_by_block_and_by_what_is_cached():
-    config = make_config("mixed", cache_quantization={"nbits": 8, "latent_bits": [4, 2, 0], "q_group_size": 8})
-    cache = GQAQuantizedCache(config)
+def test_bits_by_layer_block_and_what_is_cached():
+    options = {
+        "nbits": 8,
+        "rope_bits": 16,
+        "q_group_size": 8,
+        "layers": [{"latent_bits": [[16, 4], [6, 0]]}, None, None],
+    }
+    cache = GQAQuantizedCache(make_config("mixed"), options)
     latent, rope = cache.layers[0].formats
-    assert (latent.bits, latent.sizes, rope.bits) == ((4, 2, 0), (8, 8, 6), (8,))
+    assert (latent.bits, latent.sizes, latent.own_basis) == ((4, 0), (16, 6), True)
+    assert (rope.bits, rope.own_basis) == ((16,), False)
     assert [form.bits for form in cache.layers[1].formats] == [(8, 8), (8, 8)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"nbits": 8, "residual_length": 5}, {"nbits": 3, "exact_tokens": 0}])
+@pytest.mark.parametrize("options", [{}, {"nbits": 8, "residual_length": 5}, {"nbits": 3, "exact_tokens": 0}, None])
 def test_bytes_are_those_of_the_accounting(model_name, options, dtype):
     """Of a layer with a window the accounting has one token more than transformers holds."""
+    options = own_bases(make_config(model_name)) if options is None else options
     model = make_model(model_name, cache_quantization=options).to(dtype)
     cache, batch = GQAQuantizedCache(model.config), make_batch(length=40)
     model(**batch, past_key_values=cache)
@@ -461,19 +510,45 @@ def test_options_that_cannot_be_are_refused(options, said):
         GQAQuantizedCache(make_config("mixed"), options)
 
 
-def test_no_bits_at_all_are_refused():
-    for options, said in (({"nbits": 0}, "key_bits keeps no bit"), ({"latent_bits": [0]}, "latent_bits keeps no bit")):
-        name = "mla" if "latent_bits" in options else "gqa"
+@pytest.mark.parametrize(
+    ("layer", "said"),
+    [
+        ({"latent_bits": [[22, 0]]}, "latent_bits keeps no bit"),
+        ({"latent_bits": [[16, 4]]}, "latent_bits has blocks of 16 channels in all, and there are 22"),
+        ({"latent_bits": [[22, 5]]}, r"\['layers'\]\[0\]\['latent_bits'\]=\[\[22, 5\]\] must be one of"),
+        ({"latent_bits": [[22, [4]]]}, "must be one of"),
+        ({"latent_bits": [4, 4]}, "must be a list of pairs"),
+        ({"latent_bits": [[22, 4], [0, 4]]}, "has a block of 0 channels"),
+        ({"nbits": 4}, r"\['layers'\]\[0\] must be a dict of key_bits, "),
+        ({}, "must be a dict of"),
+    ],
+)
+def test_blocks_that_cannot_be_are_refused(layer, said):
+    with pytest.raises(ValueError, match=said):
+        GQAQuantizedCache(make_config("mla"), {"layers": [layer] * 3})
+
+
+def test_layers_must_be_as_many_as_the_model_has():
+    for layers, said in (
+        ([None], "has 1 entries, and there is layer 1"),
+        ("all", "must be a list with a dict or None"),
+    ):
         with pytest.raises(ValueError, match=said):
-            GQAQuantizedCache(make_config(name), options)
+            GQAQuantizedCache(make_config("mla"), {"layers": layers})
+
+
+def test_bases_that_the_checkpoint_has_not_are_refused():
+    model = make_model("mla")
+    cache = GQAQuantizedCache(model.config, {"layers": [{"latent_bits": [[22, 4]]}, None, None]})
+    with pytest.raises(ValueError, match="layer 0 of the checkpoint has no basis for latent_bits"):
+        model(**make_batch(), past_key_values=cache)
+
+
+def test_a_configuration_that_is_no_gqa_config_is_refused():
+    with pytest.raises(ValueError, match="key_bits keeps no bit"):
+        GQAQuantizedCache(make_config("gqa"), {"nbits": 0})
     with pytest.raises(ValueError, match="is for a GQAConfig, and got a LlamaConfig"):
         GQAQuantizedCache(LlamaConfig(), {})
-
-
-def test_bits_for_another_number_of_blocks_are_refused():
-    config = make_config("mla", cache_quantization={"latent_bits": [4, 4]})
-    with pytest.raises(ValueError, match="layer 0: 2 numbers of bits for 1 blocks of 22 channels"):
-        GQAForCausalLM(config)
 
 
 def test_continuous_batching_refuses(model_name):

@@ -22,13 +22,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import modeling_gqa
-from modeling_gqa import GQAConfig
+from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.checkpoints.checkpoint import Checkpoint
 from modeling_gqa.common import console
 from modeling_gqa.conversion import job
 from modeling_gqa.conversion.fitting import PASSES
 from modeling_gqa.conversion.options import Options
 from modeling_gqa.conversion.report import FORMAT_VERSION
+from modeling_gqa.costs import cache_bytes_per_token
 from modeling_gqa_cli import conversion as commands
 from modeling_gqa_cli.errors import install_extra
 from modeling_gqa_cli.main import COMMANDS
@@ -519,6 +520,28 @@ def test_a_model_without_text_writes_its_own(checkpoints, tmp_path):
     assert files[0].read_bytes() == files[2].read_bytes()
 
 
+def test_a_cache_of_a_share_of_the_bytes(checkpoints, corpus, tmp_path):
+    """Bases and bits by layer and channel are saved, and what is loaded rounds its cache by them."""
+    out = tmp_path / "out"
+    run("quantize-cache", checkpoints / "gqa", out, "--cache-share", 0.2, "--text", corpus, *TEXT_OPTIONS[:6])
+    source, made = (GQAForCausalLM.from_pretrained(folder) for folder in (checkpoints / "gqa", out))
+    before, after = (cache_bytes_per_token(model.config, model.dtype) for model in (source, made))
+    assert 0.15 * before < after <= 0.2 * before
+    options = made.config.cache_quantization
+    assert options["means"] and "nbits" not in options and len(options["layers"]) == made.config.num_hidden_layers
+    for layer, own in zip(made.model.layers, options["layers"], strict=True):
+        for name in ("key", "value"):
+            encoder, decoder = getattr(layer.self_attn, f"{name}_basis").float()
+            assert sum(size for size, _ in own[f"{name}_bits"]) == len(encoder)
+            torch.testing.assert_close(encoder @ decoder, torch.eye(len(encoder)), rtol=0, atol=0.05)
+    ids = torch.tensor([[5, 9, 2, 7, 5, 3]])
+    found, expected = (model.generate(ids, max_new_tokens=8, do_sample=False) for model in (made, source))
+    assert found.shape == expected.shape
+    run("quantize-cache", out, tmp_path / "again", "--nbits", 8)
+    plain = load_file(checkpoints / "gqa" / "model.safetensors")
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == plain.keys()
+
+
 def test_a_cache_is_quantized_and_measured(checkpoints, corpus, tmp_path):
     """With text the means are saved and the loss is measured; without, neither. What is made from it has neither."""
     out, plain = tmp_path / "out", tmp_path / "plain"
@@ -550,6 +573,10 @@ def test_a_cache_is_quantized_and_measured(checkpoints, corpus, tmp_path):
         (tmp_path / "a", "--evaluation-text", corpus): "--evaluation-text needs --text",
         (tmp_path / "a", "--text", corpus, "--sequence-length", 257): "is more than max_position_embeddings=256",
         (tmp_path / "a", "--text", corpus, "--batch-size", 0): "--batch-size=0 must be from 1",
+        (tmp_path / "a", "--cache-share", 0.2): "--cache-share needs --text",
+        (tmp_path / "a", "--cache-share", 2, "--text", corpus): "--cache-share=2.0 must be between 0 and 1",
+        (tmp_path / "a", "--cache-share", 0.2, "--text", corpus, "--nbits", 4): "leave --nbits out",
+        (tmp_path / "a", "--cache-share", 1e-3, "--text", corpus, "--device", "cpu"): "is too small: the least is",
     }
     before = contents(tmp_path)
     for more, said in refused.items():

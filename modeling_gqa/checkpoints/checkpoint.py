@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from modeling_gqa_cli.errors import UserError, one_line
 from modeling_gqa_cli.paths import refuse_mistyped
 
+from ..cache_formats import CACHE_BUFFERS
 from ..cache_quantized import rounds_cache
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQAForCausalLM
@@ -99,8 +100,8 @@ def open_checkpoint(
         download: whether a model on the Hub is downloaded; else its `config.json` alone is fetched and checked.
         companions: whether the tokenizer and the other files beside the weights are checked.
         foreign: whether a checkpoint of this package is refused.
-        quantized_cache: whether a `cache_quantization` is kept, with its means. Without, what is made from the
-            checkpoint has none; it changes no weight.
+        quantized_cache: whether a `cache_quantization` is kept, with its means and bases. Without, what is made from
+            the checkpoint has none; it changes no weight.
         ignore_fields: see `import_config`; of a GGUF file also entries of its metadata.
         dtype: that the weights of a GGUF file are unpacked to, `None` for bfloat16; others keep their own.
 
@@ -135,7 +136,7 @@ def open_checkpoint(
             check_companions(folder, config.vocab_size)
         tensors = open_tensors(folder)
         if not quantized_cache:
-            tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".self_attn.cache_mean")}
+            tensors = {name: tensor for name, tensor in tensors.items() if name.split(".")[-1] not in CACHE_BUFFERS}
         if config.dtype is None:
             config.dtype = next((tensor.dtype for tensor in tensors.values()), None)
         # DeepSeek-V3's layers for speculative decoding, which transformers' model leaves out too.

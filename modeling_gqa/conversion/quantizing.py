@@ -1,41 +1,41 @@
 """A checkpoint whose cache is quantized: the command `modeling-gqa quantize-cache`.
 
 The weights stay as they are. Means of what is cached are measured on text and saved beside them, because numbers around
-zero take fewer bits.
-Shapes: B batch, G heads, T tokens, C channels of a head.
+zero take fewer bits, and where a size is asked for also bases (`transform_coding.py`).
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
 from modeling_gqa_cli import options as declared
 from modeling_gqa_cli.errors import UsageError, UserError
 
-from ..cache_formats import CacheQuantization
+from ..cache_formats import BASES, CacheQuantization
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.writing import check_target, new_checkpoint, refuse_overlap, write_model
 from ..common import cards
-from ..common.batches import Batch, computing_dtype, evaluating, usable_device
-from ..common.progress import Progress, ShowProgress, no_progress
+from ..common.batches import Batch, computing_dtype, first_batches, usable_device
+from ..common.progress import ShowProgress, no_progress
 from ..common.tables import share
 from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token
 from ..data.packing import read_batches
 from ..data.reading import find_files
 from ..data.tokenizer import load_tokenizer
-from ..layers import rotate, select_frequencies
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_predictions
 from .job import LONGEST_SEQUENCE
-from .options import LEAST
+from .options import LEAST, spelled
 from .report import RUNS
+from .transform_coding import Coding, cache_codings, cache_means, choose_bits, folded
+
+CODING_TOKENS = 16384  # of the text on which the bases are found; each takes as long as three in a forward pass
 
 CARD = """# {title}
 
@@ -83,7 +83,15 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
 
     def quantization(self) -> dict[str, Any]:
         """Return `cache_quantization` of the result; raises `UsageError`."""
-        given = {name: getattr(self, name) for name in declared.WhatToRound.__dataclass_fields__}
+        given = {name: getattr(self, name) for name in CacheQuantization.__dataclass_fields__ if hasattr(self, name)}
+        if self.cache_share is not None:
+            said = [spelled(name) for name in ("nbits", *BASES, "q_group_size") if given[name] is not None]
+            if said:
+                raise UserError(f"--cache-share chooses bits and blocks itself: leave {' and '.join(said)} out")
+            if not self.text:
+                raise UserError("--cache-share needs --text: without it nobody knows where bits matter")
+            if not 0 < self.cache_share < 1:
+                raise UserError(f"--cache-share={self.cache_share} must be between 0 and 1")
         options = {
             name: int(value) if isinstance(value, str) and value.isdecimal() else value
             for name, value in given.items()
@@ -117,22 +125,39 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             batches = self.read_text(checkpoint)
             model: Any = checkpoint.load(dtype or checkpoint.dtype, self.device).eval()
             stored = model.dtype
-            quantized: Any = with_quantized_cache(model, self.quantization())
-            both = {"before": model.config, "after": quantized.config}
+            model.to(dtype=computing_dtype(stored, self.device))
+            quantized: Any = self.quantized(model, batches.get("calibration"), stored, show_progress)
             report: dict[str, Any] = {
-                f"cache_bytes_per_token_{when}": cache_bytes_per_token(config, stored) for when, config in both.items()
+                f"cache_bytes_per_token_{when}": cache_bytes_per_token(each.config, stored)
+                for when, each in {"before": model, "after": quantized}.items()
             }
             if batches:
-                for each in (model, quantized):  # which share their weights
-                    each.to(dtype=computing_dtype(stored, self.device))
-                progress = show_progress("measuring means")
-                means = cache_means(model, batches["calibration"], self.exact_tokens, progress)
-                set_cache_means(quantized, means)
                 report |= compare_predictions(model, quantized, batches["evaluation"], show_progress("measuring"))
             quantized.to(dtype=stored)
             write_model(aside, quantized, checkpoint.folder, show_progress("saving"))
             self.write_card(aside, report, quantized.config, checkpoint.folder / "README.md")
         return report
+
+    def quantized(
+        self,
+        model: GQAForCausalLM,
+        text: Sequence[Batch] | None,
+        stored: torch.dtype,
+        show_progress: ShowProgress,
+    ) -> GQAForCausalLM:
+        """Return `model`, whose cache takes numbers of dtype `stored`, with a cache as the options say."""
+        if not text:
+            return with_quantized_cache(model, self.quantization())
+        options, codings = self.quantization(), None
+        means = cache_means(model, text, self.exact_tokens, show_progress("measuring means"))
+        if self.cache_share is not None:
+            some = first_batches(text, CODING_TOKENS)
+            codings = cache_codings(model, some, means, self.exact_tokens, show_progress("measuring what matters"))
+            budget = int(self.cache_share * cache_bytes_per_token(model.config, stored))
+            options["layers"] = choose_bits(model, codings, budget, stored)
+        quantized = with_quantized_cache(model, options)
+        set_cache_constants(quantized, means, codings)
+        return quantized
 
     def check_layers(self, config: GQAConfig) -> None:
         """Raise `UserError` where the options name bits of what no layer caches, or no layer's cache is rounded."""
@@ -215,59 +240,23 @@ def with_quantized_cache(model: GQAForCausalLM, options: dict[str, Any]) -> GQAF
 
 
 @torch.no_grad()
-def cache_means(
-    model: GQAForCausalLM,
-    batches: Iterable[Batch],
-    skipped: int = CacheQuantization.exact_tokens,
-    progress: Progress = iter,
-) -> list[torch.Tensor]:
-    """Return each layer's mean of its keys before rotation and its values, of MLA its latent and rotary key.
-
-    The first tokens of each row, which a quantized cache keeps as they are, do not count: their keys are unlike others.
+def set_cache_constants(
+    quantized: GQAForCausalLM,
+    means: Sequence[torch.Tensor],
+    codings: Sequence[tuple[Coding, Coding]] | None = None,
+) -> None:
+    """Give the layers of a model their means and, where `cache_quantization` has blocks for them, their bases.
 
     Args:
-        model: whose layers hold all tokens or have a window.
-        batches: `input_ids` (B, T) of blocks without padding.
-        skipped: number of first tokens, less than T.
-        progress: wraps the iteration over the batches.
-
-    Returns:
-        For each layer G C numbers of the first cached tensor and then those of the second, float32.
-
-    Example:
-        ```python
-        import torch
-        from modeling_gqa import GQAConfig, GQAForCausalLM
-        from modeling_gqa.conversion.quantizing import cache_means
-
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mqa", **sizes))
-        assert cache_means(model, [{"input_ids": torch.randint(64, (2, 16))}])[0].shape == (2 * 8,)
-        ```
+        quantized: a model as `with_quantized_cache` returns it.
+        means: as `cache_means` returns them.
+        codings: as `cache_codings` returns them, for options with "layers".
     """
-    sums: list[Any] = [0.0] * len(model.model.layers)
-    tokens = 0
-    with evaluating(model):
-        for batch in progress(batches):
-            ids = batch["input_ids"]
-            cache: Any = DynamicCache()  # holds all tokens, also of layers with a window
-            model.model(input_ids=ids, past_key_values=cache)
-            places = torch.arange(ids.shape[1], device=ids.device)[None]
-            rotations = {size: rotary(cache.layers[0].keys, places) for size, rotary in model.model.rotary_emb.items()}
-            for index, (layer, size) in enumerate(zip(model.model.layers, model.model.rotary_sizes, strict=True)):
-                attention = layer.self_attn
-                held = [cache.layers[index].keys, cache.layers[index].values]  # (B, G, T, C)
-                rotary = attention.rotary_place
-                cos, sin = select_frequencies(rotations[size], attention.frequency_indices)
-                norm = cos.square() + sin.square()  # above one where the rotation scales, as YaRN's
-                held[rotary] = rotate(held[rotary], cos / norm, -sin / norm)
-                means = [x[:, :, skipped:].float().sum((0, 2)).flatten() for x in held]
-                sums[index] = sums[index] + torch.cat(means)
-            tokens += ids.shape[0] * (ids.shape[1] - skipped)
-    return [x / tokens for x in sums]
-
-
-def set_cache_means(model: GQAForCausalLM, means: Iterable[torch.Tensor]) -> None:
-    """Give the layers of a model with `cache_quantization["means"]` their means, as `cache_means` returns them."""
-    for layer, mean in zip(model.model.layers, means, strict=True):
-        layer.self_attn.register_buffer("cache_mean", mean.to(model.device, model.dtype))
+    blocks = quantized.config.cache_quantization.get("layers") or [None] * len(means)
+    for index, (layer, mean) in enumerate(zip(quantized.model.layers, means, strict=True)):
+        attention: Any = layer.self_attn
+        buffers = {"cache_mean": mean}
+        for place, name in enumerate(attention.bits_fields if blocks[index] else ()):
+            buffers[BASES[name]] = folded(codings[index][place], blocks[index][name])
+        for name, buffer in buffers.items():
+            attention.register_buffer(name, buffer.to(quantized.device, quantized.dtype))

@@ -13,6 +13,8 @@ from ..cache_formats import CacheQuantization
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES
 
+POSITION_BYTES = 4  # of a token, in a quantized cache
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -63,12 +65,14 @@ class Layer(NamedTuple):
         attention: its attention class.
         window: its sliding window in tokens; `None`: it sees all.
         experts: what stands in place of its gated MLP, if anything does.
+        quantization: how its cache is rounded; `None`: it is not, as in a layer with a window.
     """
 
     config: GQAConfig
     attention: type[Attention]
     window: int | None
     experts: Experts | None
+    quantization: CacheQuantization | None
 
     @property
     def attention_parameters(self) -> int:
@@ -92,19 +96,13 @@ class Layer(NamedTuple):
         """Numbers that one token takes in the cache."""
         return sum(self.attention.cache_sizes(self.config))
 
-    @property
-    def quantization(self) -> CacheQuantization | None:
-        """How the cache is rounded; a layer with a window keeps its numbers."""
-        options = self.config.cache_quantization
-        return None if options is None or self.window is not None else CacheQuantization.of(options)
-
     def token_bytes(self, dtype: torch.dtype) -> int:
         """Bytes that one token takes in the cache."""
         if self.quantization is None:
             return self.cached_numbers * dtype.itemsize
         formats = self.attention.cache_formats(self.config, self.quantization)
-        heads = [number for number, _ in self.attention.cache_shapes(self.config)]
-        return sum(number * form.row_bytes for number, form in zip(heads, formats, strict=True))
+        shapes = zip(self.attention.cache_shapes(self.config), formats, strict=True)
+        return sum((1 if form.own_basis else heads) * form.row_bytes for (heads, _), form in shapes)
 
     def exact_bytes(self, tokens: int, dtype: torch.dtype) -> int:
         """Bytes of the first and last of `tokens` tokens that a quantized cache keeps as they are."""
@@ -160,12 +158,16 @@ class CostedModel:
         """The layers; those that are alike are one object."""
         found: list[Layer] = []
         alike: dict[Any, Layer] = {}
+        options = self.config.cache_quantization
+        rounded = None if options is None else CacheQuantization.of(options)
         for index, (layer, kind) in enumerate(zip(self.config.per_layer_config, self.config.layer_types, strict=True)):
             window = self.config.sliding_window if kind == "sliding_attention" else None
             experts = self.experts.get(index)
             fields = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
-            key = (repr(sorted(fields.items())), window, experts)
-            found.append(alike.setdefault(key, Layer(layer, ATTENTION_CLASSES[layer.attention_kind], window, experts)))
+            own = None if rounded is None or window is not None else rounded.of_layer(index)
+            key = (repr(sorted(fields.items())), window, experts, repr(own))
+            attention = ATTENTION_CLASSES[layer.attention_kind]
+            found.append(alike.setdefault(key, Layer(layer, attention, window, experts, own)))
         return tuple(found)
 
     @property
@@ -272,8 +274,8 @@ def cache_bytes_per_token(model: GQAConfig | CostedModel, dtype: torch.dtype = t
 
 
 def _position_bytes(model: CostedModel) -> int:
-    """Bytes of a token's position, which a quantized cache keeps."""
-    return 4 if any(layer.quantization is not None for layer in model.layers) else 0
+    """Bytes of a token's position, 0 where no layer is rounded."""
+    return POSITION_BYTES if any(layer.quantization is not None for layer in model.layers) else 0
 
 
 def cache_bytes(

@@ -10,7 +10,8 @@ from transformers import DynamicCache
 
 from modeling_gqa import GQAQuantizedCache
 from modeling_gqa.conversion import compare_predictions
-from modeling_gqa.conversion.quantizing import cache_means, set_cache_means, with_quantized_cache
+from modeling_gqa.conversion.quantizing import set_cache_constants, with_quantized_cache
+from modeling_gqa.conversion.transform_coding import cache_means
 
 
 def projected(model, ids):
@@ -68,7 +69,7 @@ def test_means_are_those_of_the_projections(model_name, rope):
 def test_weights_are_shared_and_the_source_keeps_its_cache(model_name):
     model, batch = make_model(model_name), make_batch(length=40)
     quantized = with_quantized_cache(model, {"nbits": 4, "means": True})
-    set_cache_means(quantized, cache_means(model, [{"input_ids": batch["input_ids"]}]))
+    set_cache_constants(quantized, cache_means(model, [{"input_ids": batch["input_ids"]}]))
     assert all(x is y for x, y in zip(model.parameters(), quantized.parameters(), strict=True))
     assert model.config.cache_quantization is None and type(model(**batch).past_key_values) is DynamicCache
     assert isinstance(quantized(**batch).past_key_values, GQAQuantizedCache)

@@ -1,0 +1,338 @@
+"""Transform coding of a cache: for what each layer caches a basis of its own, and bits for the channels in it.
+
+An error e in a number that is cached costs the predictions KL(source || rounded) = e^T F e / 2 to second order, where F
+is their Fisher information: the mean of g g^T for the gradient g of the log-probability of a token that is drawn from
+the predictions. The basis is that in which the numbers are uncorrelated and F is the identity, so a channel matters as
+much as it varies. Bits go to where one more saves most, over all channels of all layers (reverse water-filling; Cover
+and Thomas, Elements of Information Theory, section 10.3.3). KVTC (2511.01815) does this for storage, by the error of
+the cache itself.
+
+Shapes: B rows, T tokens, G heads of size D, n tokens that count, C = G D channels, E hidden size.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from modeling_gqa_cli.errors import UserError
+
+from ..cache_formats import RowFormat, orthogonal_matrix
+from ..cache_quantized import turns_back
+from ..common.batches import MODEL_INPUTS, Batch, evaluating
+from ..common.progress import Progress
+from ..costs.counts import POSITION_BYTES, CostedModel
+from ..layers import rotate, select_frequencies
+from ..modeling_gqa import GQAForCausalLM
+from .divergence import not_finite, predicted_positions
+from .layers.moments import product, square_root
+from .losses import tokens_at_once
+
+# Squared error of rounded normal numbers of variance 1, by bits. What is dropped errs alike in all tokens, and that adds
+# up: on SmolLM2-135M anything from 3 to 6 in place of 1 lost about the same.
+DISTORTION = {0: 4.0, 2: 0.119, 3: 0.0374, 4: 0.0115, 6: 0.00104, 8: 0.0001}
+# Share of its mean eigenvalue that is added to F, because texts differ.
+DAMPING = 0.1
+# Channels that get the same bits; codes of a few bits come in eights.
+STEP = 16
+
+
+class Statistics(NamedTuple):
+    """What text shows of one tensor that a layer caches, over the tokens that count.
+
+    Args:
+        covariance: (C, C) of the numbers, less their mean.
+        information: (C, C), F of the predictions per token.
+    """
+
+    covariance: torch.Tensor
+    information: torch.Tensor
+
+
+class Coding(NamedTuple):
+    """The basis of one tensor that a layer caches.
+
+    Args:
+        encoder, decoder: (C, C), inverse to each other; numbers x become x @ encoder, whose channels matter less and
+            less.
+        variances: (C,), what each channel costs where it is dropped, falling.
+    """
+
+    encoder: torch.Tensor
+    decoder: torch.Tensor
+    variances: torch.Tensor
+
+
+@contextmanager
+def watched(model: GQAForCausalLM, differentiable: bool = False) -> Iterator[dict[int, list[torch.Tensor]]]:
+    """Yield a dict that holds, after a forward pass without a cache, what each layer would cache, by its index.
+
+    These are two tensors (B, G, T, D). With `differentiable` two zeros follow that have been added to them, whose
+    gradients are those of the two.
+    """
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def watch(index: int, attend_to: Any) -> Any:
+        def watching(hidden: torch.Tensor, *pair_and_rest: Any, **options: Any) -> Any:
+            pair, rest = pair_and_rest[:2], pair_and_rest[2:]
+            seen[index] = [x.detach() for x in pair]
+            if differentiable:
+                zeros = [torch.zeros_like(x, requires_grad=True) for x in pair]
+                seen[index] += zeros
+                pair = tuple(x + zero for x, zero in zip(pair, zeros, strict=True))
+            return attend_to(hidden, *pair, *rest, **options)
+
+        return watching
+
+    attentions: list[Any] = [layer.self_attn for layer in model.model.layers]
+    for index, attention in enumerate(attentions):
+        attention.attend_to = watch(index, attention.attend_to)
+    try:
+        yield seen
+    finally:
+        for attention in attentions:
+            del attention.attend_to
+
+
+def positions(batch: Batch) -> torch.Tensor:
+    """The position (B, T) of each token in its document."""
+    ids = batch["input_ids"]
+    return batch.get("position_ids", torch.arange(ids.shape[1], device=ids.device)).expand(ids.shape)
+
+
+@torch.no_grad()
+def cache_means(
+    model: GQAForCausalLM, batches: Iterable[Batch], skipped: int = 4, progress: Progress = iter
+) -> list[torch.Tensor]:
+    """Return each layer's mean of its keys before rotation and its values, of MLA its latent and rotary key.
+
+    The first tokens of each document, which a quantized cache keeps as they are, do not count: their keys are unlike
+    others.
+
+    Args:
+        model: any model of this package.
+        batches: `input_ids` (B, T) of blocks without padding, and their `position_ids` where documents are packed.
+        skipped: number of first tokens.
+        progress: wraps the iteration over the batches.
+
+    Returns:
+        For each layer G D numbers of the first cached tensor and then those of the second, float32.
+
+    Raises:
+        UserError: no document has more than `skipped` tokens, or the activations are not finite.
+
+    Example:
+        ```python
+        import torch
+        from modeling_gqa import GQAConfig, GQAForCausalLM
+        from modeling_gqa.conversion.transform_coding import cache_means
+
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mqa", **sizes))
+        assert cache_means(model, [{"input_ids": torch.randint(64, (2, 16))}])[0].shape == (2 * 8,)
+        ```
+    """
+    sums: list[Any] = [0.0] * len(model.model.layers)
+    tokens = 0
+    with evaluating(model), watched(model) as seen:
+        for batch in progress(batches):
+            inputs = {name: x.to(model.device) for name, x in batch.items() if name in MODEL_INPUTS}
+            model.model(**inputs, use_cache=False)
+            places = positions(inputs)
+            kept = places >= skipped
+            tokens += int(kept.sum())
+            for index, rotation in enumerate(_rotations(model, places)):
+                rotary, held = model.model.layers[index].self_attn.rotary_place, seen[index]
+                cos, sin = rotation
+                norm = cos.square() + sin.square()  # above one where the rotation scales, as YaRN's
+                held[rotary] = rotate(held[rotary], cos / norm, -sin / norm)
+                means = [x.transpose(1, 2)[kept].float().sum(0).flatten() for x in held]  # (n, G, D) to (G D,)
+                sums[index] = sums[index] + torch.cat(means)
+    means = [x / max(tokens, 1) for x in sums]
+    _check_text(model, tokens, means)
+    return means
+
+
+def _check_text(model: GQAForCausalLM, tokens: int, found: Iterable[torch.Tensor]) -> None:
+    if not tokens:
+        raise UserError("no document of the text goes beyond the first tokens, which are not rounded")
+    if not all(x.isfinite().all() for x in found):
+        raise not_finite("the activations on the text", model.dtype)
+
+
+def _rotations(model: GQAForCausalLM, places: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each layer's cosine and sine (B, T, P) at `places` (B, T)."""
+    like = model.model.embed_tokens.weight[:1]
+    by_size = {size: rotary(like, places) for size, rotary in model.model.rotary_emb.items()}
+    for layer, size in zip(model.model.layers, model.model.rotary_sizes, strict=True):
+        yield select_frequencies(by_size[size], layer.self_attn.frequency_indices)
+
+
+def cache_codings(
+    model: GQAForCausalLM,
+    batches: Iterable[Batch],
+    means: Sequence[torch.Tensor],
+    skipped: int = 4,
+    progress: Progress = iter,
+) -> list[tuple[Coding, Coding]]:
+    """Return the coding of both tensors that each layer caches; arguments and errors as in `cache_statistics`."""
+    found = cache_statistics(model, batches, means, skipped, progress)
+    return [(coding(*first), coding(*second)) for first, second in found]
+
+
+def cache_statistics(
+    model: GQAForCausalLM,
+    batches: Iterable[Batch],
+    means: Sequence[torch.Tensor],
+    skipped: int = 4,
+    progress: Progress = iter,
+) -> list[tuple[Statistics, Statistics]]:
+    """Return the statistics of both tensors that each layer caches, on one draw from the predictions.
+
+    Args:
+        model: any model of this package.
+        batches: as for `cache_means`; 8,192 tokens or more.
+        means: as `cache_means` returns them.
+        skipped: number of first tokens of a document that do not count.
+        progress: wraps the iteration over the batches.
+
+    Raises:
+        UserError: no document has more than `skipped` tokens, or activations or gradients are not finite.
+    """
+    centred = [torch.zeros_like(x) for x in means] if not turns_back(model.config) else list(means)
+    sums: list[Any] = [[0.0] * 4 for _ in model.model.layers]  # of x^T x and g^T g, for both tensors
+    required = [x for x in model.parameters() if x.requires_grad]
+    tokens, generator = 0, torch.Generator(model.device).manual_seed(0)
+    try:
+        model.requires_grad_(False)
+        with evaluating(model), watched(model, differentiable=True) as seen:
+            for batch in progress(batches):
+                for row in range(len(batch["input_ids"])):  # one at a time, for memory
+                    inputs = {name: x[row : row + 1].to(model.device) for name, x in batch.items() if len(x) > row}
+                    inputs = {name: x for name, x in inputs.items() if name in MODEL_INPUTS}
+                    with torch.enable_grad():
+                        states = model.model(**inputs, use_cache=False).last_hidden_state
+                    states.backward(_drawn_gradient(model, states.detach(), predicted_positions(inputs), generator))
+                    kept = positions(inputs) >= skipped
+                    tokens += int(kept.sum())
+                    for index, rotation in enumerate(_rotations(model, positions(inputs))):
+                        attention = model.model.layers[index].self_attn
+                        _add(sums[index], seen[index], attention, centred[index], rotation, kept)
+                    seen.clear()
+    finally:
+        for parameter in required:
+            parameter.requires_grad_(True)
+    _check_text(model, tokens, (x for layer in sums for x in layer))
+    halves = [[x / tokens for x in layer] for layer in sums]
+    return [(Statistics(*layer[:2]), Statistics(*layer[2:])) for layer in halves]
+
+
+@torch.no_grad()
+def _drawn_gradient(
+    model: GQAForCausalLM, states: torch.Tensor, predicted: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """Gradients of -log p(y) by the last hidden states (1, T, E), for tokens y drawn from the predictions p.
+
+    Zero where `predicted` (1, T - 1) says that nothing is predicted.
+    """
+    head = model.lm_head
+    parts = []
+    for part in states[0].split(tokens_at_once(states.device, head.out_features)):
+        chances = head(part).float().softmax(-1)
+        drawn = torch.multinomial(chances, 1, generator=generator)
+        chances.scatter_add_(1, drawn, -torch.ones_like(drawn, dtype=chances.dtype))
+        parts.append(chances.to(head.weight.dtype) @ head.weight)
+    gradient = torch.cat(parts)[None]
+    return gradient * torch.nn.functional.pad(predicted.to(gradient), (0, 1)).unsqueeze(-1)
+
+
+def _add(
+    sums: list[Any], seen: list[torch.Tensor], attention: Any, mean: torch.Tensor, rotation: Any, kept: torch.Tensor
+) -> None:
+    """Add one row of what `watched` saw of a layer to its sums of products."""
+    means = mean.split([heads * size for heads, size in attention.cached_shapes])
+    for place, (x, zero, part) in enumerate(zip(seen[:2], seen[2:], means, strict=True)):
+        part = part.view(x.shape[1], 1, x.shape[3]).to(x).expand(1, -1, x.shape[2], -1)
+        if place == attention.rotary_place:
+            part = rotate(part, *rotation)
+        rows = [y.transpose(1, 2)[kept].flatten(1) for y in (x - part, zero.grad)]  # (n, C)
+        for number, y in enumerate(rows):
+            sums[2 * place + number] = sums[2 * place + number] + product(y, y, torch.float32)
+
+
+def coding(covariance: torch.Tensor, information: torch.Tensor) -> Coding:
+    """Return the coding for what `Statistics` has."""
+    size = len(covariance)
+    if not (covariance.diagonal().sum() > 0 and information.diagonal().sum() > 0):  # a layer that does nothing
+        same = torch.eye(size, dtype=covariance.dtype, device=covariance.device)
+        return Coding(same, same, covariance.new_zeros(size))
+    root = square_root(information, DAMPING)
+    variances, vectors = torch.linalg.eigh(root @ covariance @ root)
+    variances, vectors = variances.flip(0).clamp(min=0), vectors.flip(1)
+    # Numbers stay about as large as they were, so that any dtype has them.
+    scale = (covariance.diagonal().sum() / variances.sum()).sqrt()
+    return Coding(root @ vectors * scale, torch.linalg.solve(root, vectors).T / scale, variances)
+
+
+def choose_bits(
+    model: GQAForCausalLM, codings: Sequence[tuple[Coding, Coding]], budget: int, dtype: torch.dtype | None = None
+) -> list[Any]:
+    """Return `cache_quantization["layers"]` with which the cache takes at most `budget` bytes per token.
+
+    `dtype` is that of numbers which are not rounded, the model's by default.
+
+    Raises:
+        UserError: the budget is too small, or not less than the cache takes.
+    """
+    costed = CostedModel(model.config)
+    rounded = [index for index, layer in enumerate(costed.layers) if layer.window is None]
+    dtype = dtype or model.dtype
+    kept = (layer.token_bytes(dtype) for layer in costed.layers if layer.window is not None)
+    fixed = sum(kept) + POSITION_BYTES
+    pieces = [piece for index in rounded for own in codings[index] for piece in own.variances.split(STEP)]
+    lost = torch.stack([piece.sum().cpu() for piece in pieces])  # of a piece that is dropped
+    bits, factors = torch.tensor(list(DISTORTION)), torch.tensor(list(DISTORTION.values()), dtype=lost.dtype)
+    eights = torch.tensor([-(-len(piece) // 8) for piece in pieces])
+
+    def chosen(price: float) -> tuple[int, list[Any]]:
+        """Bytes and layers where each piece has the bits with which its loss and the price of its bytes are least."""
+        which = (lost[:, None] * factors + price * eights[:, None] * bits).argmin(1)
+        places, layers, total = iter(bits[which].tolist()), list[Any]([None] * len(codings)), fixed
+        for index in rounded:
+            attention: Any = model.model.layers[index].self_attn
+            layers[index] = {}
+            for name, own in zip(attention.bits_fields, codings[index], strict=True):
+                blocks: list[list[int]] = []
+                for piece in own.variances.split(STEP):
+                    found = max(next(places), 0 if blocks else 2)  # nothing is dropped whole
+                    if blocks and blocks[-1][1] == found:
+                        blocks[-1][0] += len(piece)
+                    else:
+                        blocks.append([len(piece), found])
+                layers[index][name] = blocks
+                total += RowFormat.of(1, len(own.variances), blocks, None).row_bytes
+        return total, layers
+
+    low, high = 0.0, 8 * float(lost.max()) + 1e-30
+    least, smallest = chosen(high)
+    if least > budget:
+        raise UserError(f"a cache of {budget:,} bytes per token is too small: the least is {least:,}")
+    most, largest = chosen(low)
+    if most <= budget:
+        return largest
+    for _ in range(60):
+        price = (low * high) ** 0.5 if low else high / 1e3
+        total, layers = chosen(price)
+        if total <= budget:
+            high, smallest = price, layers
+        else:
+            low = price
+    return smallest
+
+
+def folded(own: Coding, blocks: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return encoder and decoder (2, C, C) with the mixing of each block that is rounded."""
+    mixing = torch.block_diag(*(orthogonal_matrix(size) if n else torch.eye(size) for size, n in blocks))
+    mixing = mixing.to(own.encoder)
+    return torch.stack((own.encoder @ mixing, mixing.T @ own.decoder))
