@@ -29,7 +29,7 @@ from .divergence import not_finite, predicted_positions
 from .layers.moments import product, square_root
 from .losses import tokens_at_once
 
-# Squared error of rounded normal numbers of variance 1, by bits. What is dropped errs alike in all tokens, and that adds
+# Squared error of rounded normal numbers of variance 1, by bits. What is dropped errs alike in all tokens, which adds
 # up: on SmolLM2-135M anything from 3 to 6 in place of 1 lost about the same.
 DISTORTION = {0: 4.0, 2: 0.119, 3: 0.0374, 4: 0.0115, 6: 0.00104, 8: 0.0001}
 # Share of its mean eigenvalue that is added to F, because texts differ.
