@@ -1,4 +1,4 @@
-"""The commands `convert`, `import`, `export`, `inspect`, `quantize-cache` and `write-text`."""
+"""The commands `convert`, `import`, `export`, `inspect`, `quantize-cache`, `frontier` and `write-text`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -97,6 +97,20 @@ def quantize_cache(target: str, force: bool, **options: Any) -> None:
         if "kl" in report:
             out.print(f"{describe_loss(report)}.", soft_wrap=True)
         saved(path, "card in README.md")
+
+
+def frontier(source: str, json: bool, **options: Any) -> None:
+    """Show what smaller caches lose."""
+    from modeling_gqa.conversion.frontier import FrontierJob, frontier_table, recommendation
+
+    with user_errors(options["picture"]), progress_bars() as show_progress:
+        report = FrontierJob(source=source, **options).run(show_progress)
+        if json:
+            print(to_json(report), end="", flush=True)
+        else:
+            out.print(frontier_table(report).to_rich(), recommendation(report), soft_wrap=True)
+        if options["picture"] is not None:
+            err.print(f"saved {printable(options['picture'])}")
 
 
 def write_text(source: str, file: str, dtype: str, force: bool, **options: Any) -> None:

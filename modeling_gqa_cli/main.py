@@ -98,6 +98,15 @@ COMMANDS = {
         "With --text the means of what is cached are measured, and taken out before rounding; without, less is kept. "
         "Example: modeling-gqa quantize-cache llama/ out/ --cache-share 0.2 --text corpus/",
     ),
+    "frontier": Command(
+        "Show what a model loses on your text with smaller caches, by flags and by bits that are chosen.",
+        OURS + "conversion",
+        SOURCE,
+        {"json": "Print JSON."},
+        ("Frontier", "Text", "Running"),
+        "Nothing is trained, and nothing written but the picture. "
+        "Example: modeling-gqa frontier llama/ --text corpus/ --picture frontier.png",
+    ),
     "write-text": Command(
         "Let a model write text to calibrate on, for when you have none.",
         OURS + "conversion",

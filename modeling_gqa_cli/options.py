@@ -132,6 +132,15 @@ class WhatToRound:
 
 
 @dataclass
+class Frontier:
+    _argument_group_name = "What is compared"
+
+    shares: list[float] | None = options("Sizes to try, by SOURCE's cache. Default: 0.4 0.25 0.2 0.15 0.1.")
+    loss: float = option("KL in nats that the smallest cache may lose. Default: 0.02.", 0.02)
+    picture: Path | None = option("Save a picture: NAME.png, .svg or .pdf.")
+
+
+@dataclass
 class WhatToWrite:
     _argument_group_name = "What is written"
 

@@ -542,6 +542,40 @@ def test_a_cache_of_a_share_of_the_bytes(checkpoints, corpus, tmp_path):
     assert load_file(tmp_path / "again" / "model.safetensors").keys() == plain.keys()
 
 
+@pytest.mark.parametrize("kind", ["gqa", "mla-free"])
+def test_a_frontier_of_caches(checkpoints, corpus, tmp_path, kind):
+    """Each choice with its bytes and its loss, the smallest within a loss, and a picture; nothing else is written."""
+    picture, source = tmp_path / "picture.svg", checkpoints / kind
+    arguments = ("--text", corpus, *TEXT_OPTIONS[:6], "--device", "cpu", "--shares", 0.3, 0.2)
+    found = json.loads(run("frontier", source, *arguments, "--picture", picture, "--json"))
+    assert list(tmp_path.iterdir()) == [picture] and "bits by channel" in picture.read_text()
+    choices = {choice["name"]: choice for choice in found["choices"]}
+    assert list(choices) == sorted(choices, key=lambda name: -choices[name]["bytes"]) and len(choices) == 5
+    config = GQAConfig.from_pretrained(source)
+    assert found["bytes"] == cache_bytes_per_token(config, torch.float32)
+    assert choices["fp8 by an engine's flag"]["bytes"] == found["bytes"] // 4
+    for name, options in {"8 bits": {"nbits": 8}, "4 bits": {"nbits": 4}}.items():
+        rounded = GQAConfig.from_pretrained(source, cache_quantization=options)
+        assert choices[name]["bytes"] == cache_bytes_per_token(rounded, torch.float32)
+        assert choices[name]["command"].endswith(f"--nbits {options['nbits']} --text {corpus}")
+    assert 0 < choices["8 bits"]["kl"] < choices["4 bits"]["kl"] and found["tokens"] > 0
+    for share in (0.3, 0.2):
+        assert choices[f"bits by channel, {share}"]["share"] <= share
+        assert f"--cache-share {share} " in choices[f"bits by channel, {share}"]["command"]
+    assert found["smallest"] == [name for name, x in choices.items() if x["kl"] <= 0.02][-1]
+    said = " ".join(run("frontier", source, *arguments, "--loss", 1e-9).split())
+    assert "No choice loses at most 1e-09 nats" in said and "as it is" in said
+    for more, refused in (
+        ((), "frontier needs --text"),
+        (("--text", corpus, "--shares", 1), "--shares 1 must be between 0 and 1"),
+        (("--text", corpus, "--loss", 0), "--loss=0.0 must be positive"),
+        (("--text", corpus, "--picture", tmp_path / "a.txt"), "names no picture"),
+        (("--text", corpus, "--shares", 1e-3, "--device", "cpu"), "is too small: the least is"),
+    ):
+        result = call("frontier", source, *more)
+        assert result.exit_code and result.exception is None and refused in " ".join(result.stderr.split())
+
+
 def test_a_cache_is_quantized_and_measured(checkpoints, corpus, tmp_path):
     """With text the means are saved and the loss is measured; without, neither. What is made from it has neither."""
     out, plain = tmp_path / "out", tmp_path / "plain"

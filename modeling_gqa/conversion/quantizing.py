@@ -67,17 +67,9 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
     def __post_init__(self) -> None:
         if Path(self.source).exists():
             refuse_overlap(Path(self.source), self.target)
-        texts = [*(self.text or []), *(self.evaluation_text or [])]
-        if self.evaluation_text and not self.text:
-            raise UserError("--evaluation-text needs --text to measure the means on")
-        for path in texts:
+        for path in [*(self.text or []), *(self.evaluation_text or [])]:
             refuse_overlap(path, self.target, "text")
-        if texts:
-            find_files(texts, self.text_column)
-        for name in ("calibration_tokens", "evaluation_tokens", "sequence_length", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and not LEAST[name] <= value <= 10**9:
-                raise UsageError(f"--{name.replace('_', '-')}={value} must be from {LEAST[name]} to 10^9")
+        check_text(self)
         self.device = usable_device(self.device)
         self.quantization()
 
@@ -122,7 +114,7 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             checkpoint = open_checkpoint(self.source, ignore_fields=self.ignore_field or (), dtype=dtype)
             refuse_overlap(checkpoint.folder, self.target)
             self.check_layers(checkpoint.config)
-            batches = self.read_text(checkpoint)
+            batches = read_text(self, checkpoint, self.exact_tokens) if self.text else {}
             model: Any = checkpoint.load(dtype or checkpoint.dtype, self.device).eval()
             stored = model.dtype
             model.to(dtype=computing_dtype(stored, self.device))
@@ -172,29 +164,6 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
                 if getattr(self, name) is not None and not there:
                     raise UserError(f"--{name.replace('_', '-')} is for {what}, which no layer of the model has")
 
-    def read_text(self, checkpoint: Checkpoint) -> dict[str, list[Batch]]:
-        """Return the parts "calibration" and "evaluation" of the text; nothing without text."""
-        if not self.text:
-            return {}
-        positions = checkpoint.config.max_position_embeddings
-        length = self.sequence_length or min(LONGEST_SEQUENCE, positions)
-        if length > positions:
-            raise UserError(f"--sequence-length={length} is more than max_position_embeddings={positions}")
-        if length <= self.exact_tokens:
-            raise UserError(
-                f"sequences of {length} tokens have none beyond the --exact-tokens={self.exact_tokens} that are not "
-                "rounded: give a longer --sequence-length"
-            )
-        return read_batches(
-            self.text,
-            load_tokenizer(checkpoint.folder),
-            {"calibration": self.calibration_tokens, "evaluation": self.evaluation_tokens},
-            sequence_length=length,
-            batch_size=self.batch_size,
-            evaluation_paths=self.evaluation_text or (),
-            text_column=self.text_column,
-        )
-
     def write_card(self, folder: Path, report: dict[str, Any], config: GQAConfig, source_card: Path) -> None:
         source, title = Path(self.source), self.target.resolve().name
         base = cards.base_metadata(None if source.exists() else self.source)
@@ -209,6 +178,40 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             runs=RUNS,
         )
         cards.write_card(folder, cards.card_metadata(config) | cards.kept_metadata(source_card) | base, text)
+
+
+def check_text(options: declared.Text) -> None:
+    """Raise `UserError` for text that cannot be read, or numbers of tokens that cannot be."""
+    if options.evaluation_text and not options.text:
+        raise UserError("--evaluation-text needs --text to measure the means on")
+    if options.text:
+        find_files([*options.text, *(options.evaluation_text or [])], options.text_column)
+    for name in ("calibration_tokens", "evaluation_tokens", "sequence_length", "batch_size"):
+        value = getattr(options, name)
+        if value is not None and not LEAST[name] <= value <= 10**9:
+            raise UsageError(f"{spelled(name)}={value} must be from {LEAST[name]} to 10^9")
+
+
+def read_text(options: declared.Text, checkpoint: Checkpoint, exact_tokens: int) -> dict[str, list[Batch]]:
+    """Return the parts "calibration" and "evaluation" of the text, in blocks for a model from `checkpoint`."""
+    positions = checkpoint.config.max_position_embeddings
+    length = options.sequence_length or min(LONGEST_SEQUENCE, positions)
+    if length > positions:
+        raise UserError(f"--sequence-length={length} is more than max_position_embeddings={positions}")
+    if length <= exact_tokens:
+        raise UserError(
+            f"sequences of {length} tokens have none beyond the --exact-tokens={exact_tokens} that are not rounded: "
+            "give a longer --sequence-length"
+        )
+    return read_batches(
+        options.text or (),
+        load_tokenizer(checkpoint.folder),
+        {"calibration": options.calibration_tokens, "evaluation": options.evaluation_tokens},
+        sequence_length=length,
+        batch_size=options.batch_size,
+        evaluation_paths=options.evaluation_text or (),
+        text_column=options.text_column,
+    )
 
 
 def describe_loss(report: dict[str, Any]) -> str:

@@ -1,0 +1,194 @@
+"""What a checkpoint's cache may be rounded to and what each choice loses: the command `modeling-gqa frontier`.
+
+Nothing is trained or written but a picture. The choices are flags of engines and of this package, and bits by layer and
+channel (`transform_coding.py`) for several sizes.
+Shapes: B rows, G heads, T tokens, D size of a head.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modeling_gqa_cli import options as declared
+from modeling_gqa_cli.errors import UserError
+
+from ..cache_formats import LARGEST_FP8, CacheQuantization
+from ..checkpoints.checkpoint import open_checkpoint
+from ..common.batches import Batch, computing_dtype, evaluating, first_batches, usable_device
+from ..common.pictures import check_picture, new_figure, save, tidy
+from ..common.progress import ShowProgress, no_progress
+from ..common.tables import Table, share
+from ..costs import cache_bytes_per_token
+from ..modeling_gqa import GQAForCausalLM
+from .divergence import compare_predictions, predicted_states
+from .quantizing import CODING_TOKENS, check_text, read_text, set_cache_constants, with_quantized_cache
+from .transform_coding import cache_codings, cache_means, choose_bits
+
+SHARES = (0.4, 0.25, 0.2, 0.15, 0.1)
+MEASURED = ("kl", "perplexity_after", "top1_agreement")
+FP8, CODED = "vllm serve {} --kv-cache-dtype fp8", "bits by channel"
+
+
+@contextmanager
+def in_fp8(model: GQAForCausalLM) -> Iterator[None]:
+    """Let `model` attend to keys and values, or latents, in float8_e4m3fn with a scale of 1, as vLLM's default does."""
+
+    def rounding(attend_to: Callable[..., Any]) -> Callable[..., Any]:
+        def attend(hidden: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            pair = (
+                x.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).to(x.dtype) for x in (first, second)
+            )  # (B, G, T, D)
+            return attend_to(hidden, *pair, *rest, **options)
+
+        return attend
+
+    attentions: list[Any] = [layer.self_attn for layer in model.model.layers]
+    for attention in attentions:
+        attention.attend_to = rounding(attention.attend_to)
+    try:
+        yield
+    finally:
+        for attention in attentions:
+            del attention.attend_to
+
+
+@dataclass
+class FrontierJob(declared.Running, declared.Text, declared.Frontier):
+    """A checkpoint and what of it is compared; each field is an option of `modeling-gqa frontier`.
+
+    Raises:
+        UserError: an option cannot be used.
+    """
+
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.text:
+            raise UserError("frontier needs --text: what a cache loses depends on it")
+        check_text(self)
+        self.shares = self.shares or list(SHARES)
+        for number in self.shares:
+            if not 0 < number < 1:
+                raise UserError(f"--shares {number:g} must be between 0 and 1")
+        if not self.loss > 0:
+            raise UserError(f"--loss={self.loss} must be positive")
+        if self.picture is not None:
+            check_picture(self.picture)
+        self.device = usable_device(self.device)
+
+    def run(self, show_progress: ShowProgress = no_progress) -> dict[str, Any]:
+        """Measure every choice.
+
+        Returns:
+            `source`, `dtype`, `bytes` per token of the cache as it is, `perplexity`, `tokens` measured on, `loss` that
+            is allowed, and `choices`, largest first: `name`, `command` that makes it, `bytes`, `share`, `kl`,
+            `perplexity_after`, `top1_agreement`. `smallest` is the name of the smallest choice within the loss, `None`
+            where none is.
+
+        Raises:
+            UserError: the checkpoint or the text cannot be used.
+        """
+        dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
+        checkpoint = open_checkpoint(self.source, ignore_fields=self.ignore_field or (), dtype=dtype)
+        batches = read_text(self, checkpoint, CacheQuantization.exact_tokens)
+        model: Any = checkpoint.load(dtype or checkpoint.dtype, self.device).eval()
+        stored = model.dtype
+        full = cache_bytes_per_token(model.config, stored)
+        model.to(dtype=computing_dtype(stored, self.device))
+        with evaluating(model):
+            states = {number: predicted_states(model, batch) for number, batch in enumerate(batches["evaluation"])}
+        found: list[dict[str, Any]] = []
+
+        def add(name: str, command: str, size: int, rounded: GQAForCausalLM) -> dict[str, Any]:
+            progress = show_progress(f"measuring {name}")
+            measured = compare_predictions(model, rounded, batches["evaluation"], progress, states)
+            choice = {"name": name, "command": command, "bytes": size, "share": size / full}
+            found.append(choice | {key: measured[key] for key in MEASURED})
+            return measured
+
+        with in_fp8(model):
+            measured = add("fp8 by an engine's flag", FP8.format(self.source), full // stored.itemsize, model)
+        text = " ".join(map(str, self.text or ()))
+        for name, flag, options, constants in self.rounded(model, batches["calibration"], stored, full, show_progress):
+            quantized = with_quantized_cache(model, options)
+            set_cache_constants(quantized, *constants)
+            command = f"modeling-gqa quantize-cache {self.source} TARGET {flag} --text {text}"
+            add(name, command, cache_bytes_per_token(quantized.config, stored), quantized)
+        found.sort(key=lambda choice: -choice["bytes"])
+        within = [choice["name"] for choice in found if choice["kl"] <= self.loss]
+        report = {
+            "source": self.source,
+            "dtype": str(stored).removeprefix("torch."),
+            "bytes": full,
+            "perplexity": measured["perplexity_before"],
+            "tokens": measured["tokens"],
+            "loss": self.loss,
+            "choices": found,
+            "smallest": within[-1] if within else None,
+        }
+        if self.picture is not None:
+            draw(report, self.picture)
+        return report
+
+    def rounded(
+        self,
+        model: GQAForCausalLM,
+        text: Sequence[Batch],
+        stored: torch.dtype,
+        full: int,
+        show_progress: ShowProgress,
+    ) -> Iterator[tuple[str, str, dict[str, Any], tuple[Any, ...]]]:
+        """Yield name, flag, `cache_quantization` and constants of this package's choices."""
+        means = cache_means(model, text, progress=show_progress("measuring means"))
+        for bits in (8, 4):
+            yield f"{bits} bits", f"--nbits {bits}", {"nbits": bits, "means": True}, (means,)
+        some = first_batches(text, CODING_TOKENS)
+        codings = cache_codings(model, some, means, progress=show_progress("measuring what matters"))
+        for number in self.shares or ():
+            layers = choose_bits(model, codings, int(number * full), stored)
+            options = {"layers": layers, "means": True}
+            yield f"{CODED}, {number:g}", f"--cache-share {number:g}", options, (means, codings)
+
+
+def frontier_table(report: dict[str, Any]) -> Table:
+    """The choices of `FrontierJob.run` as a table."""
+    header = ["cache", "bytes per token", "share", "KL in nats", "perplexity", "same top token"]
+    rows = [["as it is", f"{report['bytes']:,}", "100%", "0", f"{report['perplexity']:.2f}", "100%"]]
+    for x in report["choices"]:
+        size, lost = f"{x['bytes']:,}", f"{x['kl']:.4f}"
+        row = [x["name"], size, share(x["bytes"], report["bytes"]), lost, f"{x['perplexity_after']:.2f}"]
+        rows.append([*row, f"{x['top1_agreement']:.1%}"])
+    return Table(header, rows)
+
+
+def recommendation(report: dict[str, Any]) -> str:
+    """One line: the smallest cache within the loss that was allowed, and the command that makes it."""
+    chosen = next((x for x in report["choices"] if x["name"] == report["smallest"]), None)
+    if chosen is None:
+        return f"No choice loses at most {report['loss']:g} nats: allow more by --loss, or keep the cache as it is."
+    size = share(chosen["bytes"], report["bytes"])
+    return (
+        f"The smallest cache that loses at most {report['loss']:g} nats takes {size} of the bytes: {chosen['command']}"
+    )
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Save a picture of the choices: share of the bytes against KL, both by powers of ten."""
+    figure = new_figure(figsize=(6.5, 4))
+    axis = figure.add_subplot(xscale="log", yscale="log")
+    for coded, color in ((True, "#0072B2"), (False, "#D55E00")):
+        some = [x for x in report["choices"] if x["name"].startswith(CODED) == coded]
+        line = "-" if coded else ""
+        axis.plot([x["share"] for x in some], [x["kl"] for x in some], color=color, marker="o", linestyle=line)
+        for x in [] if coded else some:
+            axis.annotate(x["name"], (x["share"], x["kl"]), (6, 4), textcoords="offset points", fontsize=8, color=color)
+    axis.annotate(CODED, (0.02, 0.02), xycoords="axes fraction", color="#0072B2", fontsize=9)
+    ticks = [0.1, 0.15, 0.2, 0.25, 0.4, 0.5]
+    axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set(xlabel="bytes of the cache, of the source's", ylabel="KL to the source in nats")
+    tidy(axis)
+    save(figure, path)
