@@ -6,10 +6,12 @@
 "Ours" attends to what `cache_quantization` packs and gives back, with means measured on `TOKENS` tokens of other text.
 "Coded" does too, with bases and bits that are chosen on that text for a share of the bytes. "Plain" is what is done
 without these: each number is rounded between symmetric levels up to the largest of its head, or to float8_e4m3fn with a
-scale of 1, vLLM's default. Nothing is packed for it.
+scale of 1, vLLM's default. Nothing is packed for it. Rows that the file of results holds already stay, if they are of
+as many tokens.
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -92,14 +94,18 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     if any(layer.attention_kind == "mla" for layer in bench.source.config.per_layer_config):
         options.methods = ["ours"]  # plain attention functions get no latent
     bench.source.float()  # differences of 0.001 are lost in bfloat16
-    means, rows = cache_means(bench.source, bench.calibration), []
+    means = cache_means(bench.source, bench.calibration)
+    file, settings = options.json or RESULTS / f"{options.name}.json", {"model": Path(folder).name}
+    settings["evaluation_tokens"] = options.evaluation_tokens
+    stored = json.loads(file.read_text()) if file.exists() else {}
+    rows = stored["rows"] if stored.get("settings") == settings else []
     assert len(bench.states) == len(EVALUATIONS)  # computed with the whole cache
 
     def add(name: str, method: str, share: float, measured: dict[str, Any]) -> None:
+        rows[:] = [row for row in rows if (row["cache"], row["method"]) != (name, method)]
         rows.append({"cache": name, "method": method, **measured, "bytes": share * full, "share": share})
         print("  ".join(f"{key} {format(rows[-1][key], form)}" for key, form in COLUMNS.items()), flush=True)
-        settings = {"model": Path(folder).name, "evaluation_tokens": options.evaluation_tokens}
-        write(options.json or RESULTS / f"{options.name}.json", command, machine, settings=settings, rows=rows)
+        write(file, command, machine, settings=settings, rows=rows)
 
     for name in options.formats:
         for method in options.methods:
@@ -119,8 +125,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         layers = choose_bits(bench.source, codings, int(share * full), torch.bfloat16)
         model = with_quantized_cache(bench.source, {"layers": layers, "means": True})
         set_cache_constants(model, means, codings)
-        share = cache_bytes_per_token(model.config, torch.bfloat16) / full
-        add("bits by channel", "coded", share, bench.measure(model))
+        taken = cache_bytes_per_token(model.config, torch.bfloat16) / full
+        add(f"bits by channel, {share:g}", "coded", taken, bench.measure(model))
     print_table(f"The cache of {Path(folder).name}, quantized", rows, COLUMNS)
     return rows
 

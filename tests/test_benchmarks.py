@@ -193,14 +193,19 @@ def test_quantized_cache(small_llama):
     """Fewer bits lose more; ours loses less; bytes count a scale of 16 bits for 16 numbers, ours also positions."""
     path, sizes = small_llama / "found.json", ["--evaluation-tokens", "128", "--length", "32"]
     folders = [str(small_llama / "Llama-3.2-1B"), "--text", str(small_llama / "text"), "--json", str(path)]
-    rows = quantized_cache.main([*folders, *sizes])
-    assert rows == read(path)["rows"]
-    kl = {(row["cache"], row["method"]): row["kl"] for row in rows}
-    assert len(kl) == 12 and 0 < kl["int8", "ours"] < kl["int4", "ours"] < kl["int3", "ours"] < kl["int2", "ours"]
+    first = quantized_cache.main([*folders, *sizes, "--formats", "int8", "--shares"])
+    rows = quantized_cache.main([*folders, *sizes, "--shares", "0.4", "0.3"])
+    assert rows == read(path)["rows"] and [row["cache"] for row in first] == ["int8"] * 2
+    found = {(row["cache"], row["method"]): row for row in rows}
+    kl = {key: row["kl"] for key, row in found.items()}
+    assert len(kl) == 14 and 0 < kl["int8", "ours"] < kl["int4", "ours"] < kl["int3", "ours"] < kl["int2", "ours"]
     assert all(kl[name, "ours"] < kl[name, "plain"] for name in ("int8", "int4", "int3", "int2"))
-    assert [row["share"] for row in rows[::2]] == [0.5, 9 / 16, 7 / 16, 5 / 16, 4 / 16, 3 / 16]
-    assert rows[0]["bytes"] == 2 * 2 * 16 * 2 * 2 / 2  # half of bfloat16's
-    assert rows[-1]["bytes"] == 2 * 2 * 2 * (2 * 16 / 8 + 2) + 4
+    assert kl["bits by channel, 0.4", "coded"] < kl["bits by channel, 0.3", "coded"] < kl["int3", "ours"]
+    assert 0.25 < found["bits by channel, 0.3", "coded"]["share"] <= 0.3
+    shares = {name: found[name, "plain"]["share"] for name in ("fp8", "int8", "int6", "int4", "int3", "int2")}
+    assert list(shares.values()) == [0.5, 9 / 16, 7 / 16, 5 / 16, 4 / 16, 3 / 16]
+    assert found["fp8", "plain"]["bytes"] == 2 * 2 * 16 * 2 * 2 / 2  # half of bfloat16's
+    assert found["int2", "ours"]["bytes"] == 2 * 2 * 2 * (2 * 16 / 8 + 2) + 4
 
 
 def test_decoding_over_a_quantized_cache(tmp_path):
