@@ -3,7 +3,7 @@
     python -m benchmarks.quantized_decode --cells 1x4096 8x8192
 
 A cell is B x S: B sequences of S tokens. Weights and cached numbers are random; of the time of a token they decide
-nothing.
+nothing. "Coded" is a cache with bases, and the bits of `CODED`.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from modeling_gqa import GQAForCausalLM, GQAQuantizedCache
 from modeling_gqa.cache_layers import grow_in_place
+from modeling_gqa.modeling_gqa import ATTENTION_CLASSES
 
 from .measure import describe_machine, in_turn, milliseconds, ratio
 from .models import Sizes, make_config
@@ -26,12 +27,28 @@ COLUMNS = {
     "ratio_high": ".2f", "bytes_per_token": ",",
 }  # fmt: skip
 FORMATS = (8, 6, 4, 3, 2, "fp8")
+CODED = {6: 1 / 8, 4: 1 / 4, 3: 3 / 8, 2: 1 / 4}  # shares of the channels by bits, about those of a fifth of the bytes
+
+
+def coded_layers(config: Any) -> list[dict[str, list]]:
+    """`cache_quantization["layers"]` with the bits of `CODED`."""
+    return [
+        {
+            name: [[round(share * size), bits] for bits, share in CODED.items()]
+            for name, size in zip(kind.bits_fields, kind.cache_sizes(layer), strict=True)
+        }
+        for layer, kind in ((layer, ATTENTION_CLASSES[layer.attention_kind]) for layer in config.per_layer_config)
+    ]
 
 
 def filled(cache: Any, model: Any, batch: int, length: int) -> DynamicCache:
     """Fill a cache with random numbers, as those of `length` tokens of each of `batch` sequences."""
     for attention, layer in zip((layer.self_attn for layer in model.model.layers), cache.layers, strict=True):
-        shapes = attention.cached_shapes
+        forms = getattr(layer, "formats", (None, None))
+        shapes = [
+            (1, heads * size) if form and form.own_basis else (heads, size)
+            for form, (heads, size) in zip(forms, attention.cached_shapes, strict=True)
+        ]
         numbers = (torch.randn(batch, heads, length, size, dtype=model.dtype) for heads, size in shapes)
         layer.update(*(x.to(model.device) for x in numbers))
     if isinstance(cache, GQAQuantizedCache):
@@ -43,9 +60,12 @@ def filled(cache: Any, model: Any, batch: int, length: int) -> DynamicCache:
 def measure(kind: str, batch: int, length: int, sizes: Sizes, dtype: torch.dtype, device: str, budget: float) -> list:
     """Rows of one cell: the cache of the model's own dtype, and one of each format."""
     with torch.device(device):
-        model = GQAForCausalLM(make_config(kind, sizes)).to(dtype).eval()  # type: ignore[arg-type]
+        config = make_config(kind, sizes)
+        config.cache_quantization = {"layers": coded_layers(config)}
+        model = GQAForCausalLM(config).to(dtype).eval()  # type: ignore[arg-type]
     caches: dict[str, Any] = {"own": grow_in_place(DynamicCache(config=model.config))}
     caches |= {str(bits): GQAQuantizedCache(model.config, {"nbits": bits}) for bits in FORMATS}
+    caches["coded"] = GQAQuantizedCache(model.config)
     token = torch.ones(batch, 1, dtype=torch.long, device=device)
     steps: dict[str, Callable[[], object]] = {
         name: partial(model, token, past_key_values=filled(cache, model, batch, length))

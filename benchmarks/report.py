@@ -270,7 +270,7 @@ def quantized_decode_table(rows: list[dict]) -> str:
         lines.append(
             [f"{kind.upper()}, B{batch} S{length}", *(f"{row['ms']:.1f} ({row['ratio']:.2f}x)" for row in each)]
         )
-    shown = {"own": "bfloat16", "fp8": "fp8"}
+    shown = {"own": "bfloat16", "fp8": "fp8", "coded": "by channel"}
     return markdown(["", *(shown.get(name, f"{name} bits") for name in names)], lines)
 
 

@@ -144,42 +144,44 @@ class RowFormat:
             if levels is None:
                 parts.append(rows.new_zeros(*rows.shape[:-1], run.blocks * run.size, dtype=dtype))
             else:
-                parts.append(levels if scales is None else (levels + 0.5) * scales[..., None])
+                parts.append((levels if scales is None else (levels + 0.5) * scales).mT)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def levels(self, rows: torch.Tensor, dtype: torch.dtype) -> list["Levels"]:
-        """Return what `rows` (..., N) hold, run by run, in new memory; a run of one block is not scaled.
+        """Return what `rows` (..., n, N) hold, run by run, in new memory; a run of one block is not scaled.
+
+        Tokens come last, so that a byte of many tokens is one stretch of memory: on a CPU operations on a few bytes of
+        each token take five to nine times as long.
 
         Returns:
-            Levels (..., channels) and scales (...): a number is (level + 0.5) scale. Without scales the levels are the
-            numbers; without levels, of a run that is dropped, these are zeros.
+            Levels (..., channels, n) and scales (..., 1, n): a number is (level + 0.5) scale. Without scales the levels
+            are the numbers; without levels, of a run that is dropped, these are zeros.
         """
         first_code = 2 * sum(run.blocks for run in self.runs if _has_scale(run.bits))
-        all_scales = rows[..., :first_code]
         if first_code:
-            all_scales = all_scales.view(torch.bfloat16).to(dtype)
-        start, scale, found = first_code, 0, list[Levels]()
+            all_scales = rows[..., :first_code].view(torch.bfloat16).to(dtype).mT  # (..., blocks, n)
+        codes = rows[..., first_code:].mT.contiguous()  # (..., bytes, n)
+        start, scale, found = 0, 0, list[Levels]()
         for run in self.runs:
             if run.bits == 0:
                 found.append((None, None))
                 continue
             stop, scales = start + run.blocks * _code_bytes(run), None
-            stored = rows[..., start:stop].unflatten(-1, (run.blocks, _code_bytes(run)))
-            levels = rows.new_empty(*stored.shape[:-1], run.size, dtype=dtype)  # (..., blocks, size)
+            stored = codes[..., start:stop, :].unflatten(-2, (run.blocks, _code_bytes(run)))
+            levels = rows.new_empty(*rows.shape[:-2], run.blocks, run.size, rows.shape[-2], dtype=dtype)
             if run.bits == 16:
-                levels.copy_(stored.contiguous().view(torch.bfloat16))
+                pairs = stored.unflatten(-2, (run.size, 2)).movedim(-2, -1).contiguous()
+                levels.copy_(pairs.view(torch.bfloat16).squeeze(-1))
             elif run.bits == "fp8":
                 levels.copy_(stored.view(torch.float8_e4m3fn))
-            elif run.bits:
+            else:
                 _unpack_codes(stored.view(torch.int8), int(run.bits), levels)
-                scales = all_scales[..., scale : scale + run.blocks]
+                scales = all_scales[..., scale : scale + run.blocks, :]
                 scale += run.blocks
-                if run.blocks == 1:
-                    scales = scales.squeeze(-1)
-                else:
-                    levels.add_(0.5).mul_(scales.unsqueeze(-1))
+                if run.blocks > 1:
+                    levels.add_(0.5).mul_(scales.unsqueeze(-2))
                     scales = None
-            found.append((levels.flatten(-2), scales))
+            found.append((levels.flatten(-3, -2), scales))
             start = stop
         return found
 
@@ -203,9 +205,9 @@ class Tile:
         for (levels, scales), part in zip(self.levels, x.split(self.sizes, -1), strict=True):
             if levels is None:
                 continue
-            product = _product(part.to(levels.dtype), levels.mT).to(dtype)
+            product = _product(part.to(levels.dtype), levels).to(dtype)
             if scales is not None:
-                product = (product + 0.5 * part.sum(-1, keepdim=True, dtype=dtype)) * scales.unsqueeze(-2)
+                product = (product + 0.5 * part.sum(-1, keepdim=True, dtype=dtype)) * scales
             found.append(product)
         return found[0] if len(found) == 1 else torch.stack(found).sum(0)
 
@@ -216,8 +218,8 @@ class Tile:
             if levels is None:
                 found.append(weights.new_zeros(*weights.shape[:-1], size))
                 continue
-            own = weights if scales is None else weights * scales.unsqueeze(-2)
-            part = _product(own.to(levels.dtype), levels).to(weights.dtype)
+            own = weights if scales is None else weights * scales
+            part = _product(own.to(levels.dtype), levels.mT).to(weights.dtype)
             found.append(part if scales is None else part + 0.5 * own.sum(-1, keepdim=True))
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
@@ -272,17 +274,18 @@ def _pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpack_codes(stored: torch.Tensor, bits: int, levels: torch.Tensor) -> None:
-    """Write to `levels` (..., size) the signed numbers in `stored` (..., bytes), int8, as `_pack_codes` made them."""
+    """Write to `levels` (..., size, n) the signed numbers in `stored` (..., bytes, n), int8, as `_pack_codes` made them."""
     first, *rest = FIELDS[bits]
-    size, boundary = levels.shape[-1], -(-levels.shape[-1] // 8) * first
-    parts = _fields(stored[..., :boundary], first)
-    for width in rest:
-        high, low = (torch.cat(fields, dim=-1) for fields in (parts, _fields(stored[..., boundary:], width)))
-        parts = [(high << width) | (low & (2**width - 1))]
+    size, boundary = levels.shape[-2], -(-levels.shape[-2] // 8) * first
+    parts = _fields(stored[..., :boundary, :], first)
+    if rest:
+        (width,) = rest
+        low = [(stored[..., boundary:, :] >> place) & (2**width - 1) for place in range(0, 8, width)]
+        parts = [torch.cat(parts, dim=-2).mul_(2**width).bitwise_or_(torch.cat(low, dim=-2))]
     place = 0
     for part in parts:
-        count = min(part.shape[-1], size - place)
-        levels[..., place : place + count].copy_(part[..., :count])
+        count = min(part.shape[-2], size - place)
+        levels[..., place : place + count, :].copy_(part[..., :count, :])
         place += count
 
 
@@ -290,10 +293,10 @@ def _fields(stored: torch.Tensor, width: int) -> list[torch.Tensor]:
     """The signed fields of bytes, int8, from the lowest on."""
     if width == 8:
         return [stored]
-    half, highest = 2 ** (width - 1), 8 // width - 1
-    lower = [(stored >> (width * n) if n else stored) & (2 * half - 1) for n in range(highest)]
-    # A shift to the right keeps the sign, which the highest field has. To the left, shifts are slow on a CPU.
-    return [*(field.bitwise_xor_(half).sub_(half) for field in lower), stored >> (width * highest)]
+    # A product moves a field to the highest bits, because shifts to the left are slow on a CPU. A shift to the right
+    # keeps the sign.
+    moved = [stored * 2 ** (8 - place) for place in range(width, 8, width)]
+    return [*(field >> (8 - width) for field in moved), stored >> (8 - width)]
 
 
 def _mixing_matrix(

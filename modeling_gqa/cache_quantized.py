@@ -131,7 +131,7 @@ class QuantizedLayer(GrowingLayer):
         most = self.held.most if self.held else 0
         exact = self.first_tokens and start < most + self.exact_tokens
         if exact or (self.last_tokens and stop > self.get_seq_length() - self.last_tokens[0].shape[2]):
-            return [Tile([(x.to(dtype), None)], [x.shape[-1]]) for x in self.read(rows, start, stop)]
+            return [Tile([(x.to(dtype).mT, None)], [x.shape[-1]]) for x in self.read(rows, start, stop)]
         return [
             Tile(form.levels(stored[:, :, start:stop], dtype), [run.blocks * run.size for run in form.runs])
             for form, stored in zip(self.formats, rows, strict=True)

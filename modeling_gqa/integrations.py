@@ -27,6 +27,7 @@ import torch
 from torch import distributed, nn
 
 from .attention import SHARED_BY_RANKS, SPLIT_BY_HEADS
+from .cache_formats import CACHE_BUFFERS
 from .cache_layers import rows_of
 from .compatibility import attempt
 
@@ -182,7 +183,7 @@ def divide_over_ranks(attention: Any, mesh: Any) -> None:
     ranks, heads = mesh.size(), attention.shared_heads
     layer = attention.config.per_layer_config[attention.layer_idx]
     refuse_uneven(attention.layer_idx, layer.num_attention_heads, heads, ranks)
-    if attention.cache_mean is not None and heads is not None:
+    if heads is not None and any(name in CACHE_BUFFERS for name, _ in attention.named_buffers(recurse=False)):
         raise ValueError("the means of a quantized cache are not divided over ranks: load with cache_quantization=None")
     for name, rule in attention.tp_plan.items():
         module, style = attention.get_submodule(name), styles[rule]
