@@ -23,7 +23,7 @@ from torch import nn
 from transformers import Cache
 
 from .attention_functions import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
-from .cache_formats import BASES, CacheQuantization, RowFormat
+from .cache_formats import BASES, CacheQuantization, CodedFormat, RowFormat
 from .cache_layers import is_paged
 from .cache_quantized import (
     CacheBasis,
@@ -74,7 +74,7 @@ class Attention(nn.Module):
                 f"layer {layer_idx} has attention_kind={layer.attention_kind!r}: "
                 "build it as ATTENTION_CLASSES[kind](config, layer_idx)"
             )
-        formats: tuple[RowFormat, ...] = ()
+        formats: tuple[RowFormat | CodedFormat, ...] = ()
         if layer.cache_quantization is not None:
             try:
                 own = CacheQuantization.of(layer.cache_quantization).of_layer(layer_idx)
@@ -86,8 +86,7 @@ class Attention(nn.Module):
         self.register_buffer("cache_mean", torch.zeros(sum(self.cache_sizes(layer))) if measured else None)
         # Of a layer with bits by blocks, the matrices that encode and decode what it caches: (2, C, C).
         for name, form in zip(self.bits_fields, formats, strict=False):
-            size = sum(form.sizes)
-            self.register_buffer(BASES[name], torch.eye(size).repeat(2, 1, 1) if form.own_basis else None)
+            self.register_buffer(BASES[name], torch.eye(form.channels).repeat(2, 1, 1) if form.own_basis else None)
         self.cached_shapes = self.cache_shapes(layer)
         # The model's own configuration, not the layer's copy: `set_attn_implementation` writes there.
         self.config = config
@@ -226,9 +225,9 @@ class Attention(nn.Module):
         first, second = (self._coordinates(new, name, form, heads) for name, form, (heads, _) in own)
         return CacheBasis(cached, (first, second), self.rotary_place, *self.constants(), rotation, held)
 
-    def _coordinates(self, new: torch.Tensor, name: str, form: RowFormat, heads: int) -> Coordinates:
+    def _coordinates(self, new: torch.Tensor, name: str, form: RowFormat | CodedFormat, heads: int) -> Coordinates:
         """The basis of the tensor whose bits the option `name` says, of `heads` heads."""
-        if form.own_basis:
+        if isinstance(form, CodedFormat):
             basis = getattr(self, BASES[name], None)
             if basis is None:
                 raise ValueError(f"layer {self.layer_idx} of the checkpoint has no basis for {name} by blocks")
@@ -258,7 +257,9 @@ class Attention(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def cache_formats(cls, layer: GQAConfig, options: CacheQuantization) -> tuple[RowFormat, RowFormat]:
+    def cache_formats(
+        cls, layer: GQAConfig, options: CacheQuantization
+    ) -> tuple[RowFormat | CodedFormat, RowFormat | CodedFormat]:
         """How the rows of a head look in a quantized cache, in the order of `cache_shapes`."""
         return options.formats(cls.bits_fields, cls.cache_shapes(layer))
 

@@ -15,8 +15,8 @@ import torch
 
 from .compatibility import is_tracing
 
-# Bits of a number: 0 drops a block, 16 keeps it as bfloat16, "fp8" is float8_e4m3fn without a scale.
-FORMATS: tuple[int | str, ...] = (0, 2, 3, 4, 6, 8, 16, "fp8")
+# Bits of a number: 16 is bfloat16, "fp8" is float8_e4m3fn without a scale.
+FORMATS: tuple[int | str, ...] = (2, 3, 4, 6, 8, 16, "fp8")
 # Widths of the fields, in bits, into which codes are cut, so that fields of one width fill bytes.
 FIELDS = {2: (2,), 3: (2, 1), 4: (4,), 6: (4, 2), 8: (8,)}
 # Shares of the largest number at which the outermost level may lie; of these the least squared error decides. With many
@@ -30,160 +30,228 @@ RANGES = {"q_group_size": (8, 2**24), "exact_tokens": (0, 1024), "residual_lengt
 # layer that hold the basis of this tensor.
 BASES = {"key_bits": "key_basis", "value_bits": "value_basis", "latent_bits": "latent_basis", "rope_bits": "rope_basis"}
 CACHE_BUFFERS = ("cache_mean", *BASES.values())  # which a quantized cache alone uses
-# Mixing matrices that have been used, by formats, dtype and device.
+# Mixing matrices that have been used, by sizes, dtype and device.
 _MATRICES: dict[tuple, torch.Tensor] = {}
 LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
-# Levels and scales of a run of blocks, see `RowFormat.levels`.
-Levels = tuple[torch.Tensor | None, torch.Tensor | None]
+# Formats of the blocks of a basis of the layer's own. By bits, the step between levels with which normal numbers of
+# variance 1 lose least (Max, Quantizing for minimum distortion, 1960).
+STEPS = {2: 0.9957, 3: 0.586, 4: 0.3352, 6: 0.1041, 8: 0.0308}
+# Factors of the scale that a token has by its power; of these the least squared error decides.
+SPREADS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.12, 1.26, 1.5)
 
 
-class Run(NamedTuple):
-    """Neighbouring blocks of one size and format."""
+class Levels(NamedTuple):
+    """Some channels of n tokens.
 
-    bits: int | str
-    blocks: int
-    size: int
+    Args:
+        levels: (..., channels, n); `None`: all are zero.
+        scales: (..., 1, n): a number is (level + 0.5) scale; `None`: the levels are the numbers.
+        channels: their number.
+    """
+
+    levels: torch.Tensor | None
+    scales: torch.Tensor | None
+    channels: int
+
+
+class Rows:
+    """How the C channels of one token are stored in bytes: scales, then codes. What both formats share.
+
+    Tokens come last in what is read, so that a byte of many tokens is one stretch of memory: on a CPU operations on a
+    few bytes of each token take five to nine times as long.
+
+    Attributes:
+        row_bytes: bytes N of a token's row, an even number.
+        channels: C.
+        own_basis: whether these are the channels of all heads together, in the layer's own basis.
+    """
+
+    row_bytes: int
+    channels: int
+    own_basis: bool
+
+    def levels(self, rows: torch.Tensor, dtype: torch.dtype) -> list[Levels]:
+        """Return what `rows` (..., n, N) hold, in new memory."""
+        raise NotImplementedError
+
+    def unpack(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the numbers (..., n, C) that `rows` (..., n, N) hold, in the basis of the cache."""
+        parts = []
+        for levels, scales, channels in self.levels(rows, dtype):
+            if levels is None:
+                parts.append(rows.new_zeros(*rows.shape[:-1], channels, dtype=dtype))
+            else:
+                parts.append((levels if scales is None else (levels + 0.5) * scales).mT)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+    def _joined(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows (..., N) of bytes."""
+        missing = self.row_bytes - sum(part.shape[-1] for part in parts)
+        return torch.cat([*parts, parts[0].new_zeros(*parts[0].shape[:-1], missing)], dim=-1)
 
 
 @dataclass(frozen=True)
-class RowFormat:
-    """How the C channels of one head and token are stored: scales, then whole numbers, then codes.
+class RowFormat(Rows):
+    """The channels of one head in blocks of the same bits, each with a scale.
 
     Args:
-        bits: of each block, one of `FORMATS`.
-        sizes: channels of each block.
-        own_basis: whether the channels are those of all heads together, in the layer's own basis.
-
-    Attributes:
-        runs: neighbouring blocks that are alike.
-        row_bytes: bytes N of a token's row, an even number.
+        bits: one of `FORMATS`.
+        sizes: channels of each block; all but the last have as many.
 
     Example:
         ```python
         import torch
         from modeling_gqa.cache_formats import RowFormat
 
-        stored = RowFormat.of(heads=2, size=128, bits=4, block=64)
+        stored = RowFormat(bits=4, sizes=(64, 64))
         rows = stored.pack(torch.randn(2, 10, 128))  # (2, 10, 68), uint8
         print(stored.unpack(rows, torch.float32).shape, stored.row_bytes)  # (2, 10, 128) and 68
         ```
     """
 
-    bits: tuple[int | str, ...]
+    bits: int | str
     sizes: tuple[int, ...]
-    own_basis: bool = False
-    runs: tuple[Run, ...] = field(init=False, compare=False, repr=False)
-    row_bytes: int = field(init=False, compare=False)
+    own_basis: bool = field(init=False, default=False)
+    channels: int = field(init=False)
+    row_bytes: int = field(init=False)
 
     def __post_init__(self):
         # Not `cached_property`: vLLM pickles the configuration's class, and in Python 3.11 that would hold a lock.
-        runs: list[Run] = []
-        for bits, size in zip(self.bits, self.sizes, strict=True):
-            if runs and (runs[-1].bits, runs[-1].size) == (bits, size):
-                runs[-1] = runs[-1]._replace(blocks=runs[-1].blocks + 1)
-            else:
-                runs.append(Run(bits, 1, size))
-        total = sum(run.blocks * (2 * _has_scale(run.bits) + _code_bytes(run)) for run in runs)
-        object.__setattr__(self, "runs", tuple(runs))
+        total = sum(2 * self.scaled + _code_bytes(self.bits, size) for size in self.sizes)
         object.__setattr__(self, "row_bytes", total + total % 2)
+        object.__setattr__(self, "channels", sum(self.sizes))
 
-    @classmethod
-    def of(cls, heads: int, size: int, bits: Any, block: int | None) -> "RowFormat":
-        """The format of `heads` heads of `size` channels, for `bits` as in `CacheQuantization`.
-
-        One number of bits is for blocks of `block` channels of each head, of which the last may be smaller.
-
-        Raises:
-            ValueError: `bits` is a list whose blocks have not the channels of all heads together, or keep nothing.
-        """
-        if not isinstance(bits, list | tuple):
-            sizes = tuple(min(block or size, size - start) for start in range(0, size, block or size))
-            form = cls((bits,) * len(sizes), sizes)
-        else:
-            form = cls(tuple(each[1] for each in bits), tuple(each[0] for each in bits), own_basis=True)
-            if sum(form.sizes) != heads * size:
-                raise ValueError(f"has blocks of {sum(form.sizes)} channels in all, and there are {heads * size}")
-        if not form.row_bytes:
-            raise ValueError("keeps no bit of any block: give one block 2 bits or more")
-        return form
+    @property
+    def scaled(self) -> bool:
+        """Whether blocks have scales."""
+        return self.bits in FIELDS
 
     def mixing_matrix(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-        """The orthogonal symmetric matrix (C, C) that mixes each block that has a scale; `None` where none has."""
-        if self.own_basis or not any(map(_has_scale, self.bits)):
-            return None
-        return _mixing_matrix(self.bits, self.sizes, dtype, device)
+        """The orthogonal symmetric matrix (C, C) that mixes each block; `None` without scales."""
+        return _mixing_matrix(self.sizes, dtype, device) if self.scaled else None
 
-    # -- rows
+    def _runs(self) -> list[tuple[int, int]]:
+        """Number and size of the blocks that are alike."""
+        return [(self.sizes.count(size), size) for size in dict.fromkeys(self.sizes)]
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """Round `x` (..., C), which is in the basis of the cache, and return rows (..., N) of bytes.
 
         A level lies at each half step, -(2^bits - 1) / 2 to (2^bits - 1) / 2 scales. Scales are bfloat16.
         """
+        if self.bits == 16:
+            return x.bfloat16().view(torch.uint8)
+        if self.bits == "fp8":
+            x = x.float().clamp(-LARGEST_FP8, LARGEST_FP8)
+            return self._joined([x.to(torch.float8_e4m3fn).view(torch.uint8)])
         scales, codes = [], []
-        of_runs = x.float().split([run.blocks * run.size for run in self.runs], dim=-1)
-        for run, channels in zip(self.runs, of_runs, strict=True):
-            part = channels.unflatten(-1, (run.blocks, run.size))
-            if run.bits == 16:
-                codes.append(part.bfloat16().view(torch.uint8).flatten(-2))
-            elif run.bits == "fp8":
-                bounded = part.clamp(-LARGEST_FP8, LARGEST_FP8)
-                codes.append(bounded.to(torch.float8_e4m3fn).view(torch.uint8).flatten(-2))
-            elif run.bits:
-                scale, code = _rounded(part, int(run.bits))
-                scales.append(scale.squeeze(-1).bfloat16().view(torch.uint8))
-                codes.append(_pack_codes(code, int(run.bits)).flatten(-2))
-        rows = [*scales, *codes] or [x.new_zeros(*x.shape[:-1], 0, dtype=torch.uint8)]
-        missing = self.row_bytes - sum(part.shape[-1] for part in rows)
-        return torch.cat([*rows, rows[0].new_zeros(*x.shape[:-1], missing)], dim=-1)
+        runs = self._runs()
+        for (count, size), part in zip(runs, x.float().split([count * size for count, size in runs], -1), strict=True):
+            scale, code = _rounded(part.unflatten(-1, (count, size)), int(self.bits))
+            scales.append(scale.squeeze(-1).bfloat16().view(torch.uint8))
+            codes.append(_pack_codes(code, int(self.bits)).flatten(-2))
+        return self._joined([*scales, *codes])
 
-    def unpack(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the numbers (..., C) that `rows` (..., N) hold, in the basis of the cache."""
-        parts = []
-        for run, (levels, scales) in zip(self.runs, self.levels(rows, dtype), strict=True):
-            if levels is None:
-                parts.append(rows.new_zeros(*rows.shape[:-1], run.blocks * run.size, dtype=dtype))
-            else:
-                parts.append((levels if scales is None else (levels + 0.5) * scales).mT)
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-    def levels(self, rows: torch.Tensor, dtype: torch.dtype) -> list["Levels"]:
-        """Return what `rows` (..., n, N) hold, run by run, in new memory; a run of one block is not scaled.
-
-        Tokens come last, so that a byte of many tokens is one stretch of memory: on a CPU operations on a few bytes of
-        each token take five to nine times as long.
-
-        Returns:
-            Levels (..., channels, n) and scales (..., 1, n): a number is (level + 0.5) scale. Without scales the levels
-            are the numbers; without levels, of a run that is dropped, these are zeros.
-        """
-        first_code = 2 * sum(run.blocks for run in self.runs if _has_scale(run.bits))
-        if first_code:
-            all_scales = rows[..., :first_code].view(torch.bfloat16).to(dtype).mT  # (..., blocks, n)
+    def levels(self, rows: torch.Tensor, dtype: torch.dtype) -> list[Levels]:
+        """As in `Rows`; what has several scales for a token is scaled already."""
+        if self.bits == 16:
+            return [Levels(rows.view(torch.bfloat16).to(dtype).mT, None, self.channels)]
+        if self.bits == "fp8":
+            stored = rows[..., : self.channels].mT.contiguous()
+            return [Levels(stored.view(torch.float8_e4m3fn).to(dtype), None, self.channels)]
+        first_code = 2 * len(self.sizes)
+        scales = rows[..., :first_code].view(torch.bfloat16).to(dtype).mT  # (..., blocks, n)
         codes = rows[..., first_code:].mT.contiguous()  # (..., bytes, n)
-        start, scale, found = 0, 0, list[Levels]()
-        for run in self.runs:
-            if run.bits == 0:
-                found.append((None, None))
-                continue
-            stop, scales = start + run.blocks * _code_bytes(run), None
-            stored = codes[..., start:stop, :].unflatten(-2, (run.blocks, _code_bytes(run)))
-            levels = rows.new_empty(*rows.shape[:-2], run.blocks, run.size, rows.shape[-2], dtype=dtype)
-            if run.bits == 16:
-                pairs = stored.unflatten(-2, (run.size, 2)).movedim(-2, -1).contiguous()
-                levels.copy_(pairs.view(torch.bfloat16).squeeze(-1))
-            elif run.bits == "fp8":
-                levels.copy_(stored.view(torch.float8_e4m3fn))
+        found, start, block = list[Levels](), 0, 0
+        for count, size in self._runs():
+            stop = start + count * _code_bytes(self.bits, size)
+            stored = codes[..., start:stop, :].unflatten(-2, (count, -1))
+            levels = rows.new_empty(*rows.shape[:-2], count, size, rows.shape[-2], dtype=dtype)
+            _unpack_codes(stored.view(torch.int8), int(self.bits), levels)
+            own = scales[..., block : block + count, :]
+            if count == 1:
+                found.append(Levels(levels.flatten(-3, -2), own, size))
             else:
-                _unpack_codes(stored.view(torch.int8), int(run.bits), levels)
-                scales = all_scales[..., scale : scale + run.blocks, :]
-                scale += run.blocks
-                if run.blocks > 1:
-                    levels.add_(0.5).mul_(scales.unsqueeze(-2))
-                    scales = None
-            found.append((levels.flatten(-3, -2), scales))
-            start = stop
+                levels.add_(0.5).mul_(own.unsqueeze(-2))
+                found.append(Levels(levels.flatten(-3, -2), None, count * size))
+            start, block = stop, block + count
         return found
+
+
+@dataclass(frozen=True)
+class CodedFormat(Rows):
+    """The channels of all heads in a basis in which levels lie alike, with one scale for a token.
+
+    Args:
+        blocks: channels and bits of each, one of `STEPS` or, at the end, 0.
+
+    Raises:
+        ValueError: no bit of any block would be kept, or a block that is dropped comes before one that is not.
+    """
+
+    blocks: tuple[tuple[int, int], ...]
+    own_basis: bool = field(init=False, default=True)
+    channels: int = field(init=False)
+    row_bytes: int = field(init=False)
+
+    def __post_init__(self):
+        if not self.kept:
+            raise ValueError("keeps no bit of any block: give one block 2 bits or more")
+        if self.blocks[: len(self.kept)] != self.kept:
+            raise ValueError("has a block of 0 bits before others: these come last")
+        total = 2 + sum(_code_bytes(bits, size) for size, bits in self.kept)
+        object.__setattr__(self, "row_bytes", total + total % 2)
+        object.__setattr__(self, "channels", sum(size for size, _ in self.blocks))
+
+    @property
+    def kept(self) -> tuple[tuple[int, int], ...]:
+        """The blocks that are not dropped."""
+        return tuple(block for block in self.blocks if block[1])
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """Round `x` (..., C), which is in the basis of the cache, and return rows (..., N) of bytes.
+
+        Levels lie at half steps, as in `RowFormat.pack`. The scale is the token's power times one of `SPREADS`.
+        """
+        sizes = [size for size, _ in self.kept]
+        x = x[..., : sum(sizes)].float()
+        outermost, usual = (
+            torch.cat([x.new_full((size,), of[bits]) for size, bits in self.kept])
+            for of in ({bits: (2**bits - 1) / 2 for bits in STEPS}, STEPS)
+        )
+        power = (x * usual).square().mean(-1, keepdim=True).sqrt()
+        best = None
+        for spread in SPREADS:
+            scale = (spread * power).bfloat16().float().clamp(min=TINY)
+            code = torch.minimum((x / scale + outermost).round().clamp(min=0), 2 * outermost)
+            error = ((code - outermost) * scale - x).square().sum(-1, keepdim=True)
+            best = _less(best, (error, scale, code))
+        _, scale, code = best
+        parts = code.to(torch.uint8).split(sizes, -1)
+        codes = [_pack_codes(part, bits) for part, (_, bits) in zip(parts, self.kept, strict=True)]
+        return self._joined([scale.bfloat16().view(torch.uint8), *codes])
+
+    def levels(self, rows: torch.Tensor, dtype: torch.dtype) -> list[Levels]:
+        """As in `Rows`: the channels that are kept, and those that are dropped."""
+        scales, codes = rows[..., :2].view(torch.bfloat16).to(dtype).mT, rows[..., 2:].mT.contiguous()
+        kept = sum(size for size, _ in self.kept)
+        levels = rows.new_empty(*rows.shape[:-2], kept, rows.shape[-2], dtype=dtype)
+        start = channel = 0
+        for size, bits in self.kept:
+            stop = start + _code_bytes(bits, size)
+            stored = codes[..., start:stop, :].view(torch.int8)
+            _unpack_codes(stored, bits, levels[..., channel : channel + size, :])
+            start, channel = stop, channel + size
+        dropped = self.channels - kept
+        return [Levels(levels, scales, kept), *([Levels(None, None, dropped)] if dropped else [])]
+
+
+def _less(best: tuple[torch.Tensor, ...] | None, other: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Where the first, the error, is less, all of `other`, elsewhere `best`."""
+    if best is None:
+        return other
+    better = other[0] < best[0]
+    return tuple(torch.where(better, y, x) for x, y in zip(best, other, strict=True))
 
 
 class Tile:
@@ -192,17 +260,17 @@ class Tile:
     What has one scale for a token is multiplied before it is scaled, because there are fewer products than numbers.
 
     Args:
-        levels: as `RowFormat.levels` returns them, of rows (B, G, n, N).
-        sizes: channels of each of them.
+        levels: as `Rows.levels` returns them, of rows (B, G, n, N).
     """
 
-    def __init__(self, levels: Sequence["Levels"], sizes: Sequence[int]):
-        self.levels, self.sizes = levels, sizes
+    def __init__(self, levels: Sequence[Levels]):
+        self.levels = levels
 
     def products(self, x: torch.Tensor) -> torch.Tensor:
         """Products of `x` (B, G, M, C) with each token, (B, G, M, n), in at least float32."""
         dtype, found = torch.promote_types(x.dtype, torch.float32), []
-        for (levels, scales), part in zip(self.levels, x.split(self.sizes, -1), strict=True):
+        parts = x.split([own.channels for own in self.levels], -1)
+        for (levels, scales, _), part in zip(self.levels, parts, strict=True):
             if levels is None:
                 continue
             product = _product(part.to(levels.dtype), levels).to(dtype)
@@ -214,9 +282,9 @@ class Tile:
     def weighted(self, weights: torch.Tensor) -> torch.Tensor:
         """The sums of all tokens by `weights` (B, G, M, n): (B, G, M, C), in the dtype of `weights`."""
         found = []
-        for (levels, scales), size in zip(self.levels, self.sizes, strict=True):
+        for levels, scales, channels in self.levels:
             if levels is None:
-                found.append(weights.new_zeros(*weights.shape[:-1], size))
+                found.append(weights.new_zeros(*weights.shape[:-1], channels))
                 continue
             own = weights if scales is None else weights * scales
             part = _product(own.to(levels.dtype), levels.mT).to(weights.dtype)
@@ -229,33 +297,24 @@ def _product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x[0, 0] @ y[0, 0])[None, None] if y.shape[:2].numel() == 1 else x @ y
 
 
-def _has_scale(bits: int | str) -> bool:
-    return bits in FIELDS
-
-
-def _code_bytes(run: Run) -> int:
-    """Bytes of a block's numbers; codes of a few bits come in eights."""
-    if run.bits in FIELDS:
-        return int(run.bits) * -(-run.size // 8)
-    return {0: 0, 16: 2 * run.size, "fp8": run.size}[run.bits]
+def _code_bytes(bits: int | str, size: int) -> int:
+    """Bytes of the numbers of `size` channels; codes of a few bits come in eights."""
+    if bits in FIELDS:
+        return int(bits) * -(-size // 8)
+    return {16: 2 * size, "fp8": size}[bits]
 
 
 def _rounded(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales (..., 1) and codes (..., size), from 0 to 2^bits - 1, of `x` (..., size)."""
-    outermost = (2**bits - 1) / 2
+    outermost, best = (2**bits - 1) / 2, None
     most = x.abs().amax(-1, keepdim=True)
-    best_scale = best_code = least = None
     for clip in CLIPS if bits <= CLIPPED_BITS else CLIPS[:1]:
         scale = (clip * most / outermost).bfloat16().float().clamp(min=TINY)
         code = (x / scale + outermost).round().clamp(0, 2**bits - 1)
         error = ((code - outermost) * scale - x).square().sum(-1, keepdim=True)
-        if least is None:
-            best_scale, best_code, least = scale, code, error
-        else:
-            better = error < least
-            best_scale, best_code = torch.where(better, scale, best_scale), torch.where(better, code, best_code)
-            least = torch.minimum(error, least)
-    return best_scale, best_code.to(torch.uint8)
+        best = _less(best, (error, scale, code))
+    _, scale, code = best
+    return scale, code.to(torch.uint8)
 
 
 def _pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -274,7 +333,7 @@ def _pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _unpack_codes(stored: torch.Tensor, bits: int, levels: torch.Tensor) -> None:
-    """Write to `levels` (..., size, n) the signed numbers in `stored` (..., bytes, n), int8, as `_pack_codes` made them."""
+    """Write to `levels` (..., size, n) the signed numbers in `stored` (..., bytes, n), int8, of `_pack_codes`."""
     first, *rest = FIELDS[bits]
     size, boundary = levels.shape[-2], -(-levels.shape[-2] // 8) * first
     parts = _fields(stored[..., :boundary, :], first)
@@ -299,19 +358,13 @@ def _fields(stored: torch.Tensor, width: int) -> list[torch.Tensor]:
     return [*(field >> (8 - width) for field in moved), stored >> (8 - width)]
 
 
-def _mixing_matrix(
-    bits: tuple[int | str, ...], sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Orthogonal (C, C), block by block; a block without a scale is not mixed."""
-    key = bits, sizes, dtype, device
+def _mixing_matrix(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Orthogonal (C, C), block by block."""
+    key = sizes, dtype, device
     if key in _MATRICES:
         return _MATRICES[key]
     with torch.inference_mode(False):  # the matrix is used in both modes
-        blocks = [
-            orthogonal_matrix(size) if _has_scale(n) else torch.eye(size, dtype=torch.float64, device="cpu")
-            for n, size in zip(bits, sizes, strict=True)
-        ]
-        matrix = torch.block_diag(*blocks).to(device, dtype)
+        matrix = torch.block_diag(*map(orthogonal_matrix, sizes)).to(device, dtype)
     if type(matrix) is torch.Tensor and not is_tracing(matrix):  # a stand-in would stay for the whole process
         _MATRICES[key] = matrix
     return matrix
@@ -341,9 +394,10 @@ class CacheQuantization:
         nbits: format of all that is cached, one of `FORMATS`.
         key_bits, value_bits: of keys and values of MHA, MQA and GQA, in place of `nbits`.
         latent_bits, rope_bits: of MLA's latent and its rotary key, in place of `nbits`.
-        layers: for each layer `None`, or its own bits in place of all these. There they may be a list of blocks,
-            `[[96, 4], [32, 0]]`: channels and bits of each, in a basis that the checkpoint has for the layer, of all
-            heads together (`modeling-gqa quantize-cache --cache-share`).
+        layers: for each layer `None`, or both its fields of bits with blocks, `{"key_bits": [[96, 4], [32, 0]],
+            "value_bits": [[128, 3]]}`: channels and bits of each, 0 at the end for those that are dropped. They are of
+            a basis that the checkpoint has, of all heads together (`modeling-gqa quantize-cache --cache-share`), in
+            place of what the other options say of bits.
         q_group_size: channels of a block, which are mixed and share a scale; `None`: all of a head, or of the latent.
         exact_tokens: first tokens of each row that are kept as they are, because most attention goes to them
             (StreamingLLM, 2309.17453).
@@ -384,14 +438,8 @@ class CacheQuantization:
         found = cls(**options)
         for name in ("nbits", *BASES):
             if getattr(found, name) is not None or name == "nbits":
-                _check_bits(f"cache_quantization[{name!r}]", getattr(found, name))
-        if not isinstance(found.layers, list | tuple | None):
-            raise ValueError("cache_quantization['layers'] must be a list with a dict or None for each layer")
-        for index, layer in enumerate(found.layers or ()):
-            if layer is not None and not (isinstance(layer, dict) and layer and layer.keys() <= BASES.keys()):
-                raise ValueError(f"cache_quantization['layers'][{index}] must be a dict of {', '.join(BASES)}")
-            for name, value in (layer or {}).items():
-                _check_bits(f"cache_quantization['layers'][{index}][{name!r}]", value, may_be_list=True)
+                _check_bits(name, getattr(found, name))
+        _check_layers(found.layers)
         for name, (least, most) in RANGES.items():
             value = getattr(found, name)
             if value is None and name == "q_group_size":
@@ -411,7 +459,9 @@ class CacheQuantization:
             raise ValueError(f"cache_quantization['layers'] has {len(self.layers)} entries, and there is layer {index}")
         return replace(self, layers=None, **(self.layers[index] or {}))
 
-    def formats(self, names: Sequence[str], shapes: Sequence[tuple[int, int]]) -> tuple[RowFormat, RowFormat]:
+    def formats(
+        self, names: Sequence[str], shapes: Sequence[tuple[int, int]]
+    ) -> tuple[RowFormat | CodedFormat, RowFormat | CodedFormat]:
         """Formats of the two tensors that a layer caches.
 
         Args:
@@ -419,26 +469,45 @@ class CacheQuantization:
             shapes: heads of each, and channels of a head.
 
         Raises:
-            ValueError: nothing of a tensor would be kept, or the blocks of a list have not the tensor's channels.
+            ValueError: blocks are of what the layer does not cache, or have not the tensor's channels.
         """
-        given = [self.nbits if getattr(self, name) is None else getattr(self, name) for name in names]
-        found = []
-        for name, shape, bits in zip(names, shapes, given, strict=True):
+        blocks = [name for name in BASES if isinstance(getattr(self, name), list | tuple)]
+        if blocks and blocks != list(names):
+            raise ValueError(f"has blocks for {' and '.join(blocks)}, and the layer caches {' and '.join(names)}")
+        found: list[RowFormat | CodedFormat] = []
+        for name, (heads, size) in zip(names, shapes, strict=True):
+            bits = self.nbits if getattr(self, name) is None else getattr(self, name)
+            if not blocks:
+                block = self.q_group_size or size
+                found.append(RowFormat(bits, tuple(min(block, size - start) for start in range(0, size, block))))
+                continue
             try:
-                found.append(RowFormat.of(*shape, bits, self.q_group_size))
+                found.append(CodedFormat(tuple((channels, n) for channels, n in bits)))
             except ValueError as error:
                 raise ValueError(f"{name} {error}") from None
+            if found[-1].channels != heads * size:
+                raise ValueError(f"{name} has {found[-1].channels} channels in its blocks, and not {heads * size}")
         return found[0], found[1]
 
 
-def _check_bits(name: str, value: Any, may_be_list: bool = False) -> None:
-    blocks = value if may_be_list and isinstance(value, list | tuple) else [(1, value)]
-    for block in blocks:
-        if not (isinstance(block, list | tuple) and len(block) == 2):
-            raise ValueError(f"{name}={value!r} must be a list of pairs, the channels and the bits of each block")
-        channels, bits = block
-        if not isinstance(bits, int | str) or isinstance(bits, bool) or bits not in FORMATS:
-            known = ", ".join(map(str, FORMATS))
-            raise ValueError(f"{name}={value!r} must be one of {known}" + ", or pairs of them" * (blocks is value))
-        if not isinstance(channels, int) or isinstance(channels, bool) or channels < 1:
-            raise ValueError(f"{name}={value!r} has a block of {channels!r} channels")
+def _check_bits(name: str, value: Any) -> None:
+    if not isinstance(value, int | str) or isinstance(value, bool) or value not in FORMATS:
+        raise ValueError(f"cache_quantization[{name!r}]={value!r} must be one of {', '.join(map(str, FORMATS))}")
+
+
+def _check_layers(layers: Any) -> None:
+    if not isinstance(layers, list | tuple | None):
+        raise ValueError("cache_quantization['layers'] must be a list with a dict or None for each layer")
+    for index, layer in enumerate(layers or ()):
+        where = f"cache_quantization['layers'][{index}]"
+        if layer is not None and not (isinstance(layer, dict) and len(layer) == 2 and layer.keys() <= BASES.keys()):
+            raise ValueError(f"{where} must be a dict with two of {', '.join(BASES)}")
+        for name, blocks in (layer or {}).items():
+            if not (isinstance(blocks, list | tuple) and blocks and all(map(_is_block, blocks))):
+                known = ", ".join(map(str, (0, *STEPS)))
+                raise ValueError(f"{where}[{name!r}]={blocks!r} must be pairs: channels, and as bits one of {known}")
+
+
+def _is_block(block: Any) -> bool:
+    whole = isinstance(block, list | tuple) and len(block) == 2 and all(type(number) is int for number in block)
+    return whole and block[0] > 0 and block[1] in (0, *STEPS)

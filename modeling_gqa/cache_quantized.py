@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, DynamicLayer
 
 from .attention_functions import FEW_TOKENS
-from .cache_formats import CacheQuantization, RowFormat, Tile
+from .cache_formats import CacheQuantization, CodedFormat, Levels, RowFormat, Tile
 from .cache_layers import GrowingLayer
 from .layers import multiply_by_head, rotate
 
@@ -61,7 +61,7 @@ class QuantizedLayer(GrowingLayer):
         exact_tokens, residual_length: numbers of first and last tokens that are kept as they are.
     """
 
-    def __init__(self, formats: Sequence[RowFormat], exact_tokens: int = 0, residual_length: int = 0):
+    def __init__(self, formats: Sequence[RowFormat | CodedFormat], exact_tokens: int = 0, residual_length: int = 0):
         super().__init__()
         self.formats, self.exact_tokens, self.residual_length = formats, exact_tokens, residual_length
         self.number_dtype: torch.dtype | None = None
@@ -131,10 +131,9 @@ class QuantizedLayer(GrowingLayer):
         most = self.held.most if self.held else 0
         exact = self.first_tokens and start < most + self.exact_tokens
         if exact or (self.last_tokens and stop > self.get_seq_length() - self.last_tokens[0].shape[2]):
-            return [Tile([(x.to(dtype).mT, None)], [x.shape[-1]]) for x in self.read(rows, start, stop)]
+            return [Tile([Levels(x.to(dtype).mT, None, x.shape[-1])]) for x in self.read(rows, start, stop)]
         return [
-            Tile(form.levels(stored[:, :, start:stop], dtype), [run.blocks * run.size for run in form.runs])
-            for form, stored in zip(self.formats, rows, strict=True)
+            Tile(form.levels(stored[:, :, start:stop], dtype)) for form, stored in zip(self.formats, rows, strict=True)
         ]
 
     def _keep_first(self, states: Sequence[torch.Tensor], start: int) -> None:
@@ -226,7 +225,7 @@ class GQAQuantizedCache(DynamicCache):
         super().__init__(config=config, **kwargs)
         # Positions of all tokens, (B or 1, 1, S, 1), kept by a layer that grows as the others do.
         self.positions = GrowingLayer()
-        self.first: torch.Tensor | None = None
+        self.held: HeldTokens | None = None  # `None`: the rows have changed
         self.aligned = True
         from .modeling_gqa import ATTENTION_CLASSES  # which imports this file
 
@@ -244,9 +243,10 @@ class GQAQuantizedCache(DynamicCache):
         self.aligned = self.aligned and bool((places == places[:1]).all())
         stored = places.int()[:, None, :, None]
         self.positions.update(stored, stored[..., :0])
-        if self.first is None or self.first.shape[0] != rows or (places == 0).any():
-            self.first = _first_places(self.positions.keys[:, 0, :, 0])
-        return HeldTokens(self.first, int(self.first.min()), int(self.first[self.first < NOWHERE].max()))
+        if self.held is None or (position_ids == 0).any():
+            first = _first_places(self.positions.keys[:, 0, :, 0])
+            self.held = HeldTokens(first, int(first.min()), int(first[first < NOWHERE].max()))
+        return self.held
 
     @property
     def held_positions(self) -> torch.Tensor:
@@ -257,26 +257,24 @@ class GQAQuantizedCache(DynamicCache):
     def _change(self, name: str, argument: Any) -> None:
         getattr(super(), name)(argument)
         getattr(self.positions, name)(argument)
+        self.held = None
 
     def crop(self, tokens_to_remove: int) -> None:
         self._change("crop", tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._change("batch_repeat_interleave", repeats)
-        self.first = None if self.first is None else self.first.repeat_interleave(repeats, dim=0)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self._change("batch_select_indices", indices)
-        self.first = None if self.first is None else self.first[indices]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._change("reorder_cache", beam_idx)
-        self.first = None if self.first is None else self.first.index_select(0, beam_idx.to(self.first.device))
 
     def reset(self) -> None:
         super().reset()
         self.positions.reset()
-        self.first, self.aligned = None, True
+        self.held, self.aligned = None, True
 
 
 def rounds_cache(config: Any) -> bool:
@@ -471,7 +469,7 @@ def tiled_attention(
     pairs = zip(basis.coordinates, queries, strict=False)
     queries = [grouped(own.encode_query(query * scaling)) for own, query in pairs]
     shape = (*queries[0].shape[:3], 1)
-    output = queries[0].new_zeros(*shape[:3], sum(cached.formats[value].sizes), dtype=dtype)
+    output = queries[0].new_zeros(*shape[:3], cached.formats[value].channels, dtype=dtype)
     total, largest = output.new_zeros(shape), output.new_full(shape, torch.finfo(dtype).min)
     for start, stop in cached.spans(max(TILE // batch, 1)):
         tiles = cached.tiles(rows, start, stop)

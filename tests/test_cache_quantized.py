@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, DynamicLayer, Llama
 
 from modeling_gqa import GQAForCausalLM, GQAQuantizedCache, costs
 from modeling_gqa.attention import rotate
-from modeling_gqa.cache_formats import BASES, FORMATS, RowFormat, orthogonal_matrix
+from modeling_gqa.cache_formats import BASES, FORMATS, STEPS, CodedFormat, RowFormat, orthogonal_matrix
 from modeling_gqa.cache_quantized import TILE, QuantizedLayer
 from modeling_gqa.layers import select_frequencies
 from modeling_gqa.modeling_gqa import ATTENTION_CLASSES
@@ -48,7 +48,7 @@ def rounded(x, bits):
 @pytest.mark.parametrize("size", [64, 22, 6])
 def test_rows_hold_the_nearest_levels(bits, size):
     x = torch.randn(3, 5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(bits))
-    stored = RowFormat.of(1, size, bits, 64)
+    stored = RowFormat(bits, (size,))
     found = stored.unpack(stored.pack(x), torch.float64)
     torch.testing.assert_close(found, rounded(x, bits), rtol=1e-6, atol=1e-6)
     # Codes of a few bits fill whole bytes of eight channels; the scale has two bytes.
@@ -56,32 +56,56 @@ def test_rows_hold_the_nearest_levels(bits, size):
     assert stored.row_bytes == (2 + bits * -(-size // 8) + 1) // 2 * 2
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_blocks_have_scales_of_their_own(bits):
+    x = (
+        torch.randn(2, 7, 50, generator=torch.Generator().manual_seed(1))
+        * torch.tensor([1.0, 100, 0.01, 1])[torch.arange(50) // 16]
+    )
+    stored = RowFormat(bits, (16, 16, 16, 2))
+    parts = stored.unpack(stored.pack(x), torch.float32).split(stored.sizes, -1)
+    for found, expected in zip(parts, x.split(stored.sizes, -1), strict=True):
+        torch.testing.assert_close(found, rounded(expected, bits), rtol=1e-5, atol=1e-6)
+    assert stored.row_bytes == (8 + bits * 7 + 1) // 2 * 2
+
+
+def rounded_together(x, blocks):
+    """`x` (..., C) in the blocks of a basis: levels at the same half steps in all, at the best of eight scales."""
+    usual = {2: 0.9957, 3: 0.586, 4: 0.3352, 6: 0.1041, 8: 0.0308}
+    kept = [(size, bits) for size, bits in blocks if bits]
+    steps = torch.cat([torch.full((size,), usual[bits]) for size, bits in kept]).to(x)
+    outermost = torch.cat([torch.full((size,), (2**bits - 1) / 2) for size, bits in kept]).to(x)
+    y, found, least = x[..., : len(steps)], None, None
+    for spread in (0.6, 0.7, 0.8, 0.9, 1.0, 1.12, 1.26, 1.5):
+        scale = (spread * (y * steps).square().mean(-1, keepdim=True).sqrt()).bfloat16().to(x)
+        code = ((y / scale + outermost).round()).clamp(min=0).minimum(2 * outermost)
+        nearest = (code - outermost) * scale
+        error = (nearest - y).square().sum(-1, keepdim=True)
+        found = nearest if found is None else torch.where(error < least, nearest, found)
+        least = error if least is None else torch.minimum(error, least)
+    return torch.nn.functional.pad(found, (0, x.shape[-1] - len(steps)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_of_all_formats_stand_side_by_side(dtype):
-    stored = RowFormat.of(1, 8 * 16 - 3, [*([16, bits] for bits in FORMATS[:-1]), [13, FORMATS[-1]]], None)
-    x = torch.randn(2, 7, 8 * 16 - 3).to(dtype)
-    found = stored.unpack(stored.pack(x), dtype)
-    for number, bits in enumerate(FORMATS):
-        block, expected = found[..., 16 * number : 16 * number + 16], x[..., 16 * number : 16 * number + 16]
-        if bits == 0:
-            assert not block.any()
-        elif bits == 16:
-            assert torch.equal(block, expected.bfloat16().to(dtype))
-        elif bits == "fp8":
-            assert torch.equal(block, expected.to(torch.float8_e4m3fn).to(dtype))
-        else:
-            # Errors, because a number half way between two levels may be rounded either way.
-            errors = [(y.float() - expected.float()).abs() for y in (block, rounded(expected.float(), bits).to(dtype))]
-            torch.testing.assert_close(*errors, rtol=0, atol=2**-6 if dtype == torch.bfloat16 else 1e-5)
-    assert stored.row_bytes == 102 == 2 * 5 + 2 * (2 + 3 + 4 + 6 + 8) + 2 * 16 + 13 + 1
+@pytest.mark.parametrize("blocks", [((16, 8), (24, 6), (13, 4), (8, 3), (30, 2), (9, 0)), ((5, 3),)])
+def test_blocks_of_a_basis_share_a_scale(blocks, dtype):
+    form = CodedFormat(blocks)
+    sizes = torch.tensor([x for size, bits in blocks for x in [1 / STEPS[bits] if bits else 1.0] * size])
+    x = (torch.randn(2, 7, form.channels, generator=torch.Generator().manual_seed(2)) * sizes).to(dtype)
+    found = form.unpack(form.pack(x), dtype)
+    expected = rounded_together(x.float(), blocks).to(dtype)
+    torch.testing.assert_close(found, expected, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    total = 2 + sum(bits * -(-size // 8) for size, bits in blocks)
+    assert form.pack(x).shape[-1] == form.row_bytes == total + total % 2
+    assert form.unpack(form.pack(0 * x), dtype).abs().max() < 1e-25
 
 
 def test_numbers_beyond_a_format_are_bounded():
     largest = torch.tensor([[1e6, -1e6, *[0.0] * 6]])
-    stored = RowFormat.of(1, 8, "fp8", 64)
+    stored = RowFormat("fp8", (8,))
     assert stored.unpack(stored.pack(largest), torch.float32)[0, 0] == 448
     for bits in BITS:
-        stored = RowFormat.of(1, 8, bits, 64)
+        stored = RowFormat(bits, (8,))
         torch.testing.assert_close(stored.unpack(stored.pack(torch.zeros(1, 8)), torch.float32), torch.zeros(1, 8))
 
 
@@ -136,10 +160,9 @@ class Oracle(DynamicLayer):
             matrix = orthogonal_matrix(x.shape[-1])
             return rounded(x @ matrix, self.bits) @ matrix
         encoder, decoder = getattr(self.attention, field.replace("bits", "basis"))
-        sizes, bits = zip(*layers[self.attention.layer_idx][field], strict=True)
-        blocks = (x.transpose(1, 2).flatten(2) @ encoder).split(sizes, -1)
-        blocks = [rounded(y, n) if n else torch.zeros_like(y) for y, n in zip(blocks, bits, strict=True)]
-        return (torch.cat(blocks, -1) @ decoder).unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
+        blocks = layers[self.attention.layer_idx][field]
+        found = rounded_together(x.transpose(1, 2).flatten(2) @ encoder, blocks) @ decoder
+        return found.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
 
 
 def held_exactly(model, batch, bits, exact=4):
@@ -285,7 +308,7 @@ def test_a_padded_prompt_may_come_token_by_token():
     model, batch = model_with_constants("mixed", True), make_batch(length=30, padding="left")
     caches = [GQAQuantizedCache(model.config) for _ in range(2)]
     whole, single = (decode(model, batch, cache, sizes) for cache, sizes in zip(caches, ([30], [1] * 30), strict=True))
-    assert torch.equal(caches[0].first, caches[1].first) and caches[0].first.tolist() == [[0], [2], [3]]
+    assert torch.equal(caches[0].held.first, caches[1].held.first) and caches[0].held.first.tolist() == [[0], [2], [3]]
     mask = batch["attention_mask"].bool()
     torch.testing.assert_close(single[mask], whole[mask], rtol=1e-3, atol=1e-3)
 
@@ -304,7 +327,7 @@ def test_packed_documents_are_attended_to_as_alone(model_name):
 
 def test_stand_ins_do_not_stay():
     """What is mixed while a graph is traced, or on the meta device, leaves nothing behind."""
-    form, number = RowFormat.of(1, 20, 8, 20), torch.zeros(1)
+    form, number = RowFormat(8, (20,)), torch.zeros(1)
     with FakeTensorMode(allow_non_fake_inputs=True):
         form.mixing_matrix(torch.float32, number.device)
     with torch.device("meta"):
@@ -338,18 +361,13 @@ def test_sixteen_bits_lose_what_bfloat16_loses(model_name):
 # -- what `generate` does with a cache
 
 
-def test_bits_by_layer_block_and_what_is_cached():
-    options = {
-        "nbits": 8,
-        "rope_bits": 16,
-        "q_group_size": 8,
-        "layers": [{"latent_bits": [[16, 4], [6, 0]]}, None, None],
-    }
+def test_bits_by_layer_and_by_what_is_cached():
+    layers = [{"latent_bits": [[16, 4], [6, 0]], "rope_bits": [[6, 3]]}, None, None]
+    options = {"nbits": 8, "rope_bits": 16, "value_bits": 2, "q_group_size": 8, "layers": layers}
     cache = GQAQuantizedCache(make_config("mixed"), options)
     latent, rope = cache.layers[0].formats
-    assert (latent.bits, latent.sizes, latent.own_basis) == ((4, 0), (16, 6), True)
-    assert (rope.bits, rope.own_basis) == ((16,), False)
-    assert [form.bits for form in cache.layers[1].formats] == [(8, 8), (8, 8)]
+    assert (latent.blocks, latent.channels, rope.blocks) == (((16, 4), (6, 0)), 22, ((6, 3),))
+    assert [(form.bits, form.sizes) for form in cache.layers[1].formats] == [(8, (8, 6)), (2, (8, 6))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -490,6 +508,7 @@ def test_layers_with_a_window_keep_their_numbers():
     [
         ({"bits": 4}, "no option 'bits'"),
         ({"nbits": 5}, r"\['nbits'\]=5"),
+        ({"nbits": 0}, r"\['nbits'\]=0"),
         ({"nbits": None}, r"\['nbits'\]=None"),
         ({"nbits": [4]}, r"\['nbits'\]"),
         ({"nbits": True}, r"\['nbits'\]=True"),
@@ -510,17 +529,27 @@ def test_options_that_cannot_be_are_refused(options, said):
         GQAQuantizedCache(make_config("mixed"), options)
 
 
+ROPE = {"rope_bits": [[6, 4]]}
+
+
 @pytest.mark.parametrize(
     ("layer", "said"),
     [
-        ({"latent_bits": [[22, 0]]}, "latent_bits keeps no bit"),
-        ({"latent_bits": [[16, 4]]}, "latent_bits has blocks of 16 channels in all, and there are 22"),
-        ({"latent_bits": [[22, 5]]}, r"\['layers'\]\[0\]\['latent_bits'\]=\[\[22, 5\]\] must be one of"),
-        ({"latent_bits": [[22, [4]]]}, "must be one of"),
-        ({"latent_bits": [4, 4]}, "must be a list of pairs"),
-        ({"latent_bits": [[22, 4], [0, 4]]}, "has a block of 0 channels"),
-        ({"nbits": 4}, r"\['layers'\]\[0\] must be a dict of key_bits, "),
-        ({}, "must be a dict of"),
+        (ROPE | {"latent_bits": [[22, 0]]}, "latent_bits keeps no bit"),
+        (ROPE | {"latent_bits": [[4, 0], [18, 2]]}, "latent_bits has a block of 0 bits before others"),
+        (ROPE | {"latent_bits": [[16, 4]]}, "latent_bits has 16 channels in its blocks, and not 22"),
+        (
+            {"key_bits": [[22, 4]], "value_bits": [[22, 4]]},
+            "has blocks for key_bits and value_bits, and the layer caches",
+        ),
+        (ROPE | {"latent_bits": [[22, 5]]}, r"\['layers'\]\[0\]\['latent_bits'\]=\[\[22, 5\]\] must be pairs"),
+        (ROPE | {"latent_bits": [[22, [4]]]}, "must be pairs"),
+        (ROPE | {"latent_bits": [4, 4]}, "must be pairs"),
+        (ROPE | {"latent_bits": []}, "must be pairs"),
+        (ROPE | {"latent_bits": 4}, "must be pairs"),
+        (ROPE | {"latent_bits": [[22, 4], [0, 4]]}, "must be pairs"),
+        (ROPE | {"nbits": 4}, r"\['layers'\]\[0\] must be a dict with two of key_bits, "),
+        (ROPE, "must be a dict with two of"),
     ],
 )
 def test_blocks_that_cannot_be_are_refused(layer, said):
@@ -539,14 +568,12 @@ def test_layers_must_be_as_many_as_the_model_has():
 
 def test_bases_that_the_checkpoint_has_not_are_refused():
     model = make_model("mla")
-    cache = GQAQuantizedCache(model.config, {"layers": [{"latent_bits": [[22, 4]]}, None, None]})
+    cache = GQAQuantizedCache(model.config, {"layers": [{"latent_bits": [[22, 4]], **ROPE}, None, None]})
     with pytest.raises(ValueError, match="layer 0 of the checkpoint has no basis for latent_bits"):
         model(**make_batch(), past_key_values=cache)
 
 
 def test_a_configuration_that_is_no_gqa_config_is_refused():
-    with pytest.raises(ValueError, match="key_bits keeps no bit"):
-        GQAQuantizedCache(make_config("gqa"), {"nbits": 0})
     with pytest.raises(ValueError, match="is for a GQAConfig, and got a LlamaConfig"):
         GQAQuantizedCache(LlamaConfig(), {})
 

@@ -557,7 +557,7 @@ def test_a_frontier_of_caches(checkpoints, corpus, tmp_path, kind):
     for name, options in {"8 bits": {"nbits": 8}, "4 bits": {"nbits": 4}}.items():
         rounded = GQAConfig.from_pretrained(source, cache_quantization=options)
         assert choices[name]["bytes"] == cache_bytes_per_token(rounded, torch.float32)
-        assert choices[name]["command"].endswith(f"--nbits {options['nbits']} --text {corpus}")
+        assert f"TARGET --nbits {options['nbits']} --text {corpus} --calibration-tokens" in choices[name]["command"]
     assert 0 < choices["8 bits"]["kl"] < choices["4 bits"]["kl"] and found["tokens"] > 0
     for share in (0.3, 0.2):
         assert choices[f"bits by channel, {share}"]["share"] <= share
@@ -603,7 +603,7 @@ def test_a_cache_is_quantized_and_measured(checkpoints, corpus, tmp_path):
         (tmp_path / "a", "--nbits", 5): "--nbits: invalid choice",
         (tmp_path / "a", "--q-group-size", 3): "cache_quantization['q_group_size']=3 must be a whole number from 8",
         (tmp_path / "a", "--rope-bits", 8): "--rope-bits is for MLA, which no layer of the model has",
-        (tmp_path / "a", "--text", corpus, "--sequence-length", 4): "have none beyond the --exact-tokens=4",
+        (tmp_path / "a", "--text", corpus, "--sequence-length", 4): "have none beyond the first 4, which",
         (tmp_path / "a", "--evaluation-text", corpus): "--evaluation-text needs --text",
         (tmp_path / "a", "--text", corpus, "--sequence-length", 257): "is more than max_position_embeddings=256",
         (tmp_path / "a", "--text", corpus, "--batch-size", 0): "--batch-size=0 must be from 1",

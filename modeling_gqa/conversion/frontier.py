@@ -5,9 +5,9 @@ channel (`transform_coding.py`) for several sizes.
 Shapes: B rows, G heads, T tokens, D size of a head.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +20,30 @@ from ..cache_formats import LARGEST_FP8, CacheQuantization
 from ..checkpoints.checkpoint import open_checkpoint
 from ..common.batches import Batch, computing_dtype, evaluating, first_batches, usable_device
 from ..common.pictures import check_picture, new_figure, save, tidy
-from ..common.progress import ShowProgress, no_progress
+from ..common.progress import Progress, ShowProgress, no_progress
 from ..common.tables import Table, share
 from ..costs import cache_bytes_per_token
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_predictions, predicted_states
-from .quantizing import CODING_TOKENS, check_text, read_text, set_cache_constants, with_quantized_cache
-from .transform_coding import cache_codings, cache_means, choose_bits
+from .options import spelled
+from .quantizing import (
+    CODING_TOKENS,
+    check_rounded,
+    check_text,
+    read_text,
+    set_cache_constants,
+    with_quantized_cache,
+)
+from .transform_coding import Coding, cache_codings, cache_means, choose_bits, intercepted
 
 SHARES = (0.4, 0.25, 0.2, 0.15, 0.1)
 MEASURED = ("kl", "perplexity_after", "top1_agreement")
 FP8, CODED = "vllm serve {} --kv-cache-dtype fp8", "bits by channel"
 
 
-@contextmanager
-def in_fp8(model: GQAForCausalLM) -> Iterator[None]:
-    """Let `model` attend to keys and values, or latents, in float8_e4m3fn with a scale of 1, as vLLM's default does."""
-
-    def rounding(attend_to: Callable[..., Any]) -> Callable[..., Any]:
-        def attend(hidden: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *rest: Any, **options: Any) -> Any:
-            pair = (
-                x.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).to(x.dtype) for x in (first, second)
-            )  # (B, G, T, D)
-            return attend_to(hidden, *pair, *rest, **options)
-
-        return attend
-
-    attentions: list[Any] = [layer.self_attn for layer in model.model.layers]
-    for attention in attentions:
-        attention.attend_to = rounding(attention.attend_to)
-    try:
-        yield
-    finally:
-        for attention in attentions:
-            del attention.attend_to
+def in_fp8(index: int, pair: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What a layer caches in float8_e4m3fn with a scale of 1, as vLLM's default does."""
+    return [x.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).to(x.dtype) for x in pair]
 
 
 @dataclass
@@ -70,8 +60,7 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
         if not self.text:
             raise UserError("frontier needs --text: what a cache loses depends on it")
         check_text(self)
-        self.shares = self.shares or list(SHARES)
-        for number in self.shares:
+        for number in self.shares or ():
             if not 0 < number < 1:
                 raise UserError(f"--shares {number:g} must be between 0 and 1")
         if not self.loss > 0:
@@ -94,11 +83,15 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
         """
         dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
         checkpoint = open_checkpoint(self.source, ignore_fields=self.ignore_field or (), dtype=dtype)
+        check_rounded(checkpoint.config)
         batches = read_text(self, checkpoint, CacheQuantization.exact_tokens)
         model: Any = checkpoint.load(dtype or checkpoint.dtype, self.device).eval()
         stored = model.dtype
         full = cache_bytes_per_token(model.config, stored)
         model.to(dtype=computing_dtype(stored, self.device))
+        text = batches["calibration"]
+        means = cache_means(model, text, progress=show_progress("measuring means"))
+        choices = self.choices(model, text, means, stored, show_progress("measuring what matters"))
         with evaluating(model):
             states = {number: predicted_states(model, batch) for number, batch in enumerate(batches["evaluation"])}
         found: list[dict[str, Any]] = []
@@ -110,14 +103,12 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
             found.append(choice | {key: measured[key] for key in MEASURED})
             return measured
 
-        with in_fp8(model):
+        with intercepted(model, in_fp8):
             measured = add("fp8 by an engine's flag", FP8.format(self.source), full // stored.itemsize, model)
-        text = " ".join(map(str, self.text or ()))
-        for name, flag, options, constants in self.rounded(model, batches["calibration"], stored, full, show_progress):
+        for name, flag, options, codings in choices:
             quantized = with_quantized_cache(model, options)
-            set_cache_constants(quantized, *constants)
-            command = f"modeling-gqa quantize-cache {self.source} TARGET {flag} --text {text}"
-            add(name, command, cache_bytes_per_token(quantized.config, stored), quantized)
+            set_cache_constants(quantized, means, codings, stored)
+            add(name, self.command(flag), cache_bytes_per_token(quantized.config, stored), quantized)
         found.sort(key=lambda choice: -choice["bytes"])
         within = [choice["name"] for choice in found if choice["kl"] <= self.loss]
         report = {
@@ -134,24 +125,42 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
             draw(report, self.picture)
         return report
 
-    def rounded(
+    def choices(
         self,
         model: GQAForCausalLM,
         text: Sequence[Batch],
+        means: Sequence[torch.Tensor],
         stored: torch.dtype,
-        full: int,
-        show_progress: ShowProgress,
-    ) -> Iterator[tuple[str, str, dict[str, Any], tuple[Any, ...]]]:
-        """Yield name, flag, `cache_quantization` and constants of this package's choices."""
-        means = cache_means(model, text, progress=show_progress("measuring means"))
-        for bits in (8, 4):
-            yield f"{bits} bits", f"--nbits {bits}", {"nbits": bits, "means": True}, (means,)
-        some = first_batches(text, CODING_TOKENS)
-        codings = cache_codings(model, some, means, progress=show_progress("measuring what matters"))
-        for number in self.shares or ():
-            layers = choose_bits(model, codings, int(number * full), stored)
-            options = {"layers": layers, "means": True}
-            yield f"{CODED}, {number:g}", f"--cache-share {number:g}", options, (means, codings)
+        progress: Progress,
+    ) -> list[tuple[str, str, dict[str, Any], Sequence[tuple[Coding, Coding]]]]:
+        """Return name, flag, `cache_quantization` and codings of this package's choices.
+
+        Sizes that the model cannot have are left out, unless they were asked for.
+        """
+        found: list[Any] = [(f"{n} bits", f"--nbits {n}", {"nbits": n, "means": True}, ()) for n in (8, 4)]
+        codings = cache_codings(model, first_batches(text, CODING_TOKENS), means, progress=progress)
+        full, seen = cache_bytes_per_token(model.config, stored), list[Any]()
+        for number in self.shares or SHARES:
+            try:
+                layers = choose_bits(model, codings, int(number * full), stored)
+            except UserError:
+                if self.shares:
+                    raise
+                continue
+            if layers not in seen:
+                options = {"layers": layers, "means": True}
+                found.append((f"{CODED}, {number:g}", f"--cache-share {number:g}", options, codings))
+                seen.append(layers)
+        return found
+
+    def command(self, flag: str) -> str:
+        """The command that makes a choice, with the options that were given."""
+        given: list[str] = []
+        for item in (*fields(declared.Text), *fields(declared.Running)):
+            value = getattr(self, item.name)
+            if item.name != "device" and value not in (None, item.default):
+                given += [spelled(item.name), *map(str, value if isinstance(value, list) else [value])]
+        return shlex.join(["modeling-gqa", "quantize-cache", self.source, "TARGET", *flag.split(), *given])
 
 
 def frontier_table(report: dict[str, Any]) -> Table:

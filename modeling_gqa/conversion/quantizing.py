@@ -140,7 +140,7 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
         """Return `model`, whose cache takes numbers of dtype `stored`, with a cache as the options say."""
         if not text:
             return with_quantized_cache(model, self.quantization())
-        options, codings = self.quantization(), None
+        options, codings = self.quantization(), list[tuple[Coding, Coding]]()
         means = cache_means(model, text, self.exact_tokens, show_progress("measuring means"))
         if self.cache_share is not None:
             some = first_batches(text, CODING_TOKENS)
@@ -148,13 +148,12 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             budget = int(self.cache_share * cache_bytes_per_token(model.config, stored))
             options["layers"] = choose_bits(model, codings, budget, stored)
         quantized = with_quantized_cache(model, options)
-        set_cache_constants(quantized, means, codings)
+        set_cache_constants(quantized, means, codings, stored)
         return quantized
 
     def check_layers(self, config: GQAConfig) -> None:
         """Raise `UserError` where the options name bits of what no layer caches, or no layer's cache is rounded."""
-        if set(config.layer_types) == {"sliding_attention"}:
-            raise UserError("each layer has a sliding window, and only caches that hold all tokens are quantized")
+        check_rounded(config)
         kinds = [layer.attention_kind == "mla" for layer in config.per_layer_config]
         for names, there, what in (
             (("latent_bits", "rope_bits"), any(kinds), "MLA"),
@@ -180,6 +179,12 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
         cards.write_card(folder, cards.card_metadata(config) | cards.kept_metadata(source_card) | base, text)
 
 
+def check_rounded(config: GQAConfig) -> None:
+    """Raise `UserError` for a model of which no layer's cache is rounded."""
+    if set(config.layer_types) == {"sliding_attention"}:
+        raise UserError("each layer has a sliding window, and only caches that hold all tokens are quantized")
+
+
 def check_text(options: declared.Text) -> None:
     """Raise `UserError` for text that cannot be read, or numbers of tokens that cannot be."""
     if options.evaluation_text and not options.text:
@@ -200,8 +205,8 @@ def read_text(options: declared.Text, checkpoint: Checkpoint, exact_tokens: int)
         raise UserError(f"--sequence-length={length} is more than max_position_embeddings={positions}")
     if length <= exact_tokens:
         raise UserError(
-            f"sequences of {length} tokens have none beyond the --exact-tokens={exact_tokens} that are not rounded: "
-            "give a longer --sequence-length"
+            f"sequences of {length} tokens have none beyond the first {exact_tokens}, which are not rounded: give a "
+            "longer --sequence-length"
         )
     return read_batches(
         options.text or (),
@@ -246,7 +251,8 @@ def with_quantized_cache(model: GQAForCausalLM, options: dict[str, Any]) -> GQAF
 def set_cache_constants(
     quantized: GQAForCausalLM,
     means: Sequence[torch.Tensor],
-    codings: Sequence[tuple[Coding, Coding]] | None = None,
+    codings: Sequence[tuple[Coding, Coding]] = (),
+    stored: torch.dtype | None = None,
 ) -> None:
     """Give the layers of a model their means and, where `cache_quantization` has blocks for them, their bases.
 
@@ -254,12 +260,16 @@ def set_cache_constants(
         quantized: a model as `with_quantized_cache` returns it.
         means: as `cache_means` returns them.
         codings: as `cache_codings` returns them, for options with "layers".
+        stored: the dtype that the model will be saved in, where it computes in another; constants are rounded to it.
     """
+    stored = stored or quantized.dtype
     blocks = quantized.config.cache_quantization.get("layers") or [None] * len(means)
     for index, (layer, mean) in enumerate(zip(quantized.model.layers, means, strict=True)):
         attention: Any = layer.self_attn
         buffers = {"cache_mean": mean}
         for place, name in enumerate(attention.bits_fields if blocks[index] else ()):
-            buffers[BASES[name]] = folded(codings[index][place], blocks[index][name])
+            encoder = folded(codings[index][place], blocks[index][name]).to(stored)
+            # The inverse of the encoder that is stored, not of the one that was found.
+            buffers[BASES[name]] = torch.stack((encoder, encoder.double().inverse().to(stored)))
         for name, buffer in buffers.items():
-            attention.register_buffer(name, buffer.to(quantized.device, quantized.dtype))
+            attention.register_buffer(name, buffer.to(stored).to(quantized.device, quantized.dtype))

@@ -10,7 +10,7 @@ the cache itself.
 Shapes: B rows, T tokens, G heads of size D, n tokens that count, C = G D channels, E hidden size.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 
 from modeling_gqa_cli.errors import UserError
 
-from ..cache_formats import RowFormat, orthogonal_matrix
+from ..cache_formats import STEPS, CodedFormat, orthogonal_matrix
 from ..cache_quantized import turns_back
 from ..common.batches import MODEL_INPUTS, Batch, evaluating
 from ..common.progress import Progress
@@ -35,7 +35,9 @@ DISTORTION = {0: 4.0, 2: 0.119, 3: 0.0374, 4: 0.0115, 6: 0.00104, 8: 0.0001}
 # Share of its mean eigenvalue that is added to F, because texts differ.
 DAMPING = 0.1
 # Channels that get the same bits; codes of a few bits come in eights.
-STEP = 16
+STEP = 8
+# Rotations over which the statistics of what is rotated are averaged.
+TURNS = 128
 
 
 class Statistics(NamedTuple):
@@ -54,14 +56,32 @@ class Coding(NamedTuple):
     """The basis of one tensor that a layer caches.
 
     Args:
-        encoder, decoder: (C, C), inverse to each other; numbers x become x @ encoder, whose channels matter less and
-            less.
+        encoder: (C, C); numbers x become x @ encoder, whose channels matter less and less.
         variances: (C,), what each channel costs where it is dropped, falling.
     """
 
     encoder: torch.Tensor
-    decoder: torch.Tensor
     variances: torch.Tensor
+
+
+@contextmanager
+def intercepted(model: GQAForCausalLM, change: Callable[[int, Sequence[torch.Tensor]], Any]) -> Iterator[None]:
+    """Let each layer attend to what `change` returns for its index and the two tensors (B, G, T, D) that it caches."""
+
+    def through(index: int, attend_to: Any) -> Any:
+        def attend(hidden: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            return attend_to(hidden, *change(index, (first, second)), *rest, **options)
+
+        return attend
+
+    attentions: list[Any] = [layer.self_attn for layer in model.model.layers]
+    for index, attention in enumerate(attentions):
+        attention.attend_to = through(index, attention.attend_to)
+    try:
+        yield
+    finally:
+        for attention in attentions:
+            del attention.attend_to
 
 
 @contextmanager
@@ -73,26 +93,16 @@ def watched(model: GQAForCausalLM, differentiable: bool = False) -> Iterator[dic
     """
     seen: dict[int, list[torch.Tensor]] = {}
 
-    def watch(index: int, attend_to: Any) -> Any:
-        def watching(hidden: torch.Tensor, *pair_and_rest: Any, **options: Any) -> Any:
-            pair, rest = pair_and_rest[:2], pair_and_rest[2:]
-            seen[index] = [x.detach() for x in pair]
-            if differentiable:
-                zeros = [torch.zeros_like(x, requires_grad=True) for x in pair]
-                seen[index] += zeros
-                pair = tuple(x + zero for x, zero in zip(pair, zeros, strict=True))
-            return attend_to(hidden, *pair, *rest, **options)
+    def watch(index: int, pair: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        seen[index] = [x.detach() for x in pair]
+        if not differentiable:
+            return pair
+        zeros = [torch.zeros_like(x, requires_grad=True) for x in pair]
+        seen[index] += zeros
+        return [x + zero for x, zero in zip(pair, zeros, strict=True)]
 
-        return watching
-
-    attentions: list[Any] = [layer.self_attn for layer in model.model.layers]
-    for index, attention in enumerate(attentions):
-        attention.attend_to = watch(index, attention.attend_to)
-    try:
+    with intercepted(model, watch):
         yield seen
-    finally:
-        for attention in attentions:
-            del attention.attend_to
 
 
 def positions(batch: Batch) -> torch.Tensor:
@@ -200,7 +210,7 @@ def cache_statistics(
     Raises:
         UserError: no document has more than `skipped` tokens, or activations or gradients are not finite.
     """
-    centred = [torch.zeros_like(x) for x in means] if not turns_back(model.config) else list(means)
+    takes_out = turns_back(model.config)  # a constant out of what is rotated
     sums: list[Any] = [[0.0] * 4 for _ in model.model.layers]  # of x^T x and g^T g, for both tensors
     required = [x for x in model.parameters() if x.requires_grad]
     tokens, generator = 0, torch.Generator(model.device).manual_seed(0)
@@ -209,8 +219,8 @@ def cache_statistics(
         with evaluating(model), watched(model, differentiable=True) as seen:
             for batch in progress(batches):
                 for row in range(len(batch["input_ids"])):  # one at a time, for memory
-                    inputs = {name: x[row : row + 1].to(model.device) for name, x in batch.items() if len(x) > row}
-                    inputs = {name: x for name, x in inputs.items() if name in MODEL_INPUTS}
+                    own = {name: x[row : row + 1] if len(x) > 1 else x for name, x in batch.items()}
+                    inputs = {name: x.to(model.device) for name, x in own.items() if name in MODEL_INPUTS}
                     with torch.enable_grad():
                         states = model.model(**inputs, use_cache=False).last_hidden_state
                     states.backward(_drawn_gradient(model, states.detach(), predicted_positions(inputs), generator))
@@ -218,14 +228,26 @@ def cache_statistics(
                     tokens += int(kept.sum())
                     for index, rotation in enumerate(_rotations(model, positions(inputs))):
                         attention = model.model.layers[index].self_attn
-                        _add(sums[index], seen[index], attention, centred[index], rotation, kept)
+                        turned = rotation if takes_out else None
+                        _add(sums[index], seen[index], attention, means[index], turned, kept)
                     seen.clear()
     finally:
         for parameter in required:
             parameter.requires_grad_(True)
     _check_text(model, tokens, (x for layer in sums for x in layer))
-    halves = [[x / tokens for x in layer] for layer in sums]
-    return [(Statistics(*layer[:2]), Statistics(*layer[2:])) for layer in halves]
+    most = max(len(x) for layer in sums for x in layer)
+    if tokens < most or not any(layer[place].any() for layer in sums for place in (1, 3)):
+        raise UserError(
+            f"the text has {tokens} tokens beyond the first {skipped} of their documents, and {most} are the least for "
+            "what this model's layers cache: give more --calibration-tokens, or longer documents"
+        )
+    found = []
+    for index, layer in enumerate(sums):
+        pair = [Statistics(layer[place] / tokens, layer[place + 1] / tokens) for place in (0, 2)]
+        rotary = model.model.layers[index].self_attn.rotary_place
+        pair[rotary] = Statistics(*(over_positions(model, index, x) for x in pair[rotary]))
+        found.append((pair[0], pair[1]))
+    return found
 
 
 @torch.no_grad()
@@ -250,15 +272,40 @@ def _drawn_gradient(
 def _add(
     sums: list[Any], seen: list[torch.Tensor], attention: Any, mean: torch.Tensor, rotation: Any, kept: torch.Tensor
 ) -> None:
-    """Add one row of what `watched` saw of a layer to its sums of products."""
+    """Add one row of what `watched` saw of a layer to its sums of products; without `rotation` keys have no mean."""
     means = mean.split([heads * size for heads, size in attention.cached_shapes])
     for place, (x, zero, part) in enumerate(zip(seen[:2], seen[2:], means, strict=True)):
         part = part.view(x.shape[1], 1, x.shape[3]).to(x).expand(1, -1, x.shape[2], -1)
         if place == attention.rotary_place:
-            part = rotate(part, *rotation)
+            part = torch.zeros_like(part) if rotation is None else rotate(part, *rotation)
         rows = [y.transpose(1, 2)[kept].flatten(1) for y in (x - part, zero.grad)]  # (n, C)
         for number, y in enumerate(rows):
             sums[2 * place + number] = sums[2 * place + number] + product(y, y, torch.float32)
+
+
+def over_positions(model: GQAForCausalLM, index: int, matrix: torch.Tensor) -> torch.Tensor:
+    """Return the mean of R M R^T for a matrix M (C, C) of what layer `index` caches rotated, over rotations R.
+
+    These are by 0 to `max_position_embeddings` tokens. Rotated keys of late positions vary as early ones do that are
+    turned further, and a basis from short documents alone would not hold there.
+    """
+    attention: Any = model.model.layers[index].self_attn
+    frequencies = model.model.rotary_emb[model.model.rotary_sizes[index]].original_inv_freq.double()
+    if attention.frequency_indices is not None:
+        frequencies = frequencies[attention.frequency_indices]
+    generator = torch.Generator().manual_seed(index)
+    turns = torch.rand(TURNS, generator=generator, dtype=torch.float64) * model.config.max_position_embeddings
+    angles = turns.to(frequencies.device)[:, None] * torch.cat((frequencies, frequencies))  # (turns, P)
+    total = torch.zeros_like(matrix)
+    heads, _ = attention.cached_shapes[attention.rotary_place]
+    for angle in angles:
+        cos, sin = (x.expand(1, len(matrix), -1) for x in (angle.cos(), angle.sin()))
+        turned = matrix
+        for _ in range(2):  # rows, then columns
+            by_head = turned.unflatten(1, (heads, -1)).transpose(0, 1)[None]  # (1, G, C, D)
+            turned = rotate(by_head, cos, sin)[0].transpose(0, 1).flatten(1).T
+        total += turned
+    return total / TURNS
 
 
 def coding(covariance: torch.Tensor, information: torch.Tensor) -> Coding:
@@ -266,13 +313,13 @@ def coding(covariance: torch.Tensor, information: torch.Tensor) -> Coding:
     size = len(covariance)
     if not (covariance.diagonal().sum() > 0 and information.diagonal().sum() > 0):  # a layer that does nothing
         same = torch.eye(size, dtype=covariance.dtype, device=covariance.device)
-        return Coding(same, same, covariance.new_zeros(size))
+        return Coding(same, covariance.new_zeros(size))
     root = square_root(information, DAMPING)
     variances, vectors = torch.linalg.eigh(root @ covariance @ root)
     variances, vectors = variances.flip(0).clamp(min=0), vectors.flip(1)
     # Numbers stay about as large as they were, so that any dtype has them.
     scale = (covariance.diagonal().sum() / variances.sum()).sqrt()
-    return Coding(root @ vectors * scale, torch.linalg.solve(root, vectors).T / scale, variances)
+    return Coding(root @ vectors * scale, variances)
 
 
 def choose_bits(
@@ -283,7 +330,7 @@ def choose_bits(
     `dtype` is that of numbers which are not rounded, the model's by default.
 
     Raises:
-        UserError: the budget is too small, or not less than the cache takes.
+        UserError: the budget is too small. One that allows 8 bits for all channels gets these.
     """
     costed = CostedModel(model.config)
     rounded = [index for index, layer in enumerate(costed.layers) if layer.window is None]
@@ -311,7 +358,7 @@ def choose_bits(
                     else:
                         blocks.append([len(piece), found])
                 layers[index][name] = blocks
-                total += RowFormat.of(1, len(own.variances), blocks, None).row_bytes
+                total += CodedFormat(tuple((size, n) for size, n in blocks)).row_bytes
         return total, layers
 
     low, high = 0.0, 8 * float(lost.max()) + 1e-30
@@ -332,7 +379,16 @@ def choose_bits(
 
 
 def folded(own: Coding, blocks: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return encoder and decoder (2, C, C) with the mixing of each block that is rounded."""
-    mixing = torch.block_diag(*(orthogonal_matrix(size) if n else torch.eye(size) for size, n in blocks))
-    mixing = mixing.to(own.encoder)
-    return torch.stack((own.encoder @ mixing, mixing.T @ own.decoder))
+    """Return the encoder (C, C) for blocks of bits: each block is mixed, and steps between levels are alike in all."""
+    size = len(own.variances)
+    mixing = torch.eye(size, dtype=own.encoder.dtype, device=own.encoder.device)
+    widths, start = own.variances.new_ones(size), 0
+    for channels, bits in blocks:
+        block = slice(start, start + channels)
+        if bits:
+            mixing[block, block] = orthogonal_matrix(channels).to(mixing)
+            widths[block] = STEPS[bits] * own.variances[block].mean().sqrt()
+        start += channels
+    kept = sum(channels for channels, bits in blocks if bits)
+    widths[:kept] = (widths[:kept] / widths[:kept].max().clamp(min=1e-30)).clamp(min=1e-3)
+    return own.encoder @ mixing / widths
