@@ -89,14 +89,15 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     command = " ".join(["python -m benchmarks.quantized_cache", *(sys.argv[1:] if arguments is None else arguments)])
     machine = describe_machine("cpu", [torch.float32])
     print_machine(machine)
-    bench = Bench(folder, options.text or real_text(), TOKENS, options.evaluation_tokens, options.length)
+    file, text = options.json or RESULTS / f"{options.name}.json", options.text or real_text()
+    settings: dict[str, Any] = {"model": Path(folder).name, "text": text.name, "tokens": TOKENS}
+    settings |= {"evaluation_tokens": options.evaluation_tokens, "length": options.length}
+    bench = Bench(folder, text, TOKENS, options.evaluation_tokens, options.length)
     full = cache_bytes_per_token(bench.source.config, torch.bfloat16)
     if any(layer.attention_kind == "mla" for layer in bench.source.config.per_layer_config):
         options.methods = ["ours"]  # plain attention functions get no latent
     bench.source.float()  # differences of 0.001 are lost in bfloat16
     means = cache_means(bench.source, bench.calibration)
-    file, settings = options.json or RESULTS / f"{options.name}.json", {"model": Path(folder).name}
-    settings["evaluation_tokens"] = options.evaluation_tokens
     stored = json.loads(file.read_text()) if file.exists() else {}
     rows = stored["rows"] if stored.get("settings") == settings else []
     assert len(bench.states) == len(EVALUATIONS)  # computed with the whole cache

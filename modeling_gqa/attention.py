@@ -77,8 +77,8 @@ class Attention(nn.Module):
         formats: tuple[RowFormat | CodedFormat, ...] = ()
         if layer.cache_quantization is not None:
             try:
-                own = CacheQuantization.of(layer.cache_quantization).of_layer(layer_idx)
-                formats = self.cache_formats(layer, own)
+                options = CacheQuantization.of(layer.cache_quantization).by_layer(config.num_hidden_layers)
+                formats = self.cache_formats(layer, options[layer_idx])
             except ValueError as error:
                 raise ValueError(f"cache_quantization does not fit layer {layer_idx}: {error}") from None
         # Of the numbers that a token adds to the cache, in the order of `cache_shapes`; `None`: it was not measured.

@@ -451,13 +451,12 @@ class CacheQuantization:
             raise ValueError(f"cache_quantization['means']={found.means!r} must be True or False")
         return found
 
-    def of_layer(self, index: int) -> "CacheQuantization":
-        """What holds for layer `index`; raises `ValueError` where `layers` does not reach it."""
-        if self.layers is None:
-            return self
-        if index >= len(self.layers):
-            raise ValueError(f"cache_quantization['layers'] has {len(self.layers)} entries, and there is layer {index}")
-        return replace(self, layers=None, **(self.layers[index] or {}))
+    def by_layer(self, number: int) -> list["CacheQuantization"]:
+        """What holds for each of `number` layers; raises `ValueError` where `layers` has another number of entries."""
+        layers = [None] * number if self.layers is None else self.layers
+        if len(layers) != number:
+            raise ValueError(f"cache_quantization['layers'] has {len(layers)} entries, and the model {number} layers")
+        return [replace(self, layers=None, **(layer or {})) for layer in layers]
 
     def formats(
         self, names: Sequence[str], shapes: Sequence[tuple[int, int]]

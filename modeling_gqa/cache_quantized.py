@@ -231,10 +231,11 @@ class GQAQuantizedCache(DynamicCache):
 
         if not hasattr(config, "cache_quantization"):
             raise ValueError(f"GQAQuantizedCache is for a GQAConfig, and got a {type(config).__name__}")
-        own = CacheQuantization.of((config.cache_quantization or {}) if options is None else options)
-        for index, layer in enumerate(config.per_layer_config):
+        given = CacheQuantization.of((config.cache_quantization or {}) if options is None else options)
+        by_layer = given.by_layer(config.num_hidden_layers)
+        for index, (layer, own) in enumerate(zip(config.per_layer_config, by_layer, strict=True)):
             if type(self.layers[index]) is DynamicLayer:
-                formats = ATTENTION_CLASSES[layer.attention_kind].cache_formats(layer, own.of_layer(index))
+                formats = ATTENTION_CLASSES[layer.attention_kind].cache_formats(layer, own)
                 self.layers[index] = QuantizedLayer(formats, own.exact_tokens, own.residual_length)
 
     def hold(self, position_ids: torch.Tensor, rows: int) -> HeldTokens:

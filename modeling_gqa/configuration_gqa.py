@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from .cache_formats import CacheQuantization
 from .configuration_checks import (
     NORMED_FIELDS,
     check_frequencies,
@@ -87,7 +88,7 @@ class GQAConfig(PreTrainedConfig):
             `rope_type`, `rope_theta` and the type's own keys; `partial_rotary_factor` rotates part of each head.
         cache_quantization (`dict`, *optional*):
             Lets `generate` round what it caches to a few bits: `{"nbits": 4}`, or `{}` for the defaults of
-            `CacheQuantization`. The weights stay as they are.
+            `CacheQuantization` (`cache_formats.py`). The weights stay as they are.
         per_layer_config (`dict[int, dict]`, *optional*):
             What differs by layer: `{0: {"attention_kind": "mla", "kv_lora_rank": 128}}`. What follows is derived.
         format_version (`int`): version of these fields, stored so that old checkpoints keep loading.
@@ -326,6 +327,8 @@ class GQAConfig(PreTrainedConfig):
                 f"format_version={self.format_version} is newer than this code reads ({FORMAT_VERSION}): "
                 "update modeling_gqa, or load with trust_remote_code=True to use the checkpoint's own code"
             )
+        if self.cache_quantization is not None:
+            CacheQuantization.of(self.cache_quantization).by_layer(self.num_hidden_layers)
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act={self.hidden_act!r} is unknown: choose one of {', '.join(sorted(ACT2FN))}")
         check_rope(self.rope_parameters, self.is_heterogeneous)

@@ -184,7 +184,9 @@ def divide_over_ranks(attention: Any, mesh: Any) -> None:
     layer = attention.config.per_layer_config[attention.layer_idx]
     refuse_uneven(attention.layer_idx, layer.num_attention_heads, heads, ranks)
     if heads is not None and any(name in CACHE_BUFFERS for name, _ in attention.named_buffers(recurse=False)):
-        raise ValueError("the means of a quantized cache are not divided over ranks: load with cache_quantization=None")
+        raise ValueError(
+            "means and bases of a quantized cache are not divided over ranks: load with cache_quantization=None"
+        )
     for name, rule in attention.tp_plan.items():
         module, style = attention.get_submodule(name), styles[rule]
         if name == "kv_a_proj_with_mqa":

@@ -559,9 +559,12 @@ def test_blocks_that_cannot_be_are_refused(layer, said):
 
 def test_layers_must_be_as_many_as_the_model_has():
     for layers, said in (
-        ([None], "has 1 entries, and there is layer 1"),
+        ([None], "has 1 entries, and the model 3 layers"),
+        ([None] * 9, "has 9 entries, and the model 3 layers"),
         ("all", "must be a list with a dict or None"),
     ):
+        with pytest.raises(ValueError, match=said):
+            make_config("mla", cache_quantization={"layers": layers})
         with pytest.raises(ValueError, match=said):
             GQAQuantizedCache(make_config("mla"), {"layers": layers})
 

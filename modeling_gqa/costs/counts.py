@@ -159,12 +159,12 @@ class CostedModel:
         found: list[Layer] = []
         alike: dict[Any, Layer] = {}
         options = self.config.cache_quantization
-        rounded = None if options is None else CacheQuantization.of(options)
+        rounded = None if options is None else CacheQuantization.of(options).by_layer(self.config.num_hidden_layers)
         for index, (layer, kind) in enumerate(zip(self.config.per_layer_config, self.config.layer_types, strict=True)):
             window = self.config.sliding_window if kind == "sliding_attention" else None
             experts = self.experts.get(index)
             fields = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
-            own = None if rounded is None or window is not None else rounded.of_layer(index)
+            own = None if rounded is None or window is not None else rounded[index]
             key = (repr(sorted(fields.items())), window, experts, repr(own))
             attention = ATTENTION_CLASSES[layer.attention_kind]
             found.append(alike.setdefault(key, Layer(layer, attention, window, experts, own)))
