@@ -12,6 +12,7 @@ import torch
 
 from modeling_gqa_cli.errors import UserError, did_you_mean
 
+from ..cache_quantized import rounds_cache
 from ..common.batches import Batch, evaluating, first_batches
 from ..common.progress import ShowProgress, no_progress
 from ..configuration_gqa import GQAConfig
@@ -118,6 +119,8 @@ def convert_model(
     if method not in METHODS:
         near = did_you_mean(str(method), METHODS)
         raise UserError(f"method={method!r} is unknown{near}: choose one of {', '.join(METHODS)}")
+    if rounds_cache(model.config):
+        raise UserError("the model's cache is quantized: load it with cache_quantization=None, and quantize the result")
     check_same_model(model.config, target_config)
     lossy = lossy_layers(model.config, target_config)
     if lossy and (method == "auto" or polish) and calibration and selection is None:

@@ -9,9 +9,10 @@ from small_models import make_batch, make_model
 from transformers import DynamicCache
 
 from modeling_gqa import GQAQuantizedCache
-from modeling_gqa.conversion import compare_predictions
+from modeling_gqa.conversion import compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.quantizing import set_cache_constants, with_quantized_cache
 from modeling_gqa.conversion.transform_coding import cache_means
+from modeling_gqa_cli.errors import UserError
 
 
 def projected(model, ids):
@@ -91,3 +92,10 @@ def test_a_comparison_sees_the_rounding(model_name):
     whole = alone(input_ids=ids, position_ids=places).logits[:, 17:]
     if model_name != "mixed-window":  # whose window spans documents by place
         torch.testing.assert_close(whole, alone(ids[:, 17:]).logits, rtol=0.05, atol=0.5)
+
+
+def test_a_model_with_a_quantized_cache_is_not_converted():
+    for options in ({"nbits": 4}, {"nbits": 4, "means": True}):
+        model = make_model("gqa", cache_quantization=options)
+        with pytest.raises(UserError, match="load it with cache_quantization=None"):
+            convert_model(model, target_config(model.config, "mqa"))
