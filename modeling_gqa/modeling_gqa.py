@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, initialization
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .attention import Attention, GroupedAttention
@@ -166,8 +166,9 @@ class GQAPreTrainedModel(PreTrainedModel):
             module.frequency_indices.copy_(indices)
         if isinstance(module, Attention):
             for name, buffer in module.named_buffers(recurse=False):
-                if name in CACHE_BUFFERS:  # a mean of zero, and bases that change nothing
-                    initialization.copy_(buffer, torch.eye(buffer.shape[-1]) if buffer.ndim == 3 else torch.zeros(1))
+                if name in CACHE_BUFFERS and not getattr(buffer, "_is_hf_initialized", False):
+                    # A mean of zero, and bases that change nothing.
+                    buffer.copy_(torch.eye(buffer.shape[-1]) if buffer.ndim == 3 else torch.zeros(1))
         if isinstance(module, GQAHeadLinear):
             # transformers guards it: a weight that has been loaded stays as it is.
             nn.init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
