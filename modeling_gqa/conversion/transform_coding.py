@@ -36,8 +36,6 @@ DISTORTION = {0: 4.0, 2: 0.119, 3: 0.0374, 4: 0.0115, 6: 0.00104, 8: 0.0001}
 DAMPING = 0.1
 # Channels that get the same bits; codes of a few bits come in eights.
 STEP = 8
-# Rotations over which the statistics of what is rotated are averaged.
-TURNS = 128
 
 
 class Statistics(NamedTuple):
@@ -293,19 +291,18 @@ def over_positions(model: GQAForCausalLM, index: int, matrix: torch.Tensor) -> t
     frequencies = model.model.rotary_emb[model.model.rotary_sizes[index]].original_inv_freq.double()
     if attention.frequency_indices is not None:
         frequencies = frequencies[attention.frequency_indices]
-    generator = torch.Generator().manual_seed(index)
-    turns = torch.rand(TURNS, generator=generator, dtype=torch.float64) * model.config.max_position_embeddings
-    angles = turns.to(frequencies.device)[:, None] * torch.cat((frequencies, frequencies))  # (turns, P)
-    total = torch.zeros_like(matrix)
-    heads, _ = attention.cached_shapes[attention.rotary_place]
-    for angle in angles:
-        cos, sin = (x.expand(1, len(matrix), -1) for x in (angle.cos(), angle.sin()))
-        turned = matrix
-        for _ in range(2):  # rows, then columns
-            by_head = turned.unflatten(1, (heads, -1)).transpose(0, 1)[None]  # (1, G, C, D)
-            turned = rotate(by_head, cos, sin)[0].transpose(0, 1).flatten(1).T
-        total += turned
-    return total / TURNS
+    heads, size = attention.cached_shapes[attention.rotary_place]
+    planes, longest = len(frequencies), model.config.max_position_embeddings
+    # In the complex numbers z and conj(z) of each plane a rotation multiplies by e^(j w t) and e^(-j w t).
+    eye = torch.eye(planes, dtype=torch.complex128, device=matrix.device) / 2**0.5
+    unitary = torch.eye(size, dtype=torch.complex128, device=matrix.device)
+    unitary[: 2 * planes, : 2 * planes] = torch.cat((torch.cat((eye, 1j * eye), 1), torch.cat((eye, -1j * eye), 1)))
+    unitary = torch.block_diag(*[unitary] * heads)
+    speeds = torch.cat((frequencies, -frequencies, frequencies.new_zeros(size - 2 * planes))).repeat(heads)
+    angles = (speeds[:, None] - speeds) * longest
+    kept = torch.polar(torch.sinc(angles / (2 * torch.pi)), angles / 2)  # the mean of e^(j w t) for t from 0 on
+    turned = unitary @ matrix.to(unitary.dtype) @ unitary.mH
+    return (unitary.mH @ (turned * kept.to(turned.device)) @ unitary).real
 
 
 def coding(covariance: torch.Tensor, information: torch.Tensor) -> Coding:

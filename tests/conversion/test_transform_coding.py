@@ -29,6 +29,7 @@ from modeling_gqa.conversion.transform_coding import (
     watched,
 )
 from modeling_gqa.costs import cache_bytes_per_token
+from modeling_gqa.layers import rotate
 from modeling_gqa_cli.errors import UserError
 
 POSITIONS = torch.cat((torch.arange(9), torch.arange(17), torch.arange(14))).expand(3, -1)
@@ -183,22 +184,28 @@ def test_blocks_are_mixed_and_their_levels_lie_alike():
     assert torch.equal(encoder[:4, 0].abs(), encoder[:4, 1].abs()) and torch.equal(encoder[6:, 6:], torch.eye(2))
 
 
-@pytest.mark.parametrize("name", ["gqa", "mla", "mixed-window"])
-def test_statistics_of_what_is_rotated_hold_at_all_positions(name):
-    """Turned by any number of tokens up to the longest, on average, they stay about as they are; scores do exactly."""
-    model = make_model(name, max_position_embeddings=512)
+PARTIAL = {"head_dim": 16, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+
+
+@pytest.mark.parametrize(("name", "options"), [("gqa", {}), ("gqa", PARTIAL), ("mla", {}), ("mixed-window", {})])
+def test_statistics_of_what_is_rotated_are_means_over_all_positions(name, options):
+    """Against the mean over rotations by each of 4,096 numbers of tokens from 0 to the longest."""
+    model = make_model(name, max_position_embeddings=64, **options)
     attention = model.model.layers[0].self_attn
     heads, size = attention.cached_shapes[attention.rotary_place]
-    matrix = symmetric(heads * size, 4)
-    found = over_positions(model, 0, matrix)
-    torch.testing.assert_close(found, found.T)
-    assert found.trace() == pytest.approx(matrix.trace())
-    # Twice averaged is averaged, where frequencies are fast; of the slow ones the second mean takes more.
-    again = over_positions(model, 0, found)
-    off = matrix - matrix.diag().diag()
-    assert (again - found).norm() < 0.35 * (found - matrix).norm() and off.norm() > 0
-    still = over_positions(make_model(name, max_position_embeddings=1), 0, matrix)
-    assert (still - matrix).norm() < (found - matrix).norm()
+    root = torch.randn(heads * size, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    frequencies = model.model.rotary_emb[model.model.rotary_sizes[0]].original_inv_freq.double()
+    turns = (torch.arange(4096, dtype=torch.float64) + 0.5) / 4096 * 64
+    angles = turns[:, None] * torch.cat((frequencies, frequencies))
+    vectors = root.T.unflatten(1, (heads, size)).permute(1, 0, 2)  # (G, 3, D)
+    turned = rotate(vectors[None].expand(4096, -1, -1, -1), *(x[:, None] for x in (angles.cos(), angles.sin())))
+    turned = turned.permute(0, 2, 1, 3).flatten(2)  # (turns, 3, C)
+    expected = torch.einsum("tka,tkb->ab", turned, turned) / 4096
+    torch.testing.assert_close(over_positions(model, 0, root @ root.T), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        over_positions(make_model(name, max_position_embeddings=1, **options), 0, root @ root.T).trace(),
+        expected.trace(),
+    )
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
