@@ -157,23 +157,24 @@ class RowFormat(Rows):
         if self.bits == 16:
             return [Levels(rows.view(torch.bfloat16).to(dtype).mT, None, self.channels)]
         if self.bits == "fp8":
-            stored = rows[..., : self.channels].mT.contiguous()
-            return [Levels(stored.view(torch.float8_e4m3fn).to(dtype), None, self.channels)]
-        first_code = 2 * len(self.sizes)
+            return [Levels(rows[..., : self.channels].view(torch.float8_e4m3fn).to(dtype).mT, None, self.channels)]
+        first_code, bits = 2 * len(self.sizes), int(self.bits)
         scales = rows[..., :first_code].view(torch.bfloat16).to(dtype).mT  # (..., blocks, n)
-        codes = rows[..., first_code:].mT.contiguous()  # (..., bytes, n)
+        # Whole bytes need no operations that are slow on a few of them.
+        codes = rows[..., first_code:].mT if bits == 8 else rows[..., first_code:].mT.contiguous()  # (..., bytes, n)
         found, start, block = list[Levels](), 0, 0
         for count, size in self._runs():
-            stop = start + count * _code_bytes(self.bits, size)
-            stored = codes[..., start:stop, :].unflatten(-2, (count, -1))
-            levels = rows.new_empty(*rows.shape[:-2], count, size, rows.shape[-2], dtype=dtype)
-            _unpack_codes(stored.view(torch.int8), int(self.bits), levels)
-            own = scales[..., block : block + count, :]
-            if count == 1:
-                found.append(Levels(levels.flatten(-3, -2), own, size))
+            stop = start + count * _code_bytes(bits, size)
+            stored = codes[..., start:stop, :].unflatten(-2, (count, -1)).view(torch.int8)
+            if bits == 8:
+                levels = stored[..., :size, :].mT.to(dtype, memory_format=torch.contiguous_format).mT
             else:
-                levels.add_(0.5).mul_(own.unsqueeze(-2))
-                found.append(Levels(levels.flatten(-3, -2), None, count * size))
+                levels = rows.new_empty(*rows.shape[:-2], count, size, rows.shape[-2], dtype=dtype)
+                _unpack_codes(stored, bits, levels)
+            own = scales[..., block : block + count, :]
+            if count > 1:
+                levels = (levels + 0.5) * own.unsqueeze(-2)
+            found.append(Levels(levels.flatten(-3, -2), own if count == 1 else None, count * size))
             start, block = stop, block + count
         return found
 
