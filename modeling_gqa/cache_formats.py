@@ -8,8 +8,8 @@ Shapes: C channels of a head, N bytes of a token's row; leading dimensions are f
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -22,6 +22,8 @@ FIELDS = {2: (2,), 3: (2, 1), 4: (4,), 6: (4, 2), 8: (8,)}
 # Shares of the largest number at which the outermost level may lie; of these the least squared error decides. With many
 # bits nothing is won by cutting numbers off.
 CLIPS, CLIPPED_BITS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4), 4
+# Numbers that are rounded at once; of each the candidates for a scale are in memory.
+PACKED_AT_ONCE = 2**19
 # Scales of numbers that are all zero; bfloat16 has it.
 TINY = 1e-30
 # Smallest and largest value of the options that are numbers. Room for all exact tokens is taken at once.
@@ -58,17 +60,36 @@ class Rows:
     """How the C channels of one token are stored in bytes: scales, then codes. What both formats share.
 
     Tokens come last in what is read, so that a byte of many tokens is one stretch of memory: on a CPU operations on a
-    few bytes of each token take five to nine times as long.
+    few bytes of each token take several times as long.
 
     Attributes:
-        row_bytes: bytes N of a token's row, an even number.
-        channels: C.
         own_basis: whether these are the channels of all heads together, in the layer's own basis.
     """
 
-    row_bytes: int
-    channels: int
-    own_basis: bool
+    own_basis: ClassVar[bool] = False
+
+    @property
+    def channels(self) -> int:
+        """Their number C."""
+        raise NotImplementedError
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes N of a token's row, an even number."""
+        raise NotImplementedError
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """Round `x` (..., n, C), which is in the basis of the cache, and return rows (..., n, N) of bytes.
+
+        A level lies at each half step, -(2^bits - 1) / 2 to (2^bits - 1) / 2 scales. Scales are bfloat16.
+        """
+        parts = x.split(max(PACKED_AT_ONCE * x.shape[-2] // max(x.numel(), 1), 1), dim=-2)
+        packed = [self._pack(part) for part in parts]
+        return packed[0] if len(packed) == 1 else torch.cat(packed, dim=-2)
+
+    def _pack(self, x: torch.Tensor) -> torch.Tensor:
+        """`pack` of few tokens."""
+        raise NotImplementedError
 
     def levels(self, rows: torch.Tensor, dtype: torch.dtype) -> list[Levels]:
         """Return what `rows` (..., n, N) hold, in new memory."""
@@ -111,15 +132,15 @@ class RowFormat(Rows):
 
     bits: int | str
     sizes: tuple[int, ...]
-    own_basis: bool = field(init=False, default=False)
-    channels: int = field(init=False)
-    row_bytes: int = field(init=False)
 
-    def __post_init__(self):
-        # Not `cached_property`: vLLM pickles the configuration's class, and in Python 3.11 that would hold a lock.
+    @property
+    def channels(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def row_bytes(self) -> int:
         total = sum(2 * self.scaled + _code_bytes(self.bits, size) for size in self.sizes)
-        object.__setattr__(self, "row_bytes", total + total % 2)
-        object.__setattr__(self, "channels", sum(self.sizes))
+        return total + total % 2
 
     @property
     def scaled(self) -> bool:
@@ -134,11 +155,7 @@ class RowFormat(Rows):
         """Number and size of the blocks that are alike."""
         return [(self.sizes.count(size), size) for size in dict.fromkeys(self.sizes)]
 
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """Round `x` (..., C), which is in the basis of the cache, and return rows (..., N) of bytes.
-
-        A level lies at each half step, -(2^bits - 1) / 2 to (2^bits - 1) / 2 scales. Scales are bfloat16.
-        """
+    def _pack(self, x: torch.Tensor) -> torch.Tensor:
         if self.bits == 16:
             return x.bfloat16().view(torch.uint8)
         if self.bits == "fp8":
@@ -191,44 +208,40 @@ class CodedFormat(Rows):
     """
 
     blocks: tuple[tuple[int, int], ...]
-    own_basis: bool = field(init=False, default=True)
-    channels: int = field(init=False)
-    row_bytes: int = field(init=False)
+    own_basis: ClassVar[bool] = True
 
     def __post_init__(self):
         if not self.kept:
             raise ValueError("keeps no bit of any block: give one block 2 bits or more")
         if self.blocks[: len(self.kept)] != self.kept:
             raise ValueError("has a block of 0 bits before others: these come last")
+
+    @property
+    def channels(self) -> int:
+        return sum(size for size, _ in self.blocks)
+
+    @property
+    def row_bytes(self) -> int:
         total = 2 + sum(_code_bytes(bits, size) for size, bits in self.kept)
-        object.__setattr__(self, "row_bytes", total + total % 2)
-        object.__setattr__(self, "channels", sum(size for size, _ in self.blocks))
+        return total + total % 2
 
     @property
     def kept(self) -> tuple[tuple[int, int], ...]:
         """The blocks that are not dropped."""
         return tuple(block for block in self.blocks if block[1])
 
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
-        """Round `x` (..., C), which is in the basis of the cache, and return rows (..., N) of bytes.
-
-        Levels lie at half steps, as in `RowFormat.pack`. The scale is the token's power times one of `SPREADS`.
-        """
+    def _pack(self, x: torch.Tensor) -> torch.Tensor:
+        # The scale is the token's power times one of `SPREADS`.
         sizes = [size for size, _ in self.kept]
         x = x[..., : sum(sizes)].float()
+        repeats = torch.tensor(sizes, device=x.device)
         outermost, usual = (
-            torch.cat([x.new_full((size,), of[bits]) for size, bits in self.kept])
-            for of in ({bits: (2**bits - 1) / 2 for bits in STEPS}, STEPS)
+            torch.tensor([of(bits) for _, bits in self.kept], device=x.device).repeat_interleave(repeats)
+            for of in (_outermost, STEPS.__getitem__)
         )
         power = (x * usual).square().mean(-1, keepdim=True).sqrt()
-        best = None
-        for spread in SPREADS:
-            scale = (spread * power).bfloat16().float().clamp(min=TINY)
-            code = torch.minimum((x / scale + outermost).round().clamp(min=0), 2 * outermost)
-            error = ((code - outermost) * scale - x).square().sum(-1, keepdim=True)
-            best = _less(best, (error, scale, code))
-        _, scale, code = best
-        parts = code.to(torch.uint8).split(sizes, -1)
+        scale, code = _nearest(x, power * torch.tensor(SPREADS, device=x.device), outermost)
+        parts = code.split(sizes, -1)
         codes = [_pack_codes(part, bits) for part, (_, bits) in zip(parts, self.kept, strict=True)]
         return self._joined([scale.bfloat16().view(torch.uint8), *codes])
 
@@ -245,14 +258,6 @@ class CodedFormat(Rows):
             start, channel = stop, channel + size
         dropped = self.channels - kept
         return [Levels(levels, scales, kept), *([Levels(None, None, dropped)] if dropped else [])]
-
-
-def _less(best: tuple[torch.Tensor, ...] | None, other: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Where the first, the error, is less, all of `other`, elsewhere `best`."""
-    if best is None:
-        return other
-    better = other[0] < best[0]
-    return tuple(torch.where(better, y, x) for x, y in zip(best, other, strict=True))
 
 
 class Tile:
@@ -305,17 +310,29 @@ def _code_bytes(bits: int | str, size: int) -> int:
     return {16: 2 * size, "fp8": size}[bits]
 
 
+def _outermost(bits: int) -> float:
+    """The highest level, by scales."""
+    return (2**bits - 1) / 2
+
+
 def _rounded(x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scales (..., 1) and codes (..., size), from 0 to 2^bits - 1, of `x` (..., size)."""
-    outermost, best = (2**bits - 1) / 2, None
-    most = x.abs().amax(-1, keepdim=True)
-    for clip in CLIPS if bits <= CLIPPED_BITS else CLIPS[:1]:
-        scale = (clip * most / outermost).bfloat16().float().clamp(min=TINY)
-        code = (x / scale + outermost).round().clamp(0, 2**bits - 1)
-        error = ((code - outermost) * scale - x).square().sum(-1, keepdim=True)
-        best = _less(best, (error, scale, code))
-    _, scale, code = best
-    return scale, code.to(torch.uint8)
+    clips = torch.tensor(CLIPS if bits <= CLIPPED_BITS else CLIPS[:1], device=x.device)
+    return _nearest(x, x.abs().amax(-1, keepdim=True) / _outermost(bits) * clips, _outermost(bits))
+
+
+def _nearest(
+    x: torch.Tensor, scales: torch.Tensor, outermost: torch.Tensor | float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scale (..., 1) of `scales` (..., K) with the least squared error, and the codes (..., C) of `x` with it."""
+    scales = scales.bfloat16().float().clamp(min=TINY).unsqueeze(-1)  # (..., K, 1)
+    x = x.unsqueeze(-2)
+    levels = (x / scales + outermost).round().clamp(min=0) - outermost
+    levels = levels.minimum(torch.as_tensor(outermost, dtype=x.dtype, device=x.device))
+    if scales.shape[-2] > 1:
+        best = (levels * scales - x).square().sum(-1, keepdim=True).argmin(-2, keepdim=True)  # (..., 1, 1)
+        levels, scales = levels.take_along_dim(best, dim=-2), scales.take_along_dim(best, dim=-2)
+    return scales.squeeze(-2), (levels + outermost).squeeze(-2).to(torch.uint8)
 
 
 def _pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:

@@ -25,11 +25,10 @@ from ..common.tables import Table, share
 from ..costs import cache_bytes_per_token
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_predictions, predicted_states
-from .options import spelled
+from .options import check_text, spelled
 from .quantizing import (
     CODING_TOKENS,
     check_rounded,
-    check_text,
     read_text,
     set_cache_constants,
     with_quantized_cache,

@@ -59,11 +59,7 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
         self._check_sizes_and_method()
         if self.is_local:
             refuse_overlap(Path(self.source), self.target)
-        texts = [*(self.text or []), *(self.evaluation_text or [])]
-        for path in texts:
-            refuse_overlap(path, self.target, "text")
-        if texts:
-            find_files(texts, self.text_column)
+        check_text(self, self.target)
         self.device = usable_device(self.device)
 
     def _check_sizes_and_method(self) -> None:
@@ -77,15 +73,10 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
         for name in ("refit", "refine", "polish"):
             if getattr(self, name) and not self.text:
                 raise UserError(f"{spelled(name)} needs --text: the layers are fitted on it")
-        for name, least in LEAST.items():
-            if getattr(self, name) is not None and not least <= getattr(self, name) <= 10**9:
-                raise UsageError(f"{spelled(name)}={getattr(self, name)} must be from {least} to 10^9")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed={self.seed} must be from 0 to 2**63 - 1")
         if self.cache_size is not None and self.cache_bytes is not None:
             raise UserError("--cache-size and --cache-bytes say the same: leave one out")
-        if self.evaluation_text and not self.text:
-            raise UserError("--evaluation-text needs --text to calibrate on")
 
     @property
     def is_local(self) -> bool:
@@ -105,6 +96,21 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
             options[name] = [Path(path).absolute().name for path in options[name] or ()]
         source = Path(self.source).resolve().name if self.is_local else self.source
         return options | {"source": source, "target": self.target.resolve().name}
+
+
+def check_text(options: declared.Text, target: Path | None = None) -> None:
+    """Raise `UserError` for text that cannot be read or lies in `target`, and for numbers that cannot be."""
+    for name, least in LEAST.items():
+        value = getattr(options, name, None)
+        if value is not None and not least <= value <= 10**9:
+            raise UsageError(f"{spelled(name)}={value} must be from {least} to 10^9")
+    if options.evaluation_text and not options.text:
+        raise UserError("--evaluation-text needs --text to calibrate on")
+    texts = [*(options.text or []), *(options.evaluation_text or [])]
+    for path in texts if target else ():
+        refuse_overlap(path, target, "text")
+    if texts:
+        find_files(texts, options.text_column)
 
 
 def spelled(name: str) -> str:

@@ -26,12 +26,11 @@ from ..common.tables import share
 from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token
 from ..data.packing import read_batches
-from ..data.reading import find_files
 from ..data.tokenizer import load_tokenizer
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_predictions
 from .job import LONGEST_SEQUENCE
-from .options import LEAST, spelled
+from .options import check_text, spelled
 from .report import RUNS
 from .transform_coding import Coding, cache_codings, cache_means, choose_bits, folded
 
@@ -67,9 +66,7 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
     def __post_init__(self) -> None:
         if Path(self.source).exists():
             refuse_overlap(Path(self.source), self.target)
-        for path in [*(self.text or []), *(self.evaluation_text or [])]:
-            refuse_overlap(path, self.target, "text")
-        check_text(self)
+        check_text(self, self.target)
         self.device = usable_device(self.device)
         self.quantization()
 
@@ -161,7 +158,7 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
         ):
             for name in names:
                 if getattr(self, name) is not None and not there:
-                    raise UserError(f"--{name.replace('_', '-')} is for {what}, which no layer of the model has")
+                    raise UserError(f"{spelled(name)} is for {what}, which no layer of the model has")
 
     def write_card(self, folder: Path, report: dict[str, Any], config: GQAConfig, source_card: Path) -> None:
         source, title = Path(self.source), self.target.resolve().name
@@ -183,18 +180,6 @@ def check_rounded(config: GQAConfig) -> None:
     """Raise `UserError` for a model of which no layer's cache is rounded."""
     if set(config.layer_types) == {"sliding_attention"}:
         raise UserError("each layer has a sliding window, and only caches that hold all tokens are quantized")
-
-
-def check_text(options: declared.Text) -> None:
-    """Raise `UserError` for text that cannot be read, or numbers of tokens that cannot be."""
-    if options.evaluation_text and not options.text:
-        raise UserError("--evaluation-text needs --text to measure the means on")
-    if options.text:
-        find_files([*options.text, *(options.evaluation_text or [])], options.text_column)
-    for name in ("calibration_tokens", "evaluation_tokens", "sequence_length", "batch_size"):
-        value = getattr(options, name)
-        if value is not None and not LEAST[name] <= value <= 10**9:
-            raise UsageError(f"{spelled(name)}={value} must be from {LEAST[name]} to 10^9")
 
 
 def read_text(options: declared.Text, checkpoint: Checkpoint, exact_tokens: int) -> dict[str, list[Batch]]:
