@@ -2,12 +2,14 @@
 
     python -m benchmarks.quantized_cache
     python -m benchmarks.quantized_cache Qwen2.5-Coder-0.5B-Instruct --name quantized_qwen --evaluation-tokens 2048
+    python -m benchmarks.quantized_cache --converted kept/FOLDER --label mla-1/2 --shares 0.266 0.141
 
-"Ours" attends to what `cache_quantization` packs and gives back, with means measured on `TOKENS` tokens of other text.
-"Coded" does too, with bases and bits that are chosen on that text for a share of the bytes. "Plain" is what is done
-without these: each number is rounded between symmetric levels up to the largest of its head, or to float8_e4m3fn with a
-scale of 1, vLLM's default. Nothing is packed for it. Rows that the file of results holds already stay, if they are of
-as many tokens.
+"Ours" attends to what `cache_quantization` packs and gives back, with means measured on `TOKENS` tokens of other
+text. "Coded" does too, with bases and bits that are chosen on that text for a share of the bytes. "Plain" is what is
+done without these: each number is rounded between symmetric levels up to the largest of its head, or to float8_e4m3fn
+with a scale of 1, vLLM's default. Nothing is packed for it. With `--converted` the cache of a conversion is coded,
+for shares of the source's bytes, and measured against the source. Rows that the file of results holds already stay,
+if they are of as many tokens.
 """
 
 import argparse
@@ -25,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from modeling_gqa import GQAForCausalLM
+from modeling_gqa.conversion import load_source
 from modeling_gqa.conversion.quantizing import set_cache_constants, with_quantized_cache
 from modeling_gqa.conversion.transform_coding import cache_codings, cache_means, choose_bits
 from modeling_gqa.costs import cache_bytes_per_token
@@ -84,6 +87,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--methods", nargs="*", choices=("plain", "ours"), default=["plain", "ours"])
     parser.add_argument("--shares", nargs="*", type=float, default=[0.266, 0.203, 0.141, 0.11], help='of "coded"')
+    parser.add_argument("--converted", metavar="FOLDER", help="a conversion of the model, of which rows are made")
+    parser.add_argument("--label", help="of the conversion in the rows")
     options = kebab_shown(parser).parse_args(arguments)
     folder = str(real_model(options.model)) if options.model in MODELS else options.model
     command = " ".join(["python -m benchmarks.quantized_cache", *(sys.argv[1:] if arguments is None else arguments)])
@@ -97,7 +102,11 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     if any(layer.attention_kind == "mla" for layer in bench.source.config.per_layer_config):
         options.methods = ["ours"]  # plain attention functions get no latent
     bench.source.float()  # differences of 0.001 are lost in bfloat16
-    means = cache_means(bench.source, bench.calibration)
+    coded, label = bench.source, ""
+    if options.converted:
+        coded, label = load_source(options.converted).eval().float(), f"{options.label or options.converted}, "
+        options.formats = []
+    means = cache_means(coded, bench.calibration)
     stored = json.loads(file.read_text()) if file.exists() else {}
     rows = stored["rows"] if stored.get("settings") == settings else []
     assert len(bench.states) == len(EVALUATIONS)  # computed with the whole cache
@@ -108,6 +117,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         print("  ".join(f"{key} {format(rows[-1][key], form)}" for key, form in COLUMNS.items()), flush=True)
         write(file, command, machine, settings=settings, rows=rows)
 
+    if options.converted:
+        share = cache_bytes_per_token(coded.config, torch.bfloat16) / full
+        add(f"{label}16 bits", "converted", share, bench.measure(coded))
     for name in options.formats:
         for method in options.methods:
             bits: Any = name if name == "fp8" else FORMATS[name]
@@ -121,13 +133,13 @@ def main(arguments: list[str] | None = None) -> list[dict]:
                 head_dim = bench.source.config.per_layer_config[0].head_dim
                 share = (FORMATS[name] + (0 if name == "fp8" else 16 / min(GROUP, head_dim))) / 16
                 add(name, method, share, measured)
-    codings = cache_codings(bench.source, bench.calibration, means) if options.shares else []
+    codings = cache_codings(coded, bench.calibration, means) if options.shares else []
     for share in options.shares:
-        layers = choose_bits(bench.source, codings, int(share * full), torch.bfloat16)
-        model = with_quantized_cache(bench.source, {"layers": layers, "means": True})
+        layers = choose_bits(coded, codings, int(share * full), torch.bfloat16)
+        model = with_quantized_cache(coded, {"layers": layers, "means": True})
         set_cache_constants(model, means, codings)
         taken = cache_bytes_per_token(model.config, torch.bfloat16) / full
-        add(f"bits by channel, {share:g}", "coded", taken, bench.measure(model))
+        add(f"{label}bits by channel, {share:g}", "coded", taken, bench.measure(model))
     print_table(f"The cache of {Path(folder).name}, quantized", rows, COLUMNS)
     return rows
 

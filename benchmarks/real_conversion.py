@@ -98,7 +98,7 @@ class Bench:
         dtype: to compute in; `None` for what the command takes.
         device: to compute on.
         own_text: JSONL file of text that the source wrote, for the row "own text"; `None`: there is none.
-        work: folder where the conversions of "untrained", which "default" trains, and "default" are kept; `None`: none.
+        work: folder where conversions are kept, also that of "untrained" which "default" trains; `None`: none.
     """
 
     def __init__(
@@ -154,7 +154,8 @@ class Bench:
 
     def kept(self, target: Target, row: str) -> Path | None:
         """Return the folder where the conversion of a row is kept."""
-        return self.work and self.work / f"{self.name}-{target.name.replace('/', '-')}-{row}"
+        names = self.name, target.name.replace("/", "-"), row.replace(", ", "-").replace(" ", "-")
+        return self.work and self.work / "-".join(names)
 
     def keep(self, target: Target, row: str, converted: GQAForCausalLM) -> None:
         """Save a conversion, with the tokenizer, where there is a folder for it; it is there as a whole or not."""
@@ -206,22 +207,16 @@ def ours(bench: Bench, target: Target, text: list[Batch] | None = None, **option
     return convert_model(bench.source, wanted, text or bench.calibration, **options)[0]
 
 
-def untrained(bench: Bench, target: Target) -> GQAForCausalLM:
-    converted = ours(bench, target)
-    bench.keep(target, "untrained", converted)
-    return converted
-
-
 def polished(bench: Bench, target: Target) -> GQAForCausalLM:
     """What the command makes; seconds are those of the training at the end alone where `Bench.kept` has the rest."""
     folder = bench.kept(target, "untrained")
     if folder and (folder / "config.json").is_file():
         converted = load_source(str(folder)).eval().to(bench.source.device)  # type: ignore[arg-type]
     else:
-        converted = untrained(bench, target)
+        converted = ours(bench, target)
+        bench.keep(target, "untrained", converted)
     layers, text = range(len(converted.model.layers)), (bench.polish_text, bench.selection)
     print(polish(bench.source, converted, *text, layers, bench.tokens), flush=True)
-    bench.keep(target, "default", converted)
     return converted
 
 
@@ -264,7 +259,7 @@ def by_mha2mla(bench: Bench, target: Target) -> GQAForCausalLM | None:
 
 METHODS: dict[str, Callable[[Bench, Target], GQAForCausalLM | None]] = {
     "default": polished,
-    "untrained": untrained,
+    "untrained": ours,
     "own text": on_own_text,
     "closed form": partial(ours, refine=0),
     "sizes by layer": sizes_by_layer,
@@ -303,7 +298,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--own-text", type=Path, metavar="FILE", help="text that the model wrote, for the row of that name"
     )
-    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps untrained and default")
+    parser.add_argument("--work", type=Path, metavar="FOLDER", help="keeps what is converted")
     parser.add_argument("--targets", type=Target.parse, nargs="+", default=[Target.parse(name) for name in TARGETS])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     return kebab_shown(parser).parse_args(arguments)
@@ -320,6 +315,7 @@ def measured_row(bench: Bench, target: Target, method: str) -> dict | None:
     if converted is None:
         return None
     seconds = time.perf_counter() - begin
+    bench.keep(target, method, converted)
     row = {"target": target.name, "method": method, **bench.measure(converted), "seconds": seconds}
     shown = (f"{key} {format(row[key], form)}" for key, form in COLUMNS.items() if form)
     print(f"{target.name:10} {method:20} {'  '.join(shown)}", flush=True)

@@ -135,6 +135,9 @@ class WhatToRound:
 class Frontier:
     _argument_group_name = "What is compared"
 
+    converted: list[str] | None = options(
+        "Conversions of SOURCE, to compare as they are and rounded.", metavar="FOLDER"
+    )
     shares: list[float] | None = options("Sizes to try, by SOURCE's cache. Default: 0.4 0.25 0.2 0.15 0.1.")
     loss: float = option("KL in nats that the smallest cache may lose. Default: 0.02.", 0.02)
     picture: Path | None = option("Save a picture: NAME.png, .svg or .pdf.")

@@ -579,6 +579,30 @@ def test_a_frontier_of_caches(checkpoints, corpus, tmp_path, kind):
         assert result.exit_code and result.exception is None and refused in " ".join(result.stderr.split())
 
 
+def test_a_frontier_of_a_conversion(checkpoints, corpus, tmp_path):
+    """A conversion stands beside its source, as it is and rounded; sizes are shares of the source's bytes."""
+    source, made, picture = checkpoints / "gqa", tmp_path / "mla", tmp_path / "picture.svg"
+    text = ("--text", corpus, *TEXT_OPTIONS[:6], "--device", "cpu")
+    run("convert", source, made, "--attention-kind", "mla", "--cache-size", 32, *text, "--polish", 0)
+    arguments = ("frontier", source, *text, "--converted", made, "--shares", 0.3)
+    found = json.loads(run(*arguments, "--picture", picture, "--json"))
+    choices = {choice["name"]: choice for choice in found["choices"]}
+    assert f"{made}, bits by channel" in picture.read_text()
+    config = GQAConfig.from_pretrained(made)
+    assert choices[str(made)]["bytes"] == cache_bytes_per_token(config, torch.float32)
+    assert choices[str(made)]["command"] is None and choices[str(made)]["kl"] > 0
+    assert choices[f"{made}, 8 bits"]["command"].startswith(f"modeling-gqa quantize-cache {made} TARGET --nbits 8 ")
+    both = choices[f"{made}, bits by channel, 0.3"]
+    assert both["share"] <= 0.3 and both["kl"] > choices[str(made)]["kl"] / 2
+    share = float(re.search(r"--cache-share (\S+)", both["command"])[1])
+    assert share == pytest.approx(0.3 * found["bytes"] / choices[str(made)]["bytes"], abs=0.003)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
+    GQAForCausalLM(GQAConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path / "other")
+    for folder, refused in ((tmp_path / "other", "is no conversion of"), (tmp_path / "none", "none")):
+        result = call("frontier", source, *text, "--converted", folder)
+        assert result.exit_code and result.exception is None and refused in " ".join(result.stderr.split())
+
+
 def test_a_cache_is_quantized_and_measured(checkpoints, corpus, tmp_path):
     """With text the means are saved and the loss is measured; without, neither. What is made from it has neither."""
     out, plain = tmp_path / "out", tmp_path / "plain"

@@ -1,13 +1,15 @@
 """What a checkpoint's cache may be rounded to and what each choice loses: the command `modeling-gqa frontier`.
 
 Nothing is trained or written but a picture. The choices are flags of engines and of this package, and bits by layer and
-channel (`transform_coding.py`) for several sizes.
+channel (`transform_coding.py`) for several sizes. Conversions of the checkpoint may stand beside it, as they are and
+rounded in the same ways.
 Shapes: B rows, G heads, T tokens, D size of a head.
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from modeling_gqa_cli import options as declared
 from modeling_gqa_cli.errors import UserError
 
 from ..cache_formats import LARGEST_FP8, CacheQuantization
-from ..checkpoints.checkpoint import open_checkpoint
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..common.batches import Batch, computing_dtype, evaluating, first_batches, usable_device
-from ..common.pictures import check_picture, new_figure, save, tidy
-from ..common.progress import Progress, ShowProgress, no_progress
+from ..common.pictures import COLORS, check_picture, new_figure, save, tidy
+from ..common.progress import ShowProgress, no_progress
 from ..common.tables import Table, share
+from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_predictions, predicted_states
@@ -73,9 +76,9 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
 
         Returns:
             `source`, `dtype`, `bytes` per token of the cache as it is, `perplexity`, `tokens` measured on, `loss` that
-            is allowed, and `choices`, largest first: `name`, `command` that makes it, `bytes`, `share`, `kl`,
-            `perplexity_after`, `top1_agreement`. `smallest` is the name of the smallest choice within the loss, `None`
-            where none is.
+            is allowed, and `choices`, largest first: `name`, `command` that makes it (`None` for a conversion as it
+            is), `bytes`, `share`, `kl`, `perplexity_after`, `top1_agreement`. `smallest` is the name of the smallest
+            choice within the loss, `None` where none is.
 
         Raises:
             UserError: the checkpoint or the text cannot be used.
@@ -83,31 +86,34 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
         dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
         checkpoint = open_checkpoint(self.source, ignore_fields=self.ignore_field or (), dtype=dtype)
         check_rounded(checkpoint.config)
+        stored = dtype or checkpoint.dtype
+        conversions = {folder: self.conversion(folder, checkpoint.config, stored) for folder in self.converted or ()}
         batches = read_text(self, checkpoint, CacheQuantization.exact_tokens)
-        model: Any = checkpoint.load(dtype or checkpoint.dtype, self.device).eval()
-        stored = model.dtype
+        model: Any = checkpoint.load(stored, self.device).eval()
         full = cache_bytes_per_token(model.config, stored)
         model.to(dtype=computing_dtype(stored, self.device))
-        text = batches["calibration"]
-        means = cache_means(model, text, progress=show_progress("measuring means"))
-        choices = self.choices(model, text, means, stored, show_progress("measuring what matters"))
         with evaluating(model):
             states = {number: predicted_states(model, batch) for number, batch in enumerate(batches["evaluation"])}
         found: list[dict[str, Any]] = []
 
-        def add(name: str, command: str, size: int, rounded: GQAForCausalLM) -> dict[str, Any]:
+        def add(name: str, command: str | None, size: int, other: GQAForCausalLM) -> dict[str, Any]:
             progress = show_progress(f"measuring {name}")
-            measured = compare_predictions(model, rounded, batches["evaluation"], progress, states)
+            measured = compare_predictions(model, other, batches["evaluation"], progress, states)
             choice = {"name": name, "command": command, "bytes": size, "share": size / full}
             found.append(choice | {key: measured[key] for key in MEASURED})
             return measured
 
         with intercepted(model, in_fp8):
             measured = add("fp8 by an engine's flag", FP8.format(self.source), full // stored.itemsize, model)
-        for name, flag, options, codings in choices:
-            quantized = with_quantized_cache(model, options)
-            set_cache_constants(quantized, means, codings, stored)
-            add(name, self.command(flag), cache_bytes_per_token(quantized.config, stored), quantized)
+        for folder in (None, *conversions):
+            other = model
+            if folder is not None:
+                other = conversions[folder].load(stored, self.device).eval().to(dtype=model.dtype)
+                add(folder, None, cache_bytes_per_token(other.config, stored), other)
+            for name, flag, quantized in self.choices(
+                folder, other, batches["calibration"], full, stored, show_progress
+            ):
+                add(name, self.command(folder, flag), cache_bytes_per_token(quantized.config, stored), quantized)
         found.sort(key=lambda choice: -choice["bytes"])
         within = [choice["name"] for choice in found if choice["kl"] <= self.loss]
         report = {
@@ -124,42 +130,64 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
             draw(report, self.picture)
         return report
 
+    def conversion(self, folder: str, source: GQAConfig, stored: torch.dtype) -> Checkpoint:
+        """Open a conversion; raises `UserError` where it cannot be one of the source."""
+        checkpoint = open_checkpoint(folder, ignore_fields=self.ignore_field or (), dtype=stored)
+        check_rounded(checkpoint.config)
+        for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
+            if (there := getattr(checkpoint.config, name)) != (wanted := getattr(source, name)):
+                raise UserError(f"{folder} is no conversion of {self.source}: its {name} is {there}, not {wanted}")
+        return checkpoint
+
     def choices(
         self,
+        folder: str | None,
         model: GQAForCausalLM,
         text: Sequence[Batch],
-        means: Sequence[torch.Tensor],
+        full: int,
         stored: torch.dtype,
-        progress: Progress,
-    ) -> list[tuple[str, str, dict[str, Any], Sequence[tuple[Coding, Coding]]]]:
-        """Return name, flag, `cache_quantization` and codings of this package's choices.
+        show_progress: ShowProgress,
+    ) -> Iterator[tuple[str, str, GQAForCausalLM]]:
+        """Yield name, flag and model for each way to round the cache of the source, or of the conversion in `folder`.
 
-        Sizes that the model cannot have are left out, unless they were asked for.
+        `full` are the bytes of the source's cache, of which the sizes are shares. Sizes that the model cannot have are
+        left out, unless they were asked for of the source.
         """
-        found: list[Any] = [(f"{n} bits", f"--nbits {n}", {"nbits": n, "means": True}, ()) for n in (8, 4)]
-        codings = cache_codings(model, first_batches(text, CODING_TOKENS), means, progress=progress)
-        full, seen = cache_bytes_per_token(model.config, stored), list[Any]()
+        means = cache_means(model, text, progress=show_progress("measuring means"))
+        some = first_batches(text, CODING_TOKENS)
+        codings = cache_codings(model, some, means, progress=show_progress("measuring what matters"))
+        own, seen, prefix = cache_bytes_per_token(model.config, stored), list[Any](), f"{folder}, " if folder else ""
+
+        def rounded(options: dict[str, Any], codings: Sequence[tuple[Coding, Coding]] = ()) -> GQAForCausalLM:
+            quantized = with_quantized_cache(model, options | {"means": True})
+            set_cache_constants(quantized, means, codings, stored)
+            return quantized
+
+        for bits in (8, 4):
+            yield f"{prefix}{bits} bits", f"--nbits {bits}", rounded({"nbits": bits})
         for number in self.shares or SHARES:
+            budget = int(number * full)
+            if budget >= own:
+                continue
             try:
-                layers = choose_bits(model, codings, int(number * full), stored)
+                layers = choose_bits(model, codings, budget, stored)
             except UserError:
-                if self.shares:
+                if self.shares and folder is None:
                     raise
                 continue
             if layers not in seen:
-                options = {"layers": layers, "means": True}
-                found.append((f"{CODED}, {number:g}", f"--cache-share {number:g}", options, codings))
                 seen.append(layers)
-        return found
+                flag = f"--cache-share {number if folder is None else budget / own:g}"
+                yield f"{prefix}{CODED}, {number:g}", flag, rounded({"layers": layers}, codings)
 
-    def command(self, flag: str) -> str:
-        """The command that makes a choice, with the options that were given."""
+    def command(self, folder: str | None, flag: str) -> str:
+        """The command that makes a choice of the source or a conversion, with the options that were given."""
         given: list[str] = []
         for item in (*fields(declared.Text), *fields(declared.Running)):
             value = getattr(self, item.name)
             if item.name != "device" and value not in (None, item.default):
                 given += [spelled(item.name), *map(str, value if isinstance(value, list) else [value])]
-        return shlex.join(["modeling-gqa", "quantize-cache", self.source, "TARGET", *flag.split(), *given])
+        return shlex.join(["modeling-gqa", "quantize-cache", folder or self.source, "TARGET", *flag.split(), *given])
 
 
 def frontier_table(report: dict[str, Any]) -> Table:
@@ -180,7 +208,8 @@ def recommendation(report: dict[str, Any]) -> str:
         return f"No choice loses at most {report['loss']:g} nats: allow more by --loss, or keep the cache as it is."
     size = share(chosen["bytes"], report["bytes"])
     return (
-        f"The smallest cache that loses at most {report['loss']:g} nats takes {size} of the bytes: {chosen['command']}"
+        f"The smallest cache that loses at most {report['loss']:g} nats takes {size} of the bytes: "
+        f"{chosen['command'] or chosen['name']}"
     )
 
 
@@ -188,14 +217,20 @@ def draw(report: dict[str, Any], path: Path) -> None:
     """Save a picture of the choices: share of the bytes against KL, both by powers of ten."""
     figure = new_figure(figsize=(6.5, 4))
     axis = figure.add_subplot(xscale="log", yscale="log")
-    for coded, color in ((True, "#0072B2"), (False, "#D55E00")):
-        some = [x for x in report["choices"] if x["name"].startswith(CODED) == coded]
-        line = "-" if coded else ""
-        axis.plot([x["share"] for x in some], [x["kl"] for x in some], color=color, marker="o", linestyle=line)
-        for x in [] if coded else some:
-            axis.annotate(x["name"], (x["share"], x["kl"]), (6, 4), textcoords="offset points", fontsize=8, color=color)
-    axis.annotate(CODED, (0.02, 0.02), xycoords="axes fraction", color="#0072B2", fontsize=9)
-    ticks = [0.1, 0.15, 0.2, 0.25, 0.4, 0.5]
+    lines: dict[str, list[dict[str, Any]]] = {}  # bits by channel, of the source and of each conversion
+    for choice in report["choices"]:
+        before, coded, _ = choice["name"].partition(CODED)
+        if coded:
+            lines.setdefault(before, []).append(choice)
+            continue
+        axis.plot(choice["share"], choice["kl"], color="#555555", marker="o")
+        place: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "#555555"}
+        axis.annotate(choice["name"], (choice["share"], choice["kl"]), (6, 4), **place)
+    for (before, some), color in zip(lines.items(), cycle(COLORS.values())):
+        named: dict[str, Any] = {"color": color, "marker": "o", "label": f"{before}{CODED}"}
+        axis.plot([x["share"] for x in some], [x["kl"] for x in some], **named)
+    axis.legend(frameon=False, fontsize=8, loc="lower left")
+    ticks = [0.05, 0.1, 0.15, 0.2, 0.25, 0.4, 0.5]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set(xlabel="bytes of the cache, of the source's", ylabel="KL to the source in nats")
     tidy(axis)
