@@ -28,7 +28,7 @@ from transformers.masking_utils import sdpa_mask
 
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.conversion import load_source
-from modeling_gqa.conversion.quantizing import set_cache_constants, with_quantized_cache
+from modeling_gqa.conversion.quantizing import set_cache_constants, train_rounded, with_quantized_cache
 from modeling_gqa.conversion.transform_coding import cache_codings, cache_means, choose_bits
 from modeling_gqa.costs import cache_bytes_per_token
 
@@ -87,6 +87,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--methods", nargs="*", choices=("plain", "ours"), default=["plain", "ours"])
     parser.add_argument("--shares", nargs="*", type=float, default=[0.266, 0.203, 0.141, 0.11], help='of "coded"')
+    parser.add_argument("--polish", type=int, default=0, metavar="TOKENS", help='to train "coded" on')
     parser.add_argument("--converted", metavar="FOLDER", help="a conversion of the model, of which rows are made")
     parser.add_argument("--label", help="of the conversion in the rows")
     options = kebab_shown(parser).parse_args(arguments)
@@ -138,8 +139,11 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         layers = choose_bits(coded, codings, int(share * full), torch.bfloat16)
         model = with_quantized_cache(coded, {"layers": layers, "means": True})
         set_cache_constants(model, means, codings)
-        taken = cache_bytes_per_token(model.config, torch.bfloat16) / full
-        add(f"{label}bits by channel, {share:g}", "coded", taken, bench.measure(model))
+        taken, method = cache_bytes_per_token(model.config, torch.bfloat16) / full, "coded"
+        if options.polish:
+            method = f"coded, {options.polish} tokens trained"
+            print(train_rounded(bench.source, model, bench.polish_text, bench.selection, options.polish), flush=True)
+        add(f"{label}bits by channel, {share:g}", method, taken, bench.measure(model))
     print_table(f"The cache of {Path(folder).name}, quantized", rows, COLUMNS)
     return rows
 

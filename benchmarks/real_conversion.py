@@ -32,8 +32,8 @@ from modeling_gqa.common.batches import Batch, computing_dtype, evaluating, firs
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, load_source, target_config
 from modeling_gqa.conversion.convert import SELECTION_TOKENS
 from modeling_gqa.conversion.divergence import predicted_states
-from modeling_gqa.conversion.job import SELECTION_SHARE
 from modeling_gqa.conversion.polish import polish
+from modeling_gqa.conversion.text import SELECTION_SHARE
 from modeling_gqa.costs import cache_bytes_per_token
 from modeling_gqa.data.packing import read_batches
 from modeling_gqa_cli.errors import UserError

@@ -69,6 +69,8 @@ class QuantizedLayer(GrowingLayer):
         # (B, G, N exact tokens, C) and (B, G, residual length or less, C), of both tensors.
         self.first_tokens: list[torch.Tensor] = []
         self.last_tokens: list[torch.Tensor] = []
+        # What gradients of the numbers pass to, both (B, G, S, C), after an update with gradients.
+        self.learned: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(
         self,
@@ -81,14 +83,20 @@ class QuantizedLayer(GrowingLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Round and append keys (B, G, T, C) and values; return all of them, rounded, unless `whole` is false.
 
-        Then the rows of bytes are returned, (B, G, S, N); `read` and `tiles` give their numbers.
+        Then the rows of bytes are returned, (B, G, S, N); `read` and `tiles` give their numbers. Gradients of what
+        `read` returns pass to the first tokens of a cache as if nothing were rounded (straight through, 1308.3432).
 
         Raises:
-            ValueError: gradients are asked for, which do not pass through rounding.
+            ValueError: gradients are asked for, and the cache holds tokens already.
         """
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise ValueError("gradients do not pass through a quantized cache: use torch.no_grad(), or another cache")
-        states = key_states, value_states
+        learned = torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad)
+        if learned and self.get_seq_length():
+            raise ValueError(
+                "gradients pass through a quantized cache that was empty before, and this one holds "
+                f"{self.get_seq_length()} tokens: use torch.no_grad(), or begin with an empty cache"
+            )
+        self.learned = (key_states, value_states) if learned else None
+        states = key_states.detach(), value_states.detach()
         self.number_dtype, self.held = key_states.dtype, held
         rows = super().update(*(form.pack(x) for form, x in zip(self.formats, states, strict=True)))
         start = self.get_seq_length() - key_states.shape[2]
@@ -109,10 +117,14 @@ class QuantizedLayer(GrowingLayer):
         """
         length = self.get_seq_length()
         stop = length if stop is None else min(stop, length)
-        first, second = (
+        numbers = [
             self._with_exact(number, form.unpack(stored[:, :, start:stop], self.number_dtype), start, stop)
             for number, (form, stored) in enumerate(zip(self.formats, rows, strict=True))
-        )
+        ]
+        if self.learned is not None:
+            pairs = zip(numbers, (x[:, :, start:stop] for x in self.learned), strict=True)
+            numbers = [x + (states - states.detach()) for x, states in pairs]
+        first, second = numbers
         return first, second
 
     def spans(self, longest: int) -> Iterator[tuple[int, int]]:
@@ -195,7 +207,7 @@ class QuantizedLayer(GrowingLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.first_tokens, self.last_tokens, self.held = [], [], None
+        self.first_tokens, self.last_tokens, self.held, self.learned = [], [], None, None
 
 
 class GQAQuantizedCache(DynamicCache):

@@ -87,7 +87,7 @@ def inspect(source: str, ignore_field: Sequence[str] | None, json: bool) -> None
 
 def quantize_cache(target: str, force: bool, **options: Any) -> None:
     """Save a model whose cache `generate` rounds, and measure what that costs."""
-    from modeling_gqa.conversion.quantizing import CacheJob, describe_loss
+    from modeling_gqa.conversion.quantizing import CacheJob, describe_loss, describe_training
 
     path = Path(target)
     with user_errors(path), progress_bars() as show_progress:
@@ -95,7 +95,7 @@ def quantize_cache(target: str, force: bool, **options: Any) -> None:
         before, after = (report[f"cache_bytes_per_token_{when}"] for when in ("before", "after"))
         out.print(f"Cache per token: {after:,} bytes in place of {before:,} ({share(after, before)}).", soft_wrap=True)
         if "kl" in report:
-            out.print(f"{describe_loss(report)}.", soft_wrap=True)
+            out.print(f"{describe_loss(report)}. {describe_training(report)}", soft_wrap=True)
         saved(path, "card in README.md")
 
 

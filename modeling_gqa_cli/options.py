@@ -16,6 +16,11 @@ IGNORE_FIELD = "Field of SOURCE's configuration that is refused as unknown, and 
 SIZES = ("num_key_value_heads", "kv_lora_rank", "qk_rope_head_dim", "cache_size", "cache_bytes")
 
 
+def spelled(name: str) -> str:
+    """Return a field's name as the command line shows it."""
+    return "--" + name.replace("_", "-")
+
+
 def options(help: str, **more: Any) -> Any:
     """Return a field whose option takes several values, and may be repeated."""
     return option(help, action="extend", **more)
@@ -128,6 +133,7 @@ class WhatToRound:
     rope_bits: Bits | None = option("Bits of a number of MLA's rotary key. Default: --nbits.")
     q_group_size: int | None = option("Channels that share a scale. Default: all of a head, or of the latent.")
     exact_tokens: int = option("First tokens of each sequence that are not rounded. Default: 4.", 4)
+    polish: int = option("Tokens to train the attention on, with its cache rounded, by KL. Default: 0.", 0)
     residual_length: int = option("Last tokens that are not rounded. Default: 0.", 0)
 
 

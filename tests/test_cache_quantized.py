@@ -495,8 +495,35 @@ def test_gradients_see_the_numbers_themselves():
         outputs = model(**batch, use_cache=True)
     assert not isinstance(outputs.past_key_values, GQAQuantizedCache)
     assert isinstance(model(**batch).past_key_values, GQAQuantizedCache)
-    with torch.enable_grad(), pytest.raises(ValueError, match="gradients do not pass"):
-        model(**batch, past_key_values=GQAQuantizedCache(model.config))
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla", "mixed"])
+@pytest.mark.parametrize("options", [{"nbits": 2}, {"nbits": 8, "residual_length": 2}])
+def test_gradients_pass_straight_through(kind, options):
+    """The outputs are those of rounded numbers; the gradients are those by numbers that happen to be these."""
+    model, batch = make_model(kind, cache_quantization=options), make_batch()
+    expected = model(**batch).logits
+    cache = GQAQuantizedCache(model.config)
+    with torch.enable_grad():
+        found = model(**batch, past_key_values=cache).logits
+        assert torch.equal(found, expected)
+        for name, parameter in model.model.layers[0].self_attn.named_parameters():
+            (gradient,) = torch.autograd.grad(found.square().sum(), parameter, retain_graph=True)
+            assert gradient.any() and gradient.isfinite().all(), name
+        with pytest.raises(ValueError, match="was empty before, and this one holds"):
+            model(**batch, past_key_values=cache)
+
+
+def test_gradients_straight_through_are_those_at_the_rounded_numbers():
+    """With 8 bits rounding changes little, and gradients are nearly those without it."""
+    model, batch = make_model("gqa", cache_quantization={"nbits": 8, "means": True}), make_batch()
+    parameters = [p for layer in model.model.layers for p in layer.self_attn.parameters()]
+    with torch.enable_grad():
+        rounded = model(**batch, past_key_values=GQAQuantizedCache(model.config)).logits
+        plain = model(**batch, use_cache=False).logits
+        pairs = (torch.autograd.grad(logits.square().sum(), parameters) for logits in (rounded, plain))
+        for one, two in zip(*pairs, strict=True):
+            assert (one - two).norm() < 0.1 * two.norm()
 
 
 def test_layers_with_a_window_keep_their_numbers():

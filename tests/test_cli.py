@@ -579,6 +579,23 @@ def test_a_frontier_of_caches(checkpoints, corpus, tmp_path, kind):
         assert result.exit_code and result.exception is None and refused in " ".join(result.stderr.split())
 
 
+def test_the_attention_is_trained_with_its_cache_rounded(checkpoints, corpus, tmp_path):
+    """Training lowers the loss of a 2-bit cache; the attention changes, and nothing else but that."""
+    source, text = checkpoints / "gqa", ("--text", corpus, *TEXT_OPTIONS[:6], "--device", "cpu")
+    losses = {}
+    for name, tokens in (("plain", 0), ("trained", 2560)):
+        run("quantize-cache", source, tmp_path / name, "--nbits", 2, *text, "--polish", tokens)
+        card = (tmp_path / name / "README.md").read_text()
+        losses[name] = float(re.search(r"is (\d\.\d+) nats", " ".join(card.split()))[1])
+        assert ("was trained on" in card) == bool(tokens) and ("weights are the source's" in card)
+    assert losses["trained"] < 0.97 * losses["plain"]
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "trained"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and all(".self_attn." in name for name in changed)
+    result = call("quantize-cache", source, tmp_path / "no", "--polish", 100)
+    assert result.exit_code and "--polish needs --text" in result.stderr
+
+
 def test_a_frontier_of_a_conversion(checkpoints, corpus, tmp_path):
     """A conversion stands beside its source, as it is and rounded; sizes are shares of the source's bytes."""
     source, made, picture = checkpoints / "gqa", tmp_path / "mla", tmp_path / "picture.svg"

@@ -17,6 +17,7 @@ import torch
 
 from modeling_gqa_cli import options as declared
 from modeling_gqa_cli.errors import UserError
+from modeling_gqa_cli.options import spelled
 
 from ..cache_formats import LARGEST_FP8, CacheQuantization
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -28,14 +29,14 @@ from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_predictions, predicted_states
-from .options import check_text, spelled
 from .quantizing import (
     CODING_TOKENS,
+    PARTS,
     check_rounded,
-    read_text,
     set_cache_constants,
     with_quantized_cache,
 )
+from .text import check_text, read_text
 from .transform_coding import Coding, cache_codings, cache_means, choose_bits, intercepted
 
 SHARES = (0.4, 0.25, 0.2, 0.15, 0.1)
@@ -85,10 +86,10 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
         """
         dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
         checkpoint = open_checkpoint(self.source, ignore_fields=self.ignore_field or (), dtype=dtype)
-        check_rounded(checkpoint.config)
+        check_rounded(self, checkpoint.config, CacheQuantization.exact_tokens)
         stored = dtype or checkpoint.dtype
         conversions = {folder: self.conversion(folder, checkpoint.config, stored) for folder in self.converted or ()}
-        batches = read_text(self, checkpoint, CacheQuantization.exact_tokens)
+        batches = read_text(self, checkpoint, PARTS)
         model: Any = checkpoint.load(stored, self.device).eval()
         full = cache_bytes_per_token(model.config, stored)
         model.to(dtype=computing_dtype(stored, self.device))
@@ -133,7 +134,7 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
     def conversion(self, folder: str, source: GQAConfig, stored: torch.dtype) -> Checkpoint:
         """Open a conversion; raises `UserError` where it cannot be one of the source."""
         checkpoint = open_checkpoint(folder, ignore_fields=self.ignore_field or (), dtype=stored)
-        check_rounded(checkpoint.config)
+        check_rounded(self, checkpoint.config, CacheQuantization.exact_tokens)
         for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
             if (there := getattr(checkpoint.config, name)) != (wanted := getattr(source, name)):
                 raise UserError(f"{folder} is no conversion of {self.source}: its {name} is {there}, not {wanted}")

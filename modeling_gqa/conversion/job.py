@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from modeling_gqa_cli.errors import UserError
 from modeling_gqa_vllm.kernels import FAST_SIZES
 
 from .. import __version__
@@ -26,10 +25,8 @@ from ..common.batches import Batch, computing_dtype, free_memory
 from ..common.progress import ShowProgress
 from ..configuration_gqa import GQAConfig
 from ..costs import CostedModel, cache_bytes_per_token, count_parameters
-from ..data.packing import read_batches
-from ..data.tokenizer import load_tokenizer
 from ..modeling_gqa import GQAForCausalLM
-from .convert import FITTED_METHODS, SELECTION_TOKENS, convert_model
+from .convert import FITTED_METHODS, convert_model
 from .divergence import TOKENS_AT_ONCE, compare_predictions, layer_errors
 from .fitting import STEP_TOKENS
 from .layer_store import choose_target, layers_folder, resumable_folder
@@ -38,17 +35,15 @@ from .options import Goal, Options, expected_target, find_goal, layers_after
 from .report import FORMAT_VERSION, Report, vllm_kernels, write_conversion_card, write_report
 from .streams import IN_MEMORY
 from .targets import changed_layers, describe
+from .text import read_text, text_length
 
 GIB = 2**30
 # What Python, torch and freed memory that the allocator keeps take beside all tensors.
 PROGRAM = GIB // 2
-# "auto" compares settings on a quarter of the tokens that calibrate them.
-SELECTION_SHARE = 4
 # By default training at the end takes at most as many tokens as calibrate, on a GPU this times as many. It ends before
 # them where text that judges it no longer gains.
 POLISH_TIMES_ON_GPU = 8
 LEFT_FREE = 0.9  # share of the free memory that training at the end may take by default
-LONGEST_SEQUENCE = 1024  # tokens, where --sequence-length is left out
 
 Batches = dict[str, list[Batch]]
 
@@ -155,7 +150,7 @@ class Job(Options):
         """Return the memory that the conversion takes, by accounting."""
         config, rows = checkpoint.config, self.batch_size if self.text else 0
         target, dtype = expected_target(goal, config, checkpoint.dtype), computing_dtype(checkpoint.dtype, self.device)
-        return count_memory(config, target, dtype, rows, self.text_length(config), polished)
+        return count_memory(config, target, dtype, rows, text_length(self, config) if self.text else 0, polished)
 
     def choose_polish(self, checkpoint: Checkpoint, goal: Goal, say: Callable[[str], None]) -> None:
         """Set `polish` where it was not given: 0 where there is nothing to train, or not enough memory."""
@@ -185,41 +180,14 @@ class Job(Options):
             fast = " or ".join(f"{rank} + {rope}" for rank, rope in FAST_SIZES)
             say(f"Sizes: {sizes}; vLLM's fast kernels take R + P = {fast}.")
 
-    def text_length(self, config: GQAConfig) -> int:
-        """Return how many tokens a sequence of text has."""
-        return self.sequence_length or min(LONGEST_SEQUENCE, config.max_position_embeddings)
-
     def read_text(self, checkpoint: Checkpoint, exact: bool) -> Batches:
-        """Return the parts "calibration", "selection", "evaluation" and "polish" of the text; the third where exact.
-
-        "polish" is what the text has beyond the others, up to the tokens that are trained on at the end.
-        """
+        """Return the parts of the text; where the conversion is exact, only what is measured on."""
         if not self.text:
             return {}
-        longest = checkpoint.config.max_position_embeddings
-        length = self.text_length(checkpoint.config)
-        if length > longest:
-            raise UserError(f"--sequence-length={length} is more than max_position_embeddings={longest}")
-        self.sequence_length = length
-        tokens = {
-            "calibration": self.calibration_tokens,
-            "selection": min(self.calibration_tokens // SELECTION_SHARE, SELECTION_TOKENS),
-            "evaluation": self.evaluation_tokens,
-        }
-        rest = ("polish", self.polish or 0)
+        self.sequence_length = text_length(self, checkpoint.config)
         if exact:  # nothing to calibrate
-            tokens, rest = {"evaluation": self.evaluation_tokens}, ("polish", 0)
-        return read_batches(
-            self.text,
-            load_tokenizer(checkpoint.folder),
-            tokens,
-            rest=rest,
-            sequence_length=length,
-            batch_size=self.batch_size,
-            evaluation_paths=self.evaluation_text or (),
-            text_column=self.text_column,
-            seed=self.seed,
-        )
+            return read_text(self, checkpoint, ("evaluation",), seed=self.seed)
+        return read_text(self, checkpoint, ("calibration", "selection", "evaluation"), self.polish or 0, self.seed)
 
     def convert(
         self,

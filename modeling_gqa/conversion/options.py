@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from modeling_gqa_cli import options as declared
-from modeling_gqa_cli.errors import UsageError, UserError
+from modeling_gqa_cli.errors import UserError
+from modeling_gqa_cli.options import SIZES, spelled
 from modeling_gqa_vllm.kernels import FAST_SIZES
 
 from ..checkpoints.writing import refuse_overlap
 from ..common.batches import usable_device
 from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token
-from ..data.reading import find_files
 from .targets import (
     cached_numbers,
     chosen_layers,
@@ -31,18 +31,10 @@ from .targets import (
     lossy_layers,
     target_config,
 )
+from .text import check_text
 
-SIZES = declared.SIZES
 # A cache that is asked for may become larger by this share of it where a fast kernel of vLLM takes that.
 MORE = 1 / 8
-LEAST = {
-    "refine": 0,
-    "polish": 0,
-    "calibration_tokens": 1,
-    "evaluation_tokens": 1,
-    "sequence_length": 2,
-    "batch_size": 1,
-}
 
 
 @dataclass
@@ -96,26 +88,6 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
             options[name] = [Path(path).absolute().name for path in options[name] or ()]
         source = Path(self.source).resolve().name if self.is_local else self.source
         return options | {"source": source, "target": self.target.resolve().name}
-
-
-def check_text(options: declared.Text, target: Path | None = None) -> None:
-    """Raise `UserError` for text that cannot be read or lies in `target`, and for numbers that cannot be."""
-    for name, least in LEAST.items():
-        value = getattr(options, name, None)
-        if value is not None and not least <= value <= 10**9:
-            raise UsageError(f"{spelled(name)}={value} must be from {least} to 10^9")
-    if options.evaluation_text and not options.text:
-        raise UserError("--evaluation-text needs --text to calibrate on")
-    texts = [*(options.text or []), *(options.evaluation_text or [])]
-    for path in texts if target else ():
-        refuse_overlap(path, target, "text")
-    if texts:
-        find_files(texts, options.text_column)
-
-
-def spelled(name: str) -> str:
-    """Return a field's name as the command line shows it."""
-    return "--" + name.replace("_", "-")
 
 
 class Goal(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..cache_quantized import GQAQuantizedCache, rounds_cache
 from ..common.batches import Batch, evaluating, first_batches
 from ..common.progress import ShowProgress, no_progress
 from ..modeling_gqa import GQAForCausalLM
@@ -55,7 +56,8 @@ def polish(
 
     Args:
         source: the model that was converted; it is not changed.
-        converted: the conversion; its other parameters may be those of `source`, and stay.
+        converted: the conversion, or the source with a quantized cache, which rounds while it is trained; its other
+            parameters may be those of `source`, and stay.
         text: batches to train on.
         judges: batches of other text, best of what nothing was fitted to; the first `JUDGING_TOKENS` tokens are used.
         layers: indices of the layers whose attention is trained.
@@ -91,6 +93,8 @@ def polish(
     steps = max(int(tokens / size), 1)
     with evaluating(source, converted), scratch(source.device) as states, ExitStack() as stack:
         attentions = stack.enter_context(trained(converted, layers))
+        if rounds_cache(converted.config):
+            stack.enter_context(rounding(converted))
         with torch.no_grad():
             for number, piece in enumerate([*cut_text, *cut_judges]):
                 states[number] = last_hidden_state(source, piece.inputs)
@@ -137,6 +141,7 @@ class Run:
         states: Mapping[int, torch.Tensor],
     ) -> None:
         self.source, self.model, self.sizes = source, model, dict[torch.Tensor, float]()
+        self.rounds = rounds_cache(model.config)  # then a forward with a cache attends to rounded numbers
         self.fitted, self.pieces, self.states = len(text), [*text, *judges], states
 
     def loss(self, number: int) -> tuple[torch.Tensor, int]:
@@ -146,7 +151,7 @@ class Run:
         with torch.autocast(device.type, self.source.dtype) if half else nullcontext():
             piece = self.pieces[number]
             inputs = {name: x.to(device) for name, x in piece.inputs.items()}
-            logits = self.model(**inputs, use_cache=False).logits
+            logits = self.model(**inputs, use_cache=self.rounds).logits
             sums = prediction_losses(logits, self.states[number], self.source.lm_head, piece.labels.to(device))
         return sums[1], count_predicted(piece)
 
@@ -205,6 +210,17 @@ def cut(batches: Sequence[Batch]) -> Iterator[Piece]:
 def count_predicted(piece: Piece) -> int:
     """Return the number of tokens of `piece` that are predicted."""
     return int((piece.labels != NOT_PREDICTED).sum())
+
+
+@contextmanager
+def rounding(model: GQAForCausalLM) -> Iterator[None]:
+    """Let a forward with gradients attend to what the quantized cache holds, as one without gradients does."""
+    decoder: Any = model.model
+    decoder.new_cache = lambda: GQAQuantizedCache(model.config)
+    try:
+        yield
+    finally:
+        del decoder.new_cache
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """A checkpoint whose cache is quantized: the command `modeling-gqa quantize-cache`.
 
-The weights stay as they are. Means of what is cached are measured on text and saved beside them, because numbers around
-zero take fewer bits, and where a size is asked for also bases (`transform_coding.py`).
+The weights stay as they are, unless the attention is trained with its cache rounded (`--polish`). Means of what is
+cached are measured on text and saved beside them, because numbers around zero take fewer bits, and where a size is
+asked for also bases (`transform_coding.py`).
 """
 
 import copy
@@ -15,6 +16,7 @@ import torch
 
 from modeling_gqa_cli import options as declared
 from modeling_gqa_cli.errors import UsageError, UserError
+from modeling_gqa_cli.options import spelled
 
 from ..cache_formats import BASES, CacheQuantization
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -25,21 +27,19 @@ from ..common.progress import ShowProgress, no_progress
 from ..common.tables import share
 from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token
-from ..data.packing import read_batches
-from ..data.tokenizer import load_tokenizer
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_predictions
-from .job import LONGEST_SEQUENCE
-from .options import check_text, spelled
 from .report import RUNS
+from .text import check_text, read_text, text_length
 from .transform_coding import Coding, cache_codings, cache_means, choose_bits, folded
 
+PARTS = ("calibration", "evaluation")
 CODING_TOKENS = 16384  # of the text on which the bases are found; each takes as long as three in a forward pass
 
 CARD = """# {title}
 
 {source} with a quantized cache: `generate` keeps {after:,} bytes per token where it kept {before:,} ({share}).
-The weights are the source's.
+{weights}
 
 ```python
 from transformers import AutoModelForCausalLM
@@ -81,6 +81,8 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
                 raise UserError("--cache-share needs --text: without it nobody knows where bits matter")
             if not 0 < self.cache_share < 1:
                 raise UserError(f"--cache-share={self.cache_share} must be between 0 and 1")
+        if self.polish and not self.text:
+            raise UserError("--polish needs --text to train on")
         options = {
             name: int(value) if isinstance(value, str) and value.isdecimal() else value
             for name, value in given.items()
@@ -111,7 +113,7 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             checkpoint = open_checkpoint(self.source, ignore_fields=self.ignore_field or (), dtype=dtype)
             refuse_overlap(checkpoint.folder, self.target)
             self.check_layers(checkpoint.config)
-            batches = read_text(self, checkpoint, self.exact_tokens) if self.text else {}
+            batches = self.read_text(checkpoint) if self.text else {}
             model: Any = checkpoint.load(dtype or checkpoint.dtype, self.device).eval()
             stored = model.dtype
             model.to(dtype=computing_dtype(stored, self.device))
@@ -120,6 +122,10 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
                 f"cache_bytes_per_token_{when}": cache_bytes_per_token(each.config, stored)
                 for when, each in {"before": model, "after": quantized}.items()
             }
+            if self.polish:
+                text = [*batches["polish"], *batches["calibration"]]
+                judges = batches["selection"]
+                report["polish"] = train_rounded(model, quantized, text, judges, self.polish, stored, show_progress)
             if batches:
                 report |= compare_predictions(model, quantized, batches["evaluation"], show_progress("measuring"))
             quantized.to(dtype=stored)
@@ -148,9 +154,15 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
         set_cache_constants(quantized, means, codings, stored)
         return quantized
 
+    def read_text(self, checkpoint: Checkpoint) -> dict[str, list[Batch]]:
+        """Return the parts of the text; one more judges what is trained."""
+        if self.polish:
+            return read_text(self, checkpoint, (*PARTS, "selection"), self.polish)
+        return read_text(self, checkpoint, PARTS)
+
     def check_layers(self, config: GQAConfig) -> None:
         """Raise `UserError` where the options name bits of what no layer caches, or no layer's cache is rounded."""
-        check_rounded(config)
+        check_rounded(self, config, self.exact_tokens)
         kinds = [layer.attention_kind == "mla" for layer in config.per_layer_config]
         for names, there, what in (
             (("latent_bits", "rope_bits"), any(kinds), "MLA"),
@@ -170,37 +182,32 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             before=before,
             after=after,
             share=share(after, before),
+            weights=describe_training(report),
             measured=f"{describe_loss(report)}." if "kl" in report else "What that loses was not measured.",
             runs=RUNS,
         )
         cards.write_card(folder, cards.card_metadata(config) | cards.kept_metadata(source_card) | base, text)
 
 
-def check_rounded(config: GQAConfig) -> None:
-    """Raise `UserError` for a model of which no layer's cache is rounded."""
+def check_rounded(options: declared.Text, config: GQAConfig, exact_tokens: int) -> None:
+    """Raise `UserError` for a model of which no layer's cache is rounded, and for text without tokens that are."""
     if set(config.layer_types) == {"sliding_attention"}:
         raise UserError("each layer has a sliding window, and only caches that hold all tokens are quantized")
-
-
-def read_text(options: declared.Text, checkpoint: Checkpoint, exact_tokens: int) -> dict[str, list[Batch]]:
-    """Return the parts "calibration" and "evaluation" of the text, in blocks for a model from `checkpoint`."""
-    positions = checkpoint.config.max_position_embeddings
-    length = options.sequence_length or min(LONGEST_SEQUENCE, positions)
-    if length > positions:
-        raise UserError(f"--sequence-length={length} is more than max_position_embeddings={positions}")
-    if length <= exact_tokens:
+    if options.text and (length := text_length(options, config)) <= exact_tokens:
         raise UserError(
             f"sequences of {length} tokens have none beyond the first {exact_tokens}, which are not rounded: give a "
             "longer --sequence-length"
         )
-    return read_batches(
-        options.text or (),
-        load_tokenizer(checkpoint.folder),
-        {"calibration": options.calibration_tokens, "evaluation": options.evaluation_tokens},
-        sequence_length=length,
-        batch_size=options.batch_size,
-        evaluation_paths=options.evaluation_text or (),
-        text_column=options.text_column,
+
+
+def describe_training(report: dict[str, Any]) -> str:
+    """Return what was done to the weights, in a sentence."""
+    done = report.get("polish")
+    if not done or done["learning_rate"] is None:
+        return "The weights are the source's."
+    return (
+        f"Its attention was trained on {done['tokens']:,} tokens with its cache rounded, for the source's predictions; "
+        "the other weights are the source's."
     )
 
 
@@ -258,3 +265,33 @@ def set_cache_constants(
             buffers[BASES[name]] = torch.stack((encoder, encoder.double().inverse().to(stored)))
         for name, buffer in buffers.items():
             attention.register_buffer(name, buffer.to(stored).to(quantized.device, quantized.dtype))
+
+
+def train_rounded(
+    model: GQAForCausalLM,
+    quantized: GQAForCausalLM,
+    text: Sequence[Batch],
+    judges: Sequence[Batch],
+    tokens: int,
+    stored: torch.dtype | None = None,
+    show_progress: ShowProgress = no_progress,
+) -> dict[str, Any] | None:
+    """Train the attention of a model with its cache rounded, in place, for the predictions of `model`.
+
+    Args:
+        model: the source; it is not changed.
+        quantized: it as `with_quantized_cache` returns it, with its constants; its attention gets weights of its own.
+        text, judges, tokens, show_progress: as for `polish.polish`, whose result is returned.
+        stored: the dtype that it will be saved in, where it computes in another; weights are rounded to it.
+    """
+    from .polish import polish
+
+    layers: Any = quantized.model.layers
+    rounded = [index for index, layer in enumerate(layers) if layer.self_attn.sliding_window is None]
+    for index in rounded:
+        layers[index].self_attn = copy.deepcopy(layers[index].self_attn, {id(quantized.config): quantized.config})
+    done = polish(model, quantized, first_batches(text, tokens), judges, rounded, tokens, show_progress)
+    with torch.no_grad():  # measured as it will be saved
+        for parameter in (parameter for index in rounded for parameter in layers[index].self_attn.parameters()):
+            parameter.copy_(parameter.to(stored or quantized.dtype))
+    return done

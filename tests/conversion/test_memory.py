@@ -14,8 +14,9 @@ from modeling_gqa.common import batches as common_batches
 from modeling_gqa.common.batches import free_memory
 from modeling_gqa.conversion import compare_predictions, convert_model, job, target_config
 from modeling_gqa.conversion import polish as module
-from modeling_gqa.conversion.job import GIB, LONGEST_SEQUENCE, count_memory
+from modeling_gqa.conversion.job import GIB, count_memory
 from modeling_gqa.conversion.options import Goal, expected_target
+from modeling_gqa.conversion.text import LONGEST_SEQUENCE
 from modeling_gqa.costs import cache_bytes_per_token
 
 SIZES: dict[str, Any] = {
