@@ -24,6 +24,11 @@ Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 RESULTS = Path("benchmarks/results")
 PICTURE = Path("docs/assets/decode_mla.png")
 UPTRAINED, UPTRAINING_PICTURE = RESULTS / "uptraining.json", Path("docs/assets/uptraining.png")
+# Pictures of what smaller caches lose, by the results of quantized caches and of conversions.
+CACHES = {
+    ("quantized_cache", "real_conversion"): Path("docs/assets/cache_smollm2.png"),
+    ("quantized_qwen", "real_conversion_qwen"): Path("docs/assets/cache_qwen.png"),
+}
 # The cells of the documentation's table of decoding: dtype, batch, length.
 DECODE_CELLS = [
     ("float32", 1, 128), ("float32", 1, 4096), ("float32", 8, 2048), ("float32", 8, 8192),
@@ -259,6 +264,37 @@ def quantized_table(models: list[dict]) -> str:
     return markdown(["cache", "bytes, of bfloat16's", *names], lines)
 
 
+def plot_caches(quantized: dict, converted: list[dict], path: Path) -> None:
+    """KL on pages of the same books against bytes of the cache: flags, conversions by rank, bits, and both.
+
+    `converted`: rows of `benchmarks.real_conversion`, of the same model.
+    """
+    names = {"plain": "rounded plainly", "ours": "--nbits", "coded": "--cache-share"}
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in quantized["rows"]:
+        conversion = row["cache"].rpartition(", bits by channel")[0]
+        name = f"{conversion}, then --cache-share" if conversion else names.get(row["method"])
+        if "trained" in row["method"]:
+            name = f"{f'{conversion}, then ' * bool(conversion)}--cache-share --polish"
+        if name and row["cache"] != "fp8":
+            lines.setdefault(name, []).append((row["share"], row["kl"]))
+    full = quantized["rows"][0]["bytes"] / quantized["rows"][0]["share"]
+    for method, name in (("default", "MLA by rank"), ("transmla", "TransMLA")):
+        found = [row for row in converted if row["method"] == method and row["target"].startswith("mla-1/")]
+        lines |= {name: [(row["bytes"] / full, row["kl"]) for row in found]} if found else {}
+    figure = new_figure(figsize=(6.4, 4.4))
+    axis = figure.add_subplot()
+    for number, (name, points) in enumerate(lines.items()):
+        style = {"color": list(COLORS.values())[number % len(COLORS)], "marker": "osD^v"[number // len(COLORS)]}
+        axis.plot(*zip(*sorted(points), strict=True), label=name, **style)
+    ticks = [0.05, 0.07, 0.1, 0.14, 0.2, 0.27, 0.5]
+    _scale(axis, quantized["settings"]["model"], "bytes of the cache, of bfloat16's", ticks)
+    axis.set_ylabel("KL to the source, nats per token")
+    axis.legend(fontsize=8, frameon=False)
+    save_picture(figure, path)
+    print(f"wrote {path}", flush=True)
+
+
 def quantized_decode_table(rows: list[dict]) -> str:
     """Milliseconds per token by cell and format, and how many times as long as over a cache of bfloat16."""
     cells = dict.fromkeys((row["kind"], row["batch"], row["length"]) for row in rows)
@@ -404,4 +440,7 @@ if __name__ == "__main__":
     plot_mla(json.loads((RESULTS / "decode.json").read_text(encoding="utf-8"))["rows"], PICTURE)
     if UPTRAINED.is_file():
         plot_uptraining(json.loads(UPTRAINED.read_text(encoding="utf-8"))["curve"], UPTRAINING_PICTURE)
+    for names, picture in CACHES.items():
+        quantized, conversions = (json.loads((RESULTS / f"{name}.json").read_text("utf-8")) for name in names)
+        plot_caches(quantized, conversions["rows"], picture)
     print("\n\n".join(tables()))

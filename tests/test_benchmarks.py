@@ -208,6 +208,26 @@ def test_quantized_cache(small_llama):
     assert found["int2", "ours"]["bytes"] == 2 * 2 * 2 * (2 * 16 / 8 + 2) + 4
 
 
+def test_a_conversion_with_a_quantized_cache(small_llama):
+    """A conversion that was kept is measured against its source, rounded or not; training brings a part back."""
+    path, work = small_llama / "found.json", small_llama / "work"
+    common = [str(small_llama / "Llama-3.2-1B"), "--text", str(small_llama / "text"), "--evaluation-tokens", "128"]
+    common += ["--length", "32"]
+    kept = ["--targets", "mla-1/2", "--methods", "transmla", "--work", str(work), "--json", str(small_llama / "a.json")]
+    (converted,) = real_conversion.main([*common, "--tokens", "512", "--dtype", "float32", *kept])
+    (folder,) = work.iterdir()
+    more = [*common, "--json", str(path), "--converted", str(folder), "--label", "half", "--shares", "0.25"]
+    rows = quantized_cache.main(more)
+    assert [row["cache"] for row in rows] == ["half, 16 bits", "half, bits by channel, 0.25"]
+    assert rows[0]["share"] == 0.5 and rows[0]["kl"] == pytest.approx(converted["kl"], rel=1e-3)
+    assert 0.2 < rows[1]["share"] <= 0.25 and rows[1]["kl"] > 0
+    trained = quantized_cache.main([*more, "--polish", "1024"])[-1]
+    assert trained["method"] == "coded, 1024 tokens trained" and trained["kl"] < rows[1]["kl"]
+    picture = small_llama / "picture.svg"
+    report.plot_caches(read(path), [converted], picture)
+    assert all(name in picture.read_text() for name in ("half, then", "TransMLA", "Llama-3.2-1B"))
+
+
 def test_decoding_over_a_quantized_cache(tmp_path):
     """A row of each format; of MLA's 288 numbers in two layers four bits take 144 bytes and two scales a layer."""
     cells = ["--kinds", "mla", "--cells", "2x70", "--budget", "0", "--output", str(tmp_path)]
