@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         taken, method = cache_bytes_per_token(model.config, torch.bfloat16) / full, "coded"
         if options.polish:
             method = f"coded, {options.polish} tokens trained"
-            print(train_rounded(bench.source, model, bench.polish_text, bench.selection, options.polish), flush=True)
+            print(train_rounded(coded, model, bench.polish_text, bench.selection, options.polish), flush=True)
         add(f"{label}bits by channel, {share:g}", method, taken, bench.measure(model))
     print_table(f"The cache of {Path(folder).name}, quantized", rows, COLUMNS)
     return rows

@@ -114,7 +114,7 @@ def plot_decode(rows: list[dict], by_heads: list[dict], path: Path) -> None:
     print(f"wrote {path}", flush=True)
 
 
-def _scale(axis, title: str, label: str, ticks: list[int]) -> None:
+def _scale(axis, title: str, label: str, ticks: list) -> None:
     """Logarithmic axes with the measured numbers on the horizontal one, and plain numbers on the vertical one."""
     axis.set(xscale="log", yscale="log", title=title, xlabel=label)
     axis.set_xticks(ticks, labels=[str(tick) for tick in ticks], minor=False)
@@ -285,7 +285,10 @@ def plot_caches(quantized: dict, converted: list[dict], path: Path) -> None:
     figure = new_figure(figsize=(6.4, 4.4))
     axis = figure.add_subplot()
     for number, (name, points) in enumerate(lines.items()):
-        style = {"color": list(COLORS.values())[number % len(COLORS)], "marker": "osD^v"[number // len(COLORS)]}
+        style: dict[str, Any] = {
+            "color": list(COLORS.values())[number % len(COLORS)],
+            "marker": "osD^v"[number // len(COLORS)],
+        }
         axis.plot(*zip(*sorted(points), strict=True), label=name, **style)
     ticks = [0.05, 0.07, 0.1, 0.14, 0.2, 0.27, 0.5]
     _scale(axis, quantized["settings"]["model"], "bytes of the cache, of bfloat16's", ticks)

@@ -335,7 +335,8 @@ class GroupedAttention(Attention):
         key, value, attention_mask, options = self.attend_to(
             hidden_states, key, value, attention_mask, past_key_values, crosses, kwargs, **held_by(basis)
         )  # (B, G, S, D); of a quantized cache their bytes
-        if basis is not None and not self.training and self.backend == "sdpa" and reads_tiles(query, attention_mask):
+        tiled = basis is not None and not (self.training or basis.learns) and self.backend == "sdpa"
+        if basis is not None and tiled and reads_tiles(query, attention_mask):
             output = tiled_attention((query,), (key, value), 1, basis, attention_mask, self.scaling)  # (B, H, T, D)
             return self.o_proj(output.transpose(1, 2).flatten(2)), None  # (B, T, hidden)
         if basis is not None:

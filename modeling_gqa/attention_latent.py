@@ -123,6 +123,7 @@ class LatentAttention(Attention):
             hidden_states, latent, key_rope, attention_mask, past_key_values, crosses, kwargs, **held_by(basis)
         )  # (B, 1, S, R), (B, 1, S, P); of a quantized cache their bytes
         absorbs = cached and self.absorbs(query.shape[2], latent.shape[2], attention_mask)
+        absorbs = absorbs and not (basis is not None and basis.learns)
         if basis is not None and absorbs and self.backend == "sdpa":
             rows = latent, key_rope
             output = self.absorb_tiles(query, query_rope, rows, basis, attention_mask)  # (B, T, H, V)

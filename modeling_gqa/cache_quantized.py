@@ -387,6 +387,11 @@ class CacheBasis:
     rotation: tuple[torch.Tensor, torch.Tensor] | None = None
     held: HeldTokens | None = None
 
+    @property
+    def learns(self) -> bool:
+        """Whether gradients pass to what was stored last: `read` alone gives numbers that have them."""
+        return self.cached.learned is not None
+
     def constant_query(self, query: torch.Tensor) -> torch.Tensor | None:
         """Factors (B, H, T, P) of the angles of each token in the scores of a query (B, H, T, D) with the constant key.
 

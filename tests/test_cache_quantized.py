@@ -514,9 +514,15 @@ def test_gradients_pass_straight_through(kind, options):
             model(**batch, past_key_values=cache)
 
 
-def test_gradients_straight_through_are_those_at_the_rounded_numbers():
-    """With 8 bits rounding changes little, and gradients are nearly those without it."""
-    model, batch = make_model("gqa", cache_quantization={"nbits": 8, "means": True}), make_batch()
+@pytest.mark.parametrize("length", [7, 24])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("gqa", {}), ("mla", {}), ("mla", {"kv_lora_rank": 6, "v_head_dim": 16, "qk_nope_head_dim": 16})],
+)
+def test_gradients_straight_through_are_those_at_the_rounded_numbers(kind, sizes, length):
+    """With 8 bits rounding changes little, and gradients are nearly those without it, also where a mask is given."""
+    model = make_model(kind, **sizes, cache_quantization={"nbits": 8, "means": True, "exact_tokens": 0})
+    batch = make_batch(length=length)
     parameters = [p for layer in model.model.layers for p in layer.self_attn.parameters()]
     with torch.enable_grad():
         rounded = model(**batch, past_key_values=GQAQuantizedCache(model.config)).logits

@@ -20,9 +20,10 @@ from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.options import spelled
 
 from ..cache_formats import LARGEST_FP8, CacheQuantization
+from ..cache_quantized import rounds_cache
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..common.batches import Batch, computing_dtype, evaluating, first_batches, usable_device
-from ..common.pictures import COLORS, check_picture, new_figure, save, tidy
+from ..common.pictures import COLORS, LONGEST_NAME, check_picture, new_figure, save, tidy
 from ..common.progress import ShowProgress, no_progress
 from ..common.tables import Table, share
 from ..configuration_gqa import GQAConfig
@@ -87,12 +88,10 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
         dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
         checkpoint = open_checkpoint(self.source, ignore_fields=self.ignore_field or (), dtype=dtype)
         check_rounded(self, checkpoint.config, CacheQuantization.exact_tokens)
-        stored = dtype or checkpoint.dtype
-        conversions = {folder: self.conversion(folder, checkpoint.config, stored) for folder in self.converted or ()}
+        conversions = {folder: self.conversion(folder, checkpoint.config) for folder in self.converted or ()}
         batches = read_text(self, checkpoint, PARTS)
-        model: Any = checkpoint.load(stored, self.device).eval()
+        model, stored = self.loaded(checkpoint)
         full = cache_bytes_per_token(model.config, stored)
-        model.to(dtype=computing_dtype(stored, self.device))
         with evaluating(model):
             states = {number: predicted_states(model, batch) for number, batch in enumerate(batches["evaluation"])}
         found: list[dict[str, Any]] = []
@@ -104,18 +103,20 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
             found.append(choice | {key: measured[key] for key in MEASURED})
             return measured
 
+        def compare(folder: str, each: GQAForCausalLM, own: torch.dtype) -> None:
+            for name, flag, quantized in self.choices(folder, each, batches["calibration"], full, own, show_progress):
+                add(name, self.command(folder, flag), cache_bytes_per_token(quantized.config, own), quantized)
+
         with intercepted(model, in_fp8):
             measured = add("fp8 by an engine's flag", FP8.format(self.source), full // stored.itemsize, model)
-        for folder in (None, *conversions):
-            other = model
-            if folder is not None:
-                other = conversions[folder].load(stored, self.device).eval().to(dtype=model.dtype)
-                add(folder, None, cache_bytes_per_token(other.config, stored), other)
-            for name, flag, quantized in self.choices(
-                folder, other, batches["calibration"], full, stored, show_progress
-            ):
-                add(name, self.command(folder, flag), cache_bytes_per_token(quantized.config, stored), quantized)
-        found.sort(key=lambda choice: -choice["bytes"])
+        compare("", model, stored)
+        for folder, opened in conversions.items():
+            other, own = self.loaded(opened, model.dtype)
+            add(folder, None, cache_bytes_per_token(other.config, own), other)
+            if not rounds_cache(other.config):
+                compare(folder, other, own)
+            del other  # before there is another one
+        found.sort(key=lambda choice: (-choice["bytes"], -choice["kl"]))
         within = [choice["name"] for choice in found if choice["kl"] <= self.loss]
         report = {
             "source": self.source,
@@ -131,9 +132,15 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
             draw(report, self.picture)
         return report
 
-    def conversion(self, folder: str, source: GQAConfig, stored: torch.dtype) -> Checkpoint:
-        """Open a conversion; raises `UserError` where it cannot be one of the source."""
-        checkpoint = open_checkpoint(folder, ignore_fields=self.ignore_field or (), dtype=stored)
+    def loaded(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> tuple[Any, torch.dtype]:
+        """Load a model, to compute in `dtype`; also returns the dtype that it is stored in."""
+        stored = checkpoint.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+        model: Any = checkpoint.load(stored, self.device).eval()
+        return model.to(dtype=dtype or computing_dtype(stored, self.device)), stored
+
+    def conversion(self, folder: str, source: GQAConfig) -> Checkpoint:
+        """Open a conversion, whose cache may be quantized; raises `UserError` where it cannot be one of the source."""
+        checkpoint = open_checkpoint(folder, quantized_cache=True)
         check_rounded(self, checkpoint.config, CacheQuantization.exact_tokens)
         for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
             if (there := getattr(checkpoint.config, name)) != (wanted := getattr(source, name)):
@@ -142,14 +149,14 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
 
     def choices(
         self,
-        folder: str | None,
+        folder: str,
         model: GQAForCausalLM,
         text: Sequence[Batch],
         full: int,
         stored: torch.dtype,
         show_progress: ShowProgress,
     ) -> Iterator[tuple[str, str, GQAForCausalLM]]:
-        """Yield name, flag and model for each way to round the cache of the source, or of the conversion in `folder`.
+        """Yield name, flag and model for each way to round the cache of the source (""), or of the conversion `folder`.
 
         `full` are the bytes of the source's cache, of which the sizes are shares. Sizes that the model cannot have are
         left out, unless they were asked for of the source.
@@ -157,7 +164,21 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
         means = cache_means(model, text, progress=show_progress("measuring means"))
         some = first_batches(text, CODING_TOKENS)
         codings = cache_codings(model, some, means, progress=show_progress("measuring what matters"))
-        own, seen, prefix = cache_bytes_per_token(model.config, stored), list[Any](), f"{folder}, " if folder else ""
+        own, prefix = cache_bytes_per_token(model.config, stored), f"{folder}, " if folder else ""
+        coded: dict[str, tuple[str, Any]] = {}
+        for number in self.shares or SHARES:
+            budget = int(number * full)
+            if budget >= own:
+                continue
+            try:
+                layers = choose_bits(model, codings, budget, stored)
+            except UserError:
+                if self.shares and not folder:
+                    raise
+                continue
+            if all(layers != others for _, others in coded.values()):
+                # Of the conversion's own bytes, and no less than the budget.
+                coded[f"{number:g}"] = f"{(budget + 0.5) / own:.9g}" if folder else f"{number:g}", layers
 
         def rounded(options: dict[str, Any], codings: Sequence[tuple[Coding, Coding]] = ()) -> GQAForCausalLM:
             quantized = with_quantized_cache(model, options | {"means": True})
@@ -166,27 +187,16 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
 
         for bits in (8, 4):
             yield f"{prefix}{bits} bits", f"--nbits {bits}", rounded({"nbits": bits})
-        for number in self.shares or SHARES:
-            budget = int(number * full)
-            if budget >= own:
-                continue
-            try:
-                layers = choose_bits(model, codings, budget, stored)
-            except UserError:
-                if self.shares and folder is None:
-                    raise
-                continue
-            if layers not in seen:
-                seen.append(layers)
-                flag = f"--cache-share {number if folder is None else budget / own:g}"
-                yield f"{prefix}{CODED}, {number:g}", flag, rounded({"layers": layers}, codings)
+        for name, (part, layers) in coded.items():
+            yield f"{prefix}{CODED}, {name}", f"--cache-share {part}", rounded({"layers": layers}, codings)
 
-    def command(self, folder: str | None, flag: str) -> str:
+    def command(self, folder: str, flag: str) -> str:
         """The command that makes a choice of the source or a conversion, with the options that were given."""
         given: list[str] = []
         for item in (*fields(declared.Text), *fields(declared.Running)):
             value = getattr(self, item.name)
-            if item.name != "device" and value not in (None, item.default):
+            left_out = ("device", *["ignore_field"] * bool(folder))
+            if item.name not in left_out and value not in (None, item.default):
                 given += [spelled(item.name), *map(str, value if isinstance(value, list) else [value])]
         return shlex.join(["modeling-gqa", "quantize-cache", folder or self.source, "TARGET", *flag.split(), *given])
 
@@ -222,17 +232,25 @@ def draw(report: dict[str, Any], path: Path) -> None:
     for choice in report["choices"]:
         before, coded, _ = choice["name"].partition(CODED)
         if coded:
-            lines.setdefault(before, []).append(choice)
+            lines.setdefault(before.removesuffix(", "), []).append(choice)
             continue
         axis.plot(choice["share"], choice["kl"], color="#555555", marker="o")
-        place: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "#555555"}
-        axis.annotate(choice["name"], (choice["share"], choice["kl"]), (6, 4), **place)
+        place: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": "#555555", "parse_math": False}
+        axis.annotate(shortened(choice["name"]), (choice["share"], choice["kl"]), (6, 4), **place)
     for (before, some), color in zip(lines.items(), cycle(COLORS.values())):
-        named: dict[str, Any] = {"color": color, "marker": "o", "label": f"{before}{CODED}"}
-        axis.plot([x["share"] for x in some], [x["kl"] for x in some], **named)
-    axis.legend(frameon=False, fontsize=8, loc="lower left")
+        name = f"{CODED} of {shortened(before)}" if before else CODED
+        axis.plot([x["share"] for x in some], [x["kl"] for x in some], color=color, marker="o", label=name)
+    for text in axis.legend(frameon=False, fontsize=8, loc="lower left").get_texts():
+        text.set_parse_math(False)
     ticks = [0.05, 0.1, 0.15, 0.2, 0.25, 0.4, 0.5]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set(xlabel="bytes of the cache, of the source's", ylabel="KL to the source in nats")
     tidy(axis)
     save(figure, path)
+
+
+def shortened(name: str) -> str:
+    """A choice's name without the folders above a conversion, to be written beside a point."""
+    folder, comma, rest = name.rpartition(", ")
+    name = f"{Path(folder).name}{comma}{rest}" if comma else Path(name).name or name
+    return name if len(name) <= LONGEST_NAME else f"...{name[-LONGEST_NAME:]}"

@@ -51,6 +51,7 @@ def polish(
     tokens: int,
     show_progress: ShowProgress = no_progress,
     seed: int = 0,
+    stored: torch.dtype | None = None,
 ) -> dict[str, Any] | None:
     """Train the attention of `converted`, in place, on the predictions of `source`.
 
@@ -64,6 +65,7 @@ def polish(
         tokens: to train on at most, in passes over `text`.
         show_progress: returns, for a description, what wraps an iterable to show progress.
         seed: of the text's order.
+        stored: the dtype that `converted` will be saved in, where it is another: it is judged, and left, rounded to it.
 
     Returns:
         `learning_rate` of the weights that were kept, `None` where none were better than before; `tokens` trained on
@@ -98,8 +100,9 @@ def polish(
         with torch.no_grad():
             for number, piece in enumerate([*cut_text, *cut_judges]):
                 states[number] = last_hidden_state(source, piece.inputs)
-        run = Run(source, converted, cut_text, cut_judges, states)
-        with torch.no_grad(), observed(attentions) as seen:
+        run = Run(source, converted, cut_text, cut_judges, states, stored)
+        # With gradients MLA's projections are called, which decoding over a quantized cache multiplies by itself.
+        with torch.set_grad_enabled(run.rounds), observed(attentions) as seen:
             run.loss(0)
         run.sizes = stack.enter_context(centred(attentions, seen))
         before = best = run.divergence()
@@ -117,6 +120,7 @@ def polish(
                     best, kept, taken, weights = found, step, rate, run.copy()
             if done == steps:
                 break
+        run.put(weights)
     return {"learning_rate": taken, "tokens": round(kept * size), "kl_before": before, "kl_after": best}
 
 
@@ -127,6 +131,7 @@ class Run:
         source, model: the teacher and what is trained.
         text, judges: pieces to train on, and to judge by.
         states: the teacher's last hidden states (B, T, E) by number of the piece, those of `judges` last.
+        stored: as for `polish`.
 
     Attributes:
         sizes: of a step at a rate of 1, by parameter that is trained.
@@ -139,7 +144,9 @@ class Run:
         text: Sequence[Piece],
         judges: Sequence[Piece],
         states: Mapping[int, torch.Tensor],
+        stored: torch.dtype | None = None,
     ) -> None:
+        self.stored = stored
         self.source, self.model, self.sizes = source, model, dict[torch.Tensor, float]()
         self.rounds = rounds_cache(model.config)  # then a forward with a cache attends to rounded numbers
         self.fitted, self.pieces, self.states = len(text), [*text, *judges], states
@@ -157,8 +164,13 @@ class Run:
 
     @torch.no_grad()
     def divergence(self) -> float:
-        """Return the mean KL(source || model) over the tokens that judge."""
+        """Return the mean KL(source || model) over the tokens that judge, with the weights as they will be stored."""
+        trained = [parameter.detach().clone() for parameter in self.sizes] if self.stored else []
+        if self.stored:
+            self.put(self.copy())
         sums = [self.loss(number) for number in range(self.fitted, len(self.pieces))]
+        if self.stored:
+            self.put(trained)
         return sum(kl.item() for kl, _ in sums) / sum(count for _, count in sums)
 
     def order(self, seed: int) -> Iterator[int]:
@@ -186,8 +198,9 @@ class Run:
             parameter.grad = None
 
     def copy(self) -> list[torch.Tensor]:
-        """Return copies of the parameters that are trained."""
-        return [parameter.detach().clone() for parameter in self.sizes]
+        """Return copies of the parameters that are trained, rounded to the dtype that they are stored in."""
+        copies = (parameter.detach().clone() for parameter in self.sizes)
+        return [x.to(self.stored).to(x.dtype) for x in copies] if self.stored else list(copies)
 
     @torch.no_grad()
     def put(self, weights: list[torch.Tensor]) -> None:

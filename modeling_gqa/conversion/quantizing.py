@@ -19,7 +19,7 @@ from modeling_gqa_cli.errors import UsageError, UserError
 from modeling_gqa_cli.options import spelled
 
 from ..cache_formats import BASES, CacheQuantization
-from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.writing import check_target, new_checkpoint, refuse_overlap, write_model
 from ..common import cards
 from ..common.batches import Batch, computing_dtype, first_batches, usable_device
@@ -33,7 +33,7 @@ from .report import RUNS
 from .text import check_text, read_text, text_length
 from .transform_coding import Coding, cache_codings, cache_means, choose_bits, folded
 
-PARTS = ("calibration", "evaluation")
+PARTS = ("calibration", "selection", "evaluation")  # always the same, so that what is measured on is, too
 CODING_TOKENS = 16384  # of the text on which the bases are found; each takes as long as three in a forward pass
 
 CARD = """# {title}
@@ -113,7 +113,7 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             checkpoint = open_checkpoint(self.source, ignore_fields=self.ignore_field or (), dtype=dtype)
             refuse_overlap(checkpoint.folder, self.target)
             self.check_layers(checkpoint.config)
-            batches = self.read_text(checkpoint) if self.text else {}
+            batches = read_text(self, checkpoint, PARTS, self.polish) if self.text else {}
             model: Any = checkpoint.load(dtype or checkpoint.dtype, self.device).eval()
             stored = model.dtype
             model.to(dtype=computing_dtype(stored, self.device))
@@ -123,7 +123,7 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
                 for when, each in {"before": model, "after": quantized}.items()
             }
             if self.polish:
-                text = [*batches["polish"], *batches["calibration"]]
+                text = [*batches.get("polish", ()), *batches["calibration"]]
                 judges = batches["selection"]
                 report["polish"] = train_rounded(model, quantized, text, judges, self.polish, stored, show_progress)
             if batches:
@@ -153,12 +153,6 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
         quantized = with_quantized_cache(model, options)
         set_cache_constants(quantized, means, codings, stored)
         return quantized
-
-    def read_text(self, checkpoint: Checkpoint) -> dict[str, list[Batch]]:
-        """Return the parts of the text; one more judges what is trained."""
-        if self.polish:
-            return read_text(self, checkpoint, (*PARTS, "selection"), self.polish)
-        return read_text(self, checkpoint, PARTS)
 
     def check_layers(self, config: GQAConfig) -> None:
         """Raise `UserError` where the options name bits of what no layer caches, or no layer's cache is rounded."""
@@ -202,12 +196,14 @@ def check_rounded(options: declared.Text, config: GQAConfig, exact_tokens: int) 
 
 def describe_training(report: dict[str, Any]) -> str:
     """Return what was done to the weights, in a sentence."""
-    done = report.get("polish")
-    if not done or done["learning_rate"] is None:
+    if "polish" not in report:
         return "The weights are the source's."
+    done = report["polish"]
+    if done is None or done["learning_rate"] is None:
+        return "Training the attention gained nothing on the text that judges it, so the weights are the source's."
     return (
-        f"Its attention was trained on {done['tokens']:,} tokens with its cache rounded, for the source's predictions; "
-        "the other weights are the source's."
+        f"Its attention was trained on {done['tokens']:,} tokens for the source's predictions, with the cache rounded "
+        "as it is used; the other weights are the source's."
     )
 
 
@@ -282,16 +278,23 @@ def train_rounded(
         model: the source; it is not changed.
         quantized: it as `with_quantized_cache` returns it, with its constants; its attention gets weights of its own.
         text, judges, tokens, show_progress: as for `polish.polish`, whose result is returned.
-        stored: the dtype that it will be saved in, where it computes in another; weights are rounded to it.
+        stored: the dtype that it will be saved in, where it computes in another; weights are judged and left so.
     """
     from .polish import polish
 
     layers: Any = quantized.model.layers
     rounded = [index for index, layer in enumerate(layers) if layer.self_attn.sliding_window is None]
-    for index in rounded:
-        layers[index].self_attn = copy.deepcopy(layers[index].self_attn, {id(quantized.config): quantized.config})
-    done = polish(model, quantized, first_batches(text, tokens), judges, rounded, tokens, show_progress)
-    with torch.no_grad():  # measured as it will be saved
-        for parameter in (parameter for index in rounded for parameter in layers[index].self_attn.parameters()):
-            parameter.copy_(parameter.to(stored or quantized.dtype))
+    before = {index: layers[index].self_attn for index in rounded}
+    for index, attention in before.items():
+        layers[index].self_attn = copy.deepcopy(attention, {id(quantized.config): quantized.config})
+    stored = None if stored == quantized.dtype else stored
+    text = first_batches(text, tokens)
+    done = polish(model, quantized, text, judges, rounded, tokens, show_progress, stored=stored)
+    for index, attention in before.items():
+        if done is None or done["learning_rate"] is None:  # biases were moved, and moved back
+            layers[index].self_attn = attention
+        elif stored:
+            with torch.no_grad():
+                for parameter in layers[index].self_attn.parameters():
+                    parameter.copy_(parameter.to(stored))
     return done
