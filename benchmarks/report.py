@@ -259,7 +259,7 @@ def quantized_table(models: list[dict]) -> str:
             " / ".join(f"{rows[key][f'kl{text}']:.4f}" for text in ("", "_other", "_code")) if key in rows else ""
             for rows in found
         ]
-        lines.append([", ".join(key).removesuffix(", coded"), shares[0], *losses])
+        lines.append([", ".join(key).replace(", coded", ""), shares[0], *losses])
     names = [stored["settings"]["model"].split("-")[0] for stored in models]
     return markdown(["cache", "bytes, of bfloat16's", *names], lines)
 
