@@ -290,7 +290,8 @@ def plot_caches(quantized: dict, converted: list[dict], path: Path) -> None:
             "marker": "osD^v"[number // len(COLORS)],
         }
         axis.plot(*zip(*sorted(points), strict=True), label=name, **style)
-    ticks = [0.05, 0.07, 0.1, 0.14, 0.2, 0.27, 0.5]
+    least = min(share for points in lines.values() for share, _ in points)
+    ticks = [tick for tick in (0.05, 0.07, 0.1, 0.14, 0.2, 0.27, 0.5) if tick > 0.9 * least]
     _scale(axis, quantized["settings"]["model"], "bytes of the cache, of bfloat16's", ticks)
     axis.set_ylabel("KL to the source, nats per token")
     axis.legend(fontsize=8, frameon=False)
