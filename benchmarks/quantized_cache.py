@@ -9,7 +9,7 @@ text. "Coded" does too, with bases and bits that are chosen on that text for a s
 done without these: each number is rounded between symmetric levels up to the largest of its head, or to float8_e4m3fn
 with a scale of 1, vLLM's default. Nothing is packed for it. With `--converted` the cache of a conversion is coded,
 for shares of the source's bytes, and measured against the source. Rows that the file of results holds already stay,
-if they are of as many tokens.
+if they are of as many tokens. `--polish` trains what is coded for the predictions of what it was coded from.
 """
 
 import argparse
