@@ -6,8 +6,8 @@
 
 "Ours" attends to what `cache_quantization` packs and gives back, with means measured on `TOKENS` tokens of other
 text. "Coded" does too, with bases and bits that are chosen on that text for a share of the bytes. "Plain" is what is
-done without these: each number is rounded between symmetric levels up to the largest of its head, or to float8_e4m3fn
-with a scale of 1, vLLM's default. Nothing is packed for it. With `--converted` the cache of a conversion is coded,
+done without these: each number is rounded between symmetric levels up to the largest of its head, or as vLLM's flags
+round it. Nothing is packed for it. With `--converted` the cache of a conversion is coded,
 for shares of the source's bytes, and measured against the source. Rows that the file of results holds already stay,
 if they are of as many tokens. `--polish` trains what is coded for the predictions of what it was coded from.
 """
@@ -15,21 +15,18 @@ if they are of as many tokens. `--polish` trains what is coded for the predictio
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
-from modeling_gqa import GQAForCausalLM
+from modeling_gqa import GQAConfig
 from modeling_gqa.conversion import load_source
+from modeling_gqa.conversion.engine_caches import TURBOQUANT, EngineCache, engine_caches
 from modeling_gqa.conversion.quantizing import set_cache_constants, train_rounded, with_quantized_cache
-from modeling_gqa.conversion.transform_coding import cache_codings, cache_means, choose_bits
+from modeling_gqa.conversion.transform_coding import cache_codings, cache_means, choose_bits, intercepted
 from modeling_gqa.costs import cache_bytes_per_token
 
 from .measure import describe_machine
@@ -37,7 +34,7 @@ from .real import MODELS, SMOLLM2, real_model, real_text
 from .real_conversion import EVALUATIONS, Bench
 from .report import RESULTS, kebab_shown, print_machine, print_table, write
 
-FORMATS = {"fp8": 8, "int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2}  # bits of a number
+FORMATS: dict[str, Any] = {"fp8": "fp8", "int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2}  # `nbits`
 GROUP = 64  # numbers that share a scale of 16 bits, or a head's where it has fewer
 TINY = 6e-8  # about the least scale that float16 has, for numbers that are all zero
 TOKENS = 16384
@@ -47,32 +44,30 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def rounded(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Return `x` (..., D) as a plain cache of the format `name` gives it back: levels at 0 and alike on both sides."""
-    if name == "fp8":
-        return x.clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype)
+def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return `x` (..., D) as a plain cache of `bits` gives it back: levels at 0 and alike on both sides."""
     groups = x.unflatten(-1, (-1, min(GROUP, x.shape[-1])))
-    largest = 2 ** (FORMATS[name] - 1) - 1
+    largest = 2 ** (bits - 1) - 1
     scale = (groups.abs().amax(-1, keepdim=True) / largest).half().to(x.dtype).clamp(min=TINY)
     return ((groups / scale).round().clamp(-largest, largest) * scale).flatten(-2)
 
 
-def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, *, name: str, **options: Any) -> Any:
-    """Attend by `sdpa` to rotated keys and values as a plain cache gives them back."""
-    return sdpa_attention_forward(module, query, rounded(key, name), rounded(value, name), mask, **options)
+def in_levels(bits: int, index: int, pair: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What a layer's keys and values become in a plain cache of `bits`."""
+    return [rounded(x, bits) for x in pair]
 
 
-@contextmanager
-def plainly_quantized(model: GQAForCausalLM, name: str) -> Iterator[GQAForCausalLM]:
-    """Let `model` attend to a plain cache meanwhile."""
-    AttentionInterface.register("quantized", partial(attend, name=name))
-    AttentionMaskInterface.register("quantized", sdpa_mask)
-    old = model.config._attn_implementation
-    model.set_attn_implementation("quantized")
-    try:
-        yield model
-    finally:
-        model.set_attn_implementation(old)
+def plain_caches(config: GQAConfig) -> dict[str, EngineCache]:
+    """Return what is compared with, by name: vLLM's flags, and plain levels, which MLA's latent has none of."""
+    caches = {cache.dtype: cache for cache in engine_caches(config, torch.bfloat16)}
+    layers = config.per_layer_config
+    if all(layer.attention_kind != "mla" for layer in layers):
+        full = cache_bytes_per_token(config, torch.bfloat16)
+        for name in (name for name in FORMATS if name.startswith("int")):
+            bits = FORMATS[name]
+            size = round(full * (bits + 16 / min(GROUP, layers[0].head_dim)) / 16)
+            caches[name] = EngineCache(name, size, partial(in_levels, bits))
+    return caches
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
@@ -84,7 +79,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--text", type=Path, help="folder of the text; that of `make real` by default")
     parser.add_argument("--evaluation-tokens", type=int, default=16384, help="of each text")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a block")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    formats = [*FORMATS, *TURBOQUANT]
+    parser.add_argument("--formats", nargs="+", choices=formats, default=formats)
     parser.add_argument("--methods", nargs="*", choices=("plain", "ours"), default=["plain", "ours"])
     parser.add_argument("--shares", nargs="*", type=float, default=[0.266, 0.203, 0.141, 0.11], help='of "coded"')
     parser.add_argument("--polish", type=int, default=0, metavar="TOKENS", help='to train "coded" on')
@@ -100,8 +96,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     settings |= {"evaluation_tokens": options.evaluation_tokens, "length": options.length}
     bench = Bench(folder, text, TOKENS, options.evaluation_tokens, options.length)
     full = cache_bytes_per_token(bench.source.config, torch.bfloat16)
-    if any(layer.attention_kind == "mla" for layer in bench.source.config.per_layer_config):
-        options.methods = ["ours"]  # plain attention functions get no latent
+    plain = plain_caches(bench.source.config)
     bench.source.float()  # differences of 0.001 are lost in bfloat16
     coded, label = bench.source, ""
     if options.converted:
@@ -122,18 +117,13 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         share = cache_bytes_per_token(coded.config, torch.bfloat16) / full
         add(f"{label}16 bits", "converted", share, bench.measure(coded))
     for name in options.formats:
-        for method in options.methods:
-            bits: Any = name if name == "fp8" else FORMATS[name]
-            if method == "ours":
-                model: Any = with_quantized_cache(bench.source, {"nbits": bits, "means": True})
-                set_cache_constants(model, means)
-                add(name, method, cache_bytes_per_token(model.config, torch.bfloat16) / full, bench.measure(model))
-            else:
-                with plainly_quantized(bench.source, name) as model:
-                    measured = bench.measure(model)
-                head_dim = bench.source.config.per_layer_config[0].head_dim
-                share = (FORMATS[name] + (0 if name == "fp8" else 16 / min(GROUP, head_dim))) / 16
-                add(name, method, share, measured)
+        if "ours" in options.methods and name in FORMATS:
+            model: Any = with_quantized_cache(bench.source, {"nbits": FORMATS[name], "means": True})
+            set_cache_constants(model, means)
+            add(name, "ours", cache_bytes_per_token(model.config, torch.bfloat16) / full, bench.measure(model))
+        if "plain" in options.methods and name in plain:
+            with intercepted(bench.source, plain[name].change):
+                add(name, "plain", plain[name].bytes / full, bench.measure(bench.source))
     codings = cache_codings(coded, bench.calibration, means) if options.shares else []
     for share in options.shares:
         layers = choose_bits(coded, codings, int(share * full), torch.bfloat16)

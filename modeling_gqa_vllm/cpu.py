@@ -1,4 +1,4 @@
-"""Attention over the latent on a CPU, for every size, dtype and block size.
+"""Attention over the latent on a CPU, for every size, dtype and block size; the cache may be in fp8.
 
 vLLM's own backends on a CPU take R + P = 576 alone, one of them in float32 with blocks of 16 tokens and without cached
 prefixes, the other in bfloat16 where the CPU has AMX.
@@ -19,11 +19,14 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
+FP8 = ("fp8", "fp8_e4m3")  # vLLM's names of float8_e4m3fn
+
 
 class LatentCPUBackend(MLACommonBackend):
     """What vLLM asks of a backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *FP8]
 
     @staticmethod
     def get_name() -> str:
@@ -107,7 +110,7 @@ class LatentCPUImpl(CPUMLAImpl):
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         output = query.new_empty(*query.shape[:2], self.kv_lora_rank)
         for rows, lengths, tables in attn_metadata.groups:
-            held = self.copied(kv_c_and_k_pe_cache, tables, lengths[-1])
+            held = self.copied(kv_c_and_k_pe_cache, tables, lengths[-1], query.dtype, layer._k_scale)
             unseen = 0 if self.window is None else max(0, lengths[0] - self.window)
             held = held[:, None, unseen:]  # (B, 1, S, R + P)
             mask = self.mask(held, [length - unseen for length in lengths])
@@ -133,15 +136,31 @@ class LatentCPUImpl(CPUMLAImpl):
         return seen[:, None, None]
 
     @classmethod
-    def copied(cls, cache: torch.Tensor, tables: torch.Tensor, length: int) -> torch.Tensor:
-        """Return a copy of the first tokens of requests, (B, S, R + P), which the next call overwrites."""
+    def copied(
+        cls, cache: torch.Tensor, tables: torch.Tensor, length: int, dtype: torch.dtype, scale: torch.Tensor
+    ) -> torch.Tensor:
+        """Return a copy of the first tokens of requests in `dtype`, (B, S, R + P), which the next call overwrites."""
         size, numbers = cache.shape[1:]
         blocks = tables[:, : -(-length // size)]
         shape = (blocks.numel(), size, numbers)
-        if cls.scratch.dtype != cache.dtype or cls.scratch.numel() < math.prod(shape):
-            cls.scratch = cache.new_empty(math.prod(shape))
-        held = torch.index_select(cache, 0, blocks.flatten(), out=cls.scratch[: math.prod(shape)].view(shape))
+        if cls.scratch.dtype != dtype or cls.scratch.numel() < math.prod(shape):
+            cls.scratch = torch.empty(math.prod(shape), dtype=dtype)
+        held = cls.scratch[: math.prod(shape)].view(shape)
+        if cache.dtype == dtype:
+            torch.index_select(cache, 0, blocks.flatten(), out=held)
+        else:
+            held.copy_(cache[blocks.flatten()]).mul_(scale)
         return held.view(len(tables), -1, numbers)[:, :length]
+
+    def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype: str, k_scale) -> None:
+        """Write latents, (T, R), and rotary keys, (T, 1, P), of tokens into their slots; in fp8 divided by `k_scale`.
+
+        What lies outside of float8_e4m3fn becomes its largest number, 448, as in vLLM's own kernels.
+        """
+        if kv_cache_dtype in FP8:
+            kv_cache, most = kv_cache.view(torch.float8_e4m3fn), torch.finfo(torch.float8_e4m3fn).max
+            kv_c_normed, k_pe = (x.div(k_scale).clamp(-most, most) for x in (kv_c_normed, k_pe))
+        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale)
 
     def forward_mha(
         self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=None
@@ -153,7 +172,7 @@ class LatentCPUImpl(CPUMLAImpl):
         for row in range(attn_metadata.num_prefills):
             start, end = (place - begin for place in attn_metadata.starts[first + row : first + row + 2])
             length = attn_metadata.lengths[first + row]
-            held = self.copied(kv_c_and_k_pe_cache, tables[row : row + 1], length)[0]
+            held = self.copied(kv_c_and_k_pe_cache, tables[row : row + 1], length, q.dtype, k_scale)[0]
             attended = self.attend(q[start:end], held)  # (T, H, V)
             output[start:end] = attended.flatten(1)
 

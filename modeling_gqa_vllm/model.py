@@ -30,7 +30,7 @@ from modeling_gqa.cache_formats import CACHE_BUFFERS
 from modeling_gqa.integrations import refuse_uneven
 from modeling_gqa.layers import GQAHeadLinear
 
-from .cpu import LatentCPUBackend
+from .cpu import FP8, LatentCPUBackend
 from .kernels import PROMPT_SIZES, reads_prompts
 
 # Of MLA; what is not named is the same on each rank.
@@ -159,7 +159,7 @@ def latent_attention(attention: Any, sizes: GQAConfig, window: int | None, index
 
     Raises:
         ValueError: the layer has a sliding window, which only the CPU's backend has; or there a quantized `kv_b_proj`,
-            or a cache of another dtype than the model's.
+            or a cache in another dtype than the model's or float8_e4m3fn.
     """
     on_cpu, up_projection, config = current_platform.is_cpu(), attention.kv_b_proj, get_current_vllm_config()
     if window is not None and not on_cpu:
@@ -169,10 +169,10 @@ def latent_attention(attention: Any, sizes: GQAConfig, window: int | None, index
         )
     if on_cpu:
         cached, dtype = config.cache_config.cache_dtype, config.model_config.dtype
-        if kv_cache_dtype_str_to_dtype(cached, config.model_config) != dtype:
+        if cached not in FP8 and kv_cache_dtype_str_to_dtype(cached, config.model_config) != dtype:
             raise ValueError(
                 f"kv_cache_dtype={cached!r}: attention over the latent on a CPU reads a cache of the model's dtype, "
-                f"{dtype}, and no other: leave it out"
+                f"{dtype}, or 'fp8', and no other"
             )
     if on_cpu and not isinstance(up_projection.quant_method, UnquantizedLinearMethod):
         raise ValueError(

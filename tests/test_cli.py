@@ -556,7 +556,7 @@ def test_a_frontier_of_caches(checkpoints, corpus, tmp_path, kind):
     assert list(choices) == sorted(choices, key=lambda name: -choices[name]["bytes"]) and len(choices) == 5
     config = GQAConfig.from_pretrained(source)
     assert found["bytes"] == cache_bytes_per_token(config, torch.float32)
-    assert choices["fp8 by an engine's flag"]["bytes"] == found["bytes"] // 4
+    assert choices["fp8 of vLLM"]["bytes"] == found["bytes"] // 4
     for name, options in {"8 bits": {"nbits": 8}, "4 bits": {"nbits": 4}}.items():
         rounded = GQAConfig.from_pretrained(source, cache_quantization=options)
         assert choices[name]["bytes"] == cache_bytes_per_token(rounded, torch.float32)

@@ -19,7 +19,7 @@ from modeling_gqa_cli import options as declared
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.options import spelled
 
-from ..cache_formats import LARGEST_FP8, CacheQuantization
+from ..cache_formats import CacheQuantization
 from ..cache_quantized import rounds_cache
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..common.batches import Batch, computing_dtype, evaluating, first_batches, usable_device
@@ -30,6 +30,7 @@ from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_predictions, predicted_states
+from .engine_caches import FLAG, engine_caches
 from .quantizing import (
     CODING_TOKENS,
     PARTS,
@@ -42,12 +43,7 @@ from .transform_coding import Coding, cache_codings, cache_means, choose_bits, i
 
 SHARES = (0.4, 0.25, 0.2, 0.15, 0.1)
 MEASURED = ("kl", "perplexity_after", "top1_agreement")
-FP8, CODED = "vllm serve {} --kv-cache-dtype fp8", "bits by channel"
-
-
-def in_fp8(index: int, pair: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What a layer caches in float8_e4m3fn with a scale of 1, as vLLM's default does."""
-    return [x.clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn).to(x.dtype) for x in pair]
+CODED = "bits by channel"
 
 
 @dataclass
@@ -107,8 +103,9 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
             for name, flag, quantized in self.choices(folder, each, batches["calibration"], full, own, show_progress):
                 add(name, self.command(folder, flag), cache_bytes_per_token(quantized.config, own), quantized)
 
-        with intercepted(model, in_fp8):
-            measured = add("fp8 by an engine's flag", FP8.format(self.source), full // stored.itemsize, model)
+        for cache in engine_caches(model.config, stored):
+            with intercepted(model, cache.change):
+                measured = add(f"{cache.dtype} of vLLM", FLAG.format(self.source, cache.dtype), cache.bytes, model)
         compare("", model, stored)
         for folder, opened in conversions.items():
             other, own = self.loaded(opened, model.dtype)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 from models import MODELS, draw_prompts, generate, save_model, serve
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM
+from modeling_gqa.cache_layers import GrowingLayer
 
 PROMPTS = draw_prompts(1, 5, 20, 33, 40, 3)
 # Without the plugin vLLM reads sizes of MLA of the whole model, so layers that differ cannot be served.
@@ -73,7 +75,43 @@ def test_heads_that_do_not_divide_are_refused(tmp_path):
         serve(model, PROMPTS, 4, tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "bfloat16"])
+@pytest.mark.parametrize("name", ["mla", "mla-576", "mla-ranks", "mla-window"])
+def test_an_fp8_cache_gives_the_tokens_of_a_cache_that_rounds(name, tmp_path, monkeypatch):
+    """Greedy tokens of `generate` over latents that are rounded to float8_e4m3fn; a number takes one byte."""
+    model = save_model(name, tmp_path)
+    answer = serve(model, PROMPTS, 32, kv_cache_dtype="fp8")
+    assert [size for _, size in answer["caches"][0].values()] == [size / 4 for size in cached_bytes(model)]
+    exact = generate(model, PROMPTS, 32)
+    round_caches(monkeypatch)
+    assert answer["tokens"] == generate(model, PROMPTS, 32) != exact
+
+
+def test_an_fp8_cache_loses_what_rounding_loses(tmp_path, monkeypatch):
+    """Log-probabilities of given tokens: a number half way between two others may go to either, and no more differs."""
+    model, prompts = save_model("mla-qk-norm", tmp_path), draw_prompts(200, 120)
+    served = serve(model, prompts, prompt_logprobs=0, kv_cache_dtype="fp8")["logprobs"]
+    served = torch.tensor([x for row in served for x in row])
+    exact = score(model, prompts, torch.float32)
+    round_caches(monkeypatch)
+    rounded = score(model, prompts, torch.float32)
+    assert (served - rounded).square().mean() < 0.01 * (rounded - exact).square().mean()
+
+
+def round_caches(monkeypatch) -> None:
+    """Let caches hold what is rounded to float8_e4m3fn."""
+
+    def rounding(update):
+        def rounded(self, keys, values, *args, **kwargs):
+            keys, values = (states.to(torch.float8_e4m3fn).to(states.dtype) for states in (keys, values))
+            return update(self, keys, values, *args, **kwargs)
+
+        return rounded
+
+    for layer in (GrowingLayer, DynamicSlidingWindowLayer):
+        monkeypatch.setattr(layer, "update", rounding(layer.update))
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "bfloat16"])
 def test_a_cache_of_another_dtype_is_refused_on_a_cpu(dtype, tmp_path):
     """At the start and in one line; vLLM would take it, and die at the first prompt."""
     model = save_model("mla-576", tmp_path)
