@@ -60,12 +60,13 @@ class TextOptions:
 
 @dataclass
 class TrainOptions:
-    """Fields of `TrainingArguments` that every run sets, with our defaults."""
+    """What every run sets: mostly fields of `TrainingArguments`, with our defaults."""
 
     _argument_group_name = "Training"
 
     max_steps: int = option("Optimizer steps; or give num_train_epochs.", -1)
-    learning_rate: float = option("Peak rate of AdamW. Default: 3e-3.", 3e-3)
+    muon: bool = option("Muon for the layers' matrices, AdamW for the rest.", False)
+    learning_rate: float = option("Peak learning rate. Default: 3e-3.", 3e-3)
     warmup_steps: float = option("Steps, or a share below 1, in which the rate rises.", 0)
     weight_decay: float = option("Not applied to norms and biases. Default: 0.1.", 0.1)
     adam_beta2: float = option("Decay of AdamW's second moment. Default: 0.95.", 0.95)

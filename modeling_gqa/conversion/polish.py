@@ -15,16 +15,18 @@ import torch
 
 from ..cache_quantized import GQAQuantizedCache, rounds_cache
 from ..common.batches import Batch, evaluating, first_batches
+from ..common.muon import MuonAdamW
 from ..common.progress import ShowProgress, no_progress
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import last_hidden_state, predicted_positions
 from .fitting import pieces
 from .losses import prediction_losses
-from .steps import Muon, centred, observed
+from .steps import centred, observed
 from .streams import scratch
 
 # Learning rates, relative as in `steps.centred`. After one that does not help, the next goes on from the best weights.
 LEARNING_RATES = (5e-4, 1.5e-4, 5e-5)
+MOMENTUM = 0.8  # of Muon: with the 0.95 of pretraining the first gradients count until the end
 JUDGED = 6  # times at most that the text that judges is looked at in a run
 JUDGING_TOKENS = 4096  # of it that are looked at, or one batch
 NOT_PREDICTED = -100  # as a label, PyTorch's mark of what no loss counts
@@ -109,9 +111,9 @@ def polish(
         order, every = run.order(seed), math.ceil(steps / JUDGED)
         done, kept, taken, weights = 0, 0, None, run.copy()
         for rate in LEARNING_RATES:
-            optimizers = run.optimizers()
+            optimizer = run.optimizer()
             for step in show_progress(f"polishing at a rate of {rate:g}")(range(done + 1, steps + 1)):
-                run.step(next(order), optimizers, rate * (1 - (step - 1) / steps))
+                run.step(next(order), optimizer, rate * (1 - (step - 1) / steps))
                 if step % every == 0 or step == steps:
                     done, found = step, run.divergence()
                     if not found < best:  # which nan is not
@@ -179,21 +181,20 @@ class Run:
         while True:
             yield from torch.randperm(self.fitted, generator=generator).tolist()
 
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Return Muon for matrices and Adam (1412.6980) for biases and norms."""
-        groups = [{"params": [x], "size": size, "matrix": x.ndim == 2} for x, size in self.sizes.items()]
-        matrices, others = ([x for x in groups if x["matrix"] is wanted] for wanted in (True, False))
-        return [Muon(matrices), *([torch.optim.Adam(others, betas=(0.9, 0.95))] if others else [])]
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return Muon for matrices and Adam (1412.6980) for biases and norms, in a group for each."""
+        kinds = {"momentum": MOMENTUM, "rms": None}
+        groups = [{"params": [x], "size": size, "muon": x.ndim == 2, **kinds} for x, size in self.sizes.items()]
+        return MuonAdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def step(self, number: int, optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
+    def step(self, number: int, optimizer: torch.optim.Optimizer, rate: float) -> None:
         """Train on one piece; each parameter's step is `rate` times its size."""
         with torch.enable_grad():
             kl, count = self.loss(number)
             (kl / count).backward()
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group["size"]
-            optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group["size"]
+        optimizer.step()
         for parameter in self.sizes:
             parameter.grad = None
 

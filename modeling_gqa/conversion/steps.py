@@ -2,55 +2,15 @@
 
 The weights of models differ in scale, those of one model by layer, and a bias may be many times what tokens add to it.
 So a learning rate is here a share of the layer's outputs, as they vary over tokens (compare 2310.17813, which scales
-steps by the spectral norm of weights). All singular values of a step of Muon's are the same.
+steps by the spectral norm of weights). All singular values of a step of Muon's (`common/muon.py`) are the same.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from ..common.batches import computing_dtype, hooks
-
-# For the few steps at the end of a conversion: with the 0.95 of pretraining the first gradients count until the end.
-MOMENTUM = 0.8
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # the coefficients of Muon's author
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum of Nesterov, of which each step takes the nearest orthogonal matrix: all its singular values are
-    about "lr".
-
-    It is Muon (https://kellerjordan.github.io/posts/muon). torch.optim.Muon multiplies in bfloat16 always, so on a CPU
-    without AVX-512 a step takes minutes.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]]) -> None:
-        super().__init__(groups, {})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        """Make a step by the gradients."""
-        for group in self.param_groups:
-            for matrix in group["params"]:
-                momentum = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
-                momentum.lerp_(matrix.grad, 1 - MOMENTUM)
-                change = orthogonal(matrix.grad.lerp(momentum, MOMENTUM)).to(matrix.dtype)
-                matrix.add_(change, alpha=-group["lr"])
-
-
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """Return about the nearest matrix whose singular values are equal, by five steps of a Newton-Schulz iteration."""
-    if len(matrix) > matrix.shape[1]:
-        return orthogonal(matrix.mT).mT
-    x = matrix.to(computing_dtype(torch.bfloat16, matrix.device.type))
-    x = x / x.norm().clamp(min=1e-7)
-    a, b, c = NEWTON_SCHULZ
-    for _ in range(5):
-        gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x
+from ..common.batches import hooks
 
 
 class Seen:

@@ -10,13 +10,25 @@ from modeling_gqa_cli.errors import UserError, one_line
 from modeling_gqa_cli.paths import refuse_mistyped
 
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
+# Around the messages of a chat. Pretraining never sees them: they are there for finetuning on chats.
+TURN, END_OF_TURN = "<|im_start|>", "<|im_end|>"
 # More text than this hardly changes the merges; the rest of a bigger corpus is not read.
 TRAINING_CHARACTERS = 100_000_000
 # Bytes after which a word is cut while the tokenizer is trained: the time grows with the square of a word's length, and
 # Base64 has no spaces. No token is longer.
 LONGEST_WORD = 256
-# Servers of chats want one. The model has seen no chats, so the messages' texts follow each other, line by line.
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+# ChatML, with the marks by which TRL's `assistant_only_loss` finds what the assistant writes.
+CHAT_TEMPLATE = r"""{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\n' -}}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
+{%- else -%}
+{{- message['content'] + '<|im_end|>' -}}
+{%- endif -%}
+{{- '\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -24,7 +36,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
     Raises `UserError` where `vocab_size` is smaller than the number of bytes and special tokens.
     """
-    smallest = len(pre_tokenizers.ByteLevel.alphabet()) + 2
+    special = [END_OF_TEXT, PAD, TURN, END_OF_TURN]
+    smallest = len(pre_tokenizers.ByteLevel.alphabet()) + len(special)
     if vocab_size < smallest:
         raise UserError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {smallest}")
     tokenizer = Tokenizer(models.BPE())
@@ -33,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT, PAD],
+        special_tokens=special,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -47,6 +60,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         padding_side="left",
         chat_template=CHAT_TEMPLATE,
     )
+
+
+def ends_of_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens at which generation stops: the end of a text, and of a turn where the tokenizer has it."""
+    turn = tokenizer.get_vocab().get(END_OF_TURN)
+    return list(dict.fromkeys(token for token in (tokenizer.eos_token_id, turn) if token is not None))
 
 
 def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:

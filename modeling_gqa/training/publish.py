@@ -24,6 +24,7 @@ from ..common.atomic import write_json
 from ..common.console import say
 from ..costs.measuring import machine_name
 from ..data.source import Source, Split, load_split
+from ..data.tokenizer import ends_of_text, load_tokenizer
 from .recipe import Recipe
 from .results import RESULTS, Results, printed_lines, results_table
 from .run_folder import SAVED_RECIPE
@@ -109,6 +110,8 @@ def save_repository(
     # Trainer switches the cache off for training and would have that saved.
     model.config.use_cache = True
     model.generation_config.use_cache = True
+    ends = ends_of_text(load_tokenizer(str(Path(recipe.output_dir) / "tokenizer")))
+    model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
     dtype = recipe.saved_dtype(model)
     tied = model.all_tied_weights_keys  # which are saved once
     model.save_pretrained(folder, state_dict={name: x.to(dtype) for name, x in weights.items() if name not in tied})

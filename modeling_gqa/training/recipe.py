@@ -160,6 +160,8 @@ class Recipe(ModelOptions, RunningOptions, TextOptions, TrainOptions, RunOptions
 
             if self.torch_compile_mode not in (modes := list_mode_options()):
                 raise ValueError(f"torch_compile_mode is {self.torch_compile_mode}; there are {', '.join(modes)}")
+        if self.muon and self.optim not in ("adamw_torch", "adamw_torch_fused"):
+            raise ValueError(f"muon and optim {self.optim} are both given; choose one optimizer")
         if self.push_to_hub and not self.publish:
             raise ValueError("push_to_hub uploads final/, which publish false does not write: leave one of them out")
         if self.push_to_hub and self.hub_model_id:

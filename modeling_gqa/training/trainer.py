@@ -29,6 +29,7 @@ from modeling_gqa_cli.errors import UserError
 
 from ..common.atomic import read_object
 from ..common.console import is_main, say
+from ..common.muon import MuonAdamW
 from ..costs import cache_bytes_per_token, training_flops
 from ..data.blocks import CheckedStream, PackedBlocks
 from .recipe import Recipe, shorten_warmup
@@ -63,12 +64,14 @@ class PretrainTrainer(Trainer):
         self.checkpoint_limit, args.save_total_limit = args.save_total_limit, None
         # Our own callback answers SIGTERM (see SaveOnSigterm); the Trainer must not install its handler.
         heed_sigterm, args.enable_jit_checkpoint = args.enable_jit_checkpoint, False
+        factory: dict[str, Any] = {"optimizer_cls_and_kwargs": (lambda: self.muon, {})} if args.muon else {}
         super().__init__(
             model=model,
             args=args,
             data_collator=default_data_collator,
             compute_metrics=mean_losses,
             preprocess_logits_for_metrics=losses_of_sequences,
+            **factory,
             **kwargs,
         )
         args.enable_jit_checkpoint = heed_sigterm
@@ -79,6 +82,25 @@ class PretrainTrainer(Trainer):
         self.add_callback(self.throughput)
         if heed_sigterm:
             self.add_callback(self.sigterm)
+
+    def muon(self, model: Any) -> MuonAdamW:
+        """Return Muon for the matrices of `model`'s layers, each projection one, and AdamW for all other parameters."""
+        decayed = set(self.get_decay_parameter_names(model))
+        groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                kind = ".layers." in f".{name}" and parameter.ndim == 2, name in decayed
+                groups.setdefault(kind, []).append(parameter)
+        args = self.args
+        return MuonAdamW(
+            [
+                {"params": parameters, "muon": matrices, "weight_decay": args.weight_decay if decays else 0.0}
+                for (matrices, decays), parameters in groups.items()
+            ],
+            lr=args.learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+        )
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         shorten_warmup(self.args, num_training_steps)  # where the number of epochs decides, it is known only now

@@ -1,32 +1,10 @@
-"""Steps of training at the end: Muon, and sizes of steps that follow what a linear layer computes."""
-
-from functools import partial
+"""Steps of training at the end: sizes of steps that follow what a linear layer computes."""
 
 import pytest
 import torch
 from torch import nn
 
-from modeling_gqa.conversion.steps import MOMENTUM, Muon, centred, observed
-
-
-@pytest.mark.parametrize(("instructions", "tolerance"), [("AVX512", 1e-6), ("AVX2", 0.02)])
-@pytest.mark.parametrize("shape", [(12, 30), (30, 12)])
-def test_muon_is_torchs(shape, instructions, tolerance, monkeypatch):
-    """Bit for bit nearly in bfloat16, and to its rounding in float32, which a CPU without AVX-512 multiplies in."""
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: instructions)
-    torch.manual_seed(0)
-    first, found = torch.randn(shape), []
-    gradients = torch.randn(4, *shape)
-    scaled = partial(torch.optim.Muon, momentum=MOMENTUM, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-    for kind, rate in ((Muon, 0.1), (scaled, 0.1 / (0.2 * max(shape) ** 0.5))):
-        matrix = nn.Parameter(first.clone())
-        optimizer = kind([{"params": [matrix], "lr": rate}])
-        for gradient in gradients:
-            matrix.grad = gradient.clone()
-            optimizer.step()
-        found.append(matrix.detach() - first)
-    ours, theirs = found
-    assert (ours - theirs).norm() < tolerance * theirs.norm()
+from modeling_gqa.conversion.steps import centred, observed
 
 
 def layers() -> tuple[nn.ModuleList, torch.Tensor]:

@@ -1,0 +1,78 @@
+"""What Muon gives in place of AdamW: the quickstart's validation loss by tokens, with the learning rate swept for both.
+
+    python -m benchmarks.optimizers
+    python -m benchmarks.optimizers --steps 400 --rates 6e-3 --seeds 42 43 44 --overrides "--lr_scheduler_type linear"
+
+Each run is one of `pretrain`. Rows that the file of results holds already stay, and are not run again.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .measure import describe_machine
+from .report import RESULTS, print_table, write
+
+COLUMNS = {
+    "optimizer": "",
+    "options": "",
+    "steps": ",",
+    "learning_rate": "g",
+    "seed": "",
+    "loss": ".4f",
+    "seconds": ".0f",
+}
+KEY = ("optimizer", "options", "steps", "learning_rate", "seed")
+
+
+def run(recipe: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Train as `row` says and return it with what came out."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "training.pretrain", recipe, f"--output-dir={folder}/run"]
+        command += [f"--max-steps={row['steps']}", f"--learning-rate={row['learning_rate']}", f"--seed={row['seed']}"]
+        command += ["--save-strategy=no", "--no-publish", "--no-bigram-baseline", *shlex.split(row["options"])]
+        command += ["--muon"] if row["optimizer"] == "muon" else ["--no-muon"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        found = json.loads((Path(folder) / "run" / "results.json").read_text(encoding="utf-8"))
+    return row | {
+        "loss": found["validation_loss"],
+        "tokens": found["tokens_seen"],
+        "seconds": found["training_seconds"],
+    }
+
+
+def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
+    """Measure, print and write what the command line asks for; returns the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", default="quickstart")
+    parser.add_argument("--json", type=Path, default=RESULTS / "optimizers.json")
+    parser.add_argument("--optimizers", nargs="+", choices=("adamw", "muon"), default=["adamw", "muon"])
+    parser.add_argument("--steps", nargs="+", type=int, default=[800, 1600])
+    parser.add_argument("--rates", nargs="+", type=float, default=[3e-3, 6e-3, 1.2e-2, 2.4e-2])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42])
+    parser.add_argument("--overrides", default="", help="further options of pretrain")
+    options = parser.parse_args(arguments)
+    machine = describe_machine("cpu", [torch.float32])
+    command = " ".join(["python -m benchmarks.optimizers", *(sys.argv[1:] if arguments is None else arguments)])
+    rows = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    for steps in options.steps:
+        for seed in options.seeds:
+            for rate in options.rates:
+                for optimizer in options.optimizers:
+                    row = dict(zip(KEY, (optimizer, options.overrides, steps, rate, seed), strict=True))
+                    if all({key: each[key] for key in KEY} != row for each in rows):
+                        rows.append(run(options.recipe, row))
+                        write(options.json, command, machine, recipe=options.recipe, rows=rows)
+    print_table(f"Validation loss of {options.recipe}, nats per token", rows, COLUMNS)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
