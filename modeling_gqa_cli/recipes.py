@@ -31,6 +31,7 @@ class ModelOptions:
     _argument_group_name = "Model"
 
     preset: str = option("Packaged preset, or folder with a config.json; random weights.", "")
+    init_from: str | None = option("Trained model to go on from, in place of a preset; folder or Hub name.")
     model_overrides: dict | str | None = option("JSON object: fields that replace the preset's.", metavar="JSON")
 
 
@@ -65,6 +66,8 @@ class TrainOptions:
     _argument_group_name = "Training"
 
     max_steps: int = option("Optimizer steps; or give num_train_epochs.", -1)
+    tokens: str | None = option("Tokens to train on, such as 500M or 2B, in place of steps.")
+    tokens_per_parameter: float | None = option("Tokens to train on for each parameter, in place of steps.")
     muon: bool = option("Muon for the layers' matrices, AdamW for the rest.", False)
     learning_rate: float = option("Peak learning rate. Default: 3e-3.", 3e-3)
     warmup_steps: float = option("Steps, or a share below 1, in which the rate rises.", 0)
@@ -277,7 +280,8 @@ def checkpointing_name(key: str, known: Container[str]) -> str:
 def read_values(argv: list[str], recipe_class: Any, prog: str) -> dict[str, Any]:
     """Return the value of every field of a recipe: its option's, else the YAML file's, else its default.
 
-    An option of `argv` that sets one of `recipe_class.budgets` replaces the YAML file's other way of setting it.
+    An option of `argv` that sets one of a group of `recipe_class.alternatives` replaces what the YAML file says of the
+    others.
 
     Args:
         argv: a recipe's name or path, and options.
@@ -308,12 +312,17 @@ def read_values(argv: list[str], recipe_class: Any, prog: str) -> dict[str, Any]
     for name, reason in recipe_class.unused.items():
         if values[name] != getattr(defaults[name], "value", defaults[name]):
             raise UsageError(f"{name} has no effect here: {reason}")
-    budgets = {way for way in recipe_class.budgets if (values[way] or 0) > 0}
-    if chosen := {way for way in budgets if (told[way] or 0) > 0}:
-        values |= {way: defaults[way] for way in budgets - chosen}
+    for group in recipe_class.alternatives:
+        if chosen := {way for way in group if is_set(told[way])}:
+            values |= {way: defaults[way] for way in group if way not in chosen}
     output = values["output_dir"] or str(Path("runs") / path.stem)
     values["output_dir"] = os.path.expanduser(output.replace("{preset}", public_name(values.get("preset") or "")))
     return values
+
+
+def is_set(value: Any) -> bool:
+    """Return whether an option has a value: no number up to 0, no empty text."""
+    return bool(value) and not (isinstance(value, int | float) and value < 0)
 
 
 def as_arguments(options: dict[str, Any]) -> list[str]:

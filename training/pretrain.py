@@ -33,9 +33,9 @@ def pretrain(argv: list[str], prog: str | None = None) -> None:
         ```
     """
     # Imported here, and not by the file: help and wrong usage are then answered at once.
-    from transformers import AutoModelForCausalLM, set_seed
+    from transformers import set_seed
 
-    from modeling_gqa.training.recipe import check_training, load_config, load_recipe, warn_of_weights
+    from modeling_gqa.training.recipe import check_training, load_config, load_recipe, new_model, warn_of_weights
     from modeling_gqa.training.run_setup import announce, open_run
     from modeling_gqa.training.trainer import PretrainTrainer
 
@@ -45,15 +45,15 @@ def pretrain(argv: list[str], prog: str | None = None) -> None:
     if not recipe.resume:
         warn_of_weights(recipe)
     check_training(recipe, config)
+    recipe.tokenizer = recipe.tokenizer or recipe.init_from
 
     # Run folder, tokenizer and tokens; of a resumed run its checkpoint
     with open_run(recipe, values, config) as run:
         # Model
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             setattr(config, name, getattr(run.tokenizer, name))
-        attention = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
         set_seed(recipe.seed)
-        model = AutoModelForCausalLM.from_config(config, **attention)
+        model = new_model(recipe, config)
         announce(run, recipe, model)
 
         # Training

@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    SchedulerType,
     Trainer,
     TrainingArguments,
 )
@@ -33,11 +34,14 @@ from modeling_gqa_cli.recipes import (
     RunOptions,
     TextOptions,
     TrainOptions,
+    is_set,
     preset_folder,
     preset_names,
+    public_name,
     read_values,
 )
 
+from ..common.cards import base_metadata, kept_metadata
 from ..common.console import warn
 
 if TYPE_CHECKING:
@@ -76,6 +80,8 @@ FREE_ON_RESUME = {
     "log_on_each_node", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_always_push",
     "torch_empty_cache_steps", "enable_jit_checkpoint", "keep_best",
 }  # fmt: skip
+DECAY_SHARE = 0.2  # of a run of warmup_stable_decay
+UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}  # of tokens
 # Bounds: TrainingArguments accepts more, and training then fails when it has begun, or at its end.
 NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
     (("sequence_length",), lambda number: number >= 2, "at least 2"),
@@ -96,7 +102,7 @@ NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
         lambda number: number >= 0,
         "at least 0",
     ),
-    (("adam_epsilon", "logging_steps", "save_steps"), lambda number: number > 0, "positive"),
+    (("adam_epsilon", "logging_steps", "save_steps", "tokens_per_parameter"), lambda number: number > 0, "positive"),
     (("adam_beta1", "adam_beta2", "label_smoothing_factor"), lambda number: 0 <= number < 1, "at least 0 and below 1"),
     (("seed", "data_seed"), lambda number: 0 <= number < 2**32, f"from 0 to {2**32 - 1}"),
 ]  # fmt: skip
@@ -109,7 +115,9 @@ class Recipe(ModelOptions, RunningOptions, TextOptions, TrainOptions, RunOptions
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_overrides"]
     _argument_group_name = "Options"
     script, unused = "pretrain", UNUSED
-    budgets: ClassVar[tuple[str, ...]] = ()  # fields that each set the length of training
+    budgets: ClassVar[tuple[str, ...]] = ("max_steps", "tokens", "tokens_per_parameter")
+    # Fields of which one at most is given: each sets the length of training, or the model.
+    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = (budgets, ("preset", "init_from"))
 
     # The filter would show an average in place of a NaN; here training stops at the first NaN.
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide non-finite losses in the log."})
@@ -123,7 +131,12 @@ class Recipe(ModelOptions, RunningOptions, TextOptions, TrainOptions, RunOptions
         # Unless told, accelerate does not join CPU processes into a group.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         self.check_numbers()
+        for group in self.alternatives:
+            if len(given := [name for name in group if is_set(getattr(self, name))]) > 1:
+                raise ValueError(f"{' and '.join(given)} are both given; choose one")
         super().__post_init__()
+        if (budget := self.token_budget()) is not None:
+            self.set_steps(budget)
         self.check_options()
 
     def check_options(self) -> None:
@@ -139,8 +152,8 @@ class Recipe(ModelOptions, RunningOptions, TextOptions, TrainOptions, RunOptions
             raise ValueError(f"validation_fraction is {self.validation_fraction}; it must lie between 0 and 1")
         if self.data_files and self.dataset_name:
             raise ValueError("data_files and dataset_name are both given; name one source of text")
-        if self.streaming and self.max_steps <= 0:
-            raise ValueError("streaming has no end, so max_steps must say how long to train")
+        if self.streaming and not any(is_set(getattr(self, name)) for name in self.budgets):
+            raise ValueError("streaming has no end, so tokens or max_steps must say how long to train")
         if self.streaming and self.dataloader_num_workers:
             raise ValueError(
                 f"dataloader_num_workers is {self.dataloader_num_workers}, and each would stream all of the text; "
@@ -168,6 +181,23 @@ class Recipe(ModelOptions, RunningOptions, TextOptions, TrainOptions, RunOptions
             validate_repo_id(self.hub_model_id)
         check_trackers(self.report_to, self.output_dir)
 
+    @property
+    def tokens_per_step(self) -> int:
+        batches = self.train_batch_size * self.gradient_accumulation_steps * self.world_size
+        return batches * self.sequence_length
+
+    def token_budget(self) -> float | None:
+        """Return the number of tokens to train on; `None` where it is not known without the model, or not given."""
+        return parse_tokens(self.tokens) if self.tokens else None
+
+    def set_steps(self, tokens: float) -> None:
+        """Set `max_steps` to train on so many tokens; raises `ValueError` where they are less than half a step's."""
+        self.max_steps = round(tokens / self.tokens_per_step)
+        if self.max_steps < 1:
+            self.check_models()
+            given = next(name for name in self.budgets[1:] if is_set(getattr(self, name)))
+            raise ValueError(f"{given} leaves {tokens:,.0f} tokens, and a step takes {self.tokens_per_step:,}")
+
     def check_numbers(self) -> None:
         """Raise `ValueError` for a number that is not finite or outside its bounds."""
         for item in fields(self):
@@ -189,16 +219,33 @@ class Recipe(ModelOptions, RunningOptions, TextOptions, TrainOptions, RunOptions
     # -- What depends on the kind of recipe; `UptrainRecipe` has its own.
 
     @property
+    def start(self) -> str | None:
+        """The trained model that training begins with: a folder or Hub name."""
+        return self.init_from
+
+    @property
     def model_name(self) -> str:
         """The model's name as it is printed."""
-        return self.preset
+        return public_name(self.start) if self.start else self.preset
 
     def models(self) -> dict[str, str]:
         """Return the models that the run reads, by their roles: each a folder or Hub name."""
-        return {}
+        return {"model": self.init_from} if self.init_from else {}
+
+    def check_models(self) -> None:
+        """Raise `UserError` where one of them cannot be opened."""
+        from ..checkpoints.checkpoint import open_checkpoint  # a new model needs none of it
+
+        for role, name in self.models().items():
+            try:
+                open_checkpoint(name, companions=False)
+            except (OSError, ValueError) as error:
+                raise UserError(f"cannot load the {role} {name}: {error}") from error
 
     def origin(self, results: "Results") -> str:
         """Return the words of the card's first sentence on how the model was made."""
+        if self.start:
+            return f"`{self.model_name}` trained further with `modeling_gqa` on {results['tokens_seen']:,} tokens"
         return "pretrained from scratch with `modeling_gqa`"
 
     def method(self) -> str:
@@ -207,14 +254,29 @@ class Recipe(ModelOptions, RunningOptions, TextOptions, TrainOptions, RunOptions
 
     def card_metadata(self) -> dict[str, Any]:
         """Return entries of the card's metadata that replace those of the text and the model's kind."""
-        return {}
+        if not self.start:
+            return {}
+        from ..checkpoints.files import local_folder
+
+        card = local_folder(self.start) / "README.md"
+        on_hub = [name for name in self.models().values() if not Path(name).exists()]
+        base = on_hub[0] if on_hub else kept_metadata(card, ["base_model"]).get("base_model")
+        return kept_metadata(card) | base_metadata(base)
 
     def saved_dtype(self, model: PreTrainedModel) -> torch.dtype:
-        """Return the dtype of the saved weights."""
-        return model.dtype
+        """Return the dtype of the saved weights: of those that training began with."""
+        if not self.start:
+            return model.dtype
+        from ..checkpoints.checkpoint import open_checkpoint
+
+        return open_checkpoint(self.start, download=False).dtype
 
     def copy_documents(self, folder: Path) -> None:
         """Copy into the saved repository the licences and reports of the model that training began with."""
+        if self.start:
+            from ..checkpoints.files import LICENCES, copy_files, local_folder
+
+            copy_files(local_folder(self.start), folder, (*LICENCES, "conversion.json"))
 
 
 # -- Where the values come from
@@ -271,6 +333,20 @@ def as_object(name: str, value: dict | str | None) -> dict[str, Any]:
     return found
 
 
+def parse_tokens(text: str) -> float:
+    """Return a number of tokens such as 500000, 500M, 2.5B or 1e9; raises `ValueError`."""
+    number, factor = text.strip().replace("_", "").replace(",", ""), 1.0
+    if number and number[-1].upper() in UNITS:
+        number, factor = number[:-1], UNITS[number[-1].upper()]
+    try:
+        tokens = float(number) * factor
+    except ValueError:
+        tokens = math.nan
+    if not 0 < tokens < math.inf:
+        raise ValueError(f"tokens is {text}; it must be a positive number, such as 500000, 500M or 2B")
+    return tokens
+
+
 # -- Trackers, such as TensorBoard
 
 
@@ -312,17 +388,23 @@ def trackers_in(folder: Path) -> Iterator[None]:
 
 
 def load_config(recipe: Recipe) -> PreTrainedConfig:
-    """Build the model's configuration from the recipe's preset and overrides.
+    """Build the model's configuration from the recipe's preset, or its trained model, and overrides.
 
     Raises:
-        UserError: no such preset, an unknown field, a value that the model refuses, or too few positions.
+        UserError: no such preset or model, an unknown field, a value that the model refuses, or too few positions.
     """
-    path = preset_folder(recipe.preset) / "config.json"
-    if not recipe.preset or not path.is_file():
-        names = preset_names()
-        hint = did_you_mean(recipe.preset, names) or f"; there are {', '.join(names)}"
-        raise UserError(f"no model preset named {recipe.preset!r}{hint}")
-    values = json.loads(path.read_text(encoding="utf-8"))
+    if recipe.init_from:
+        from ..checkpoints.checkpoint import open_checkpoint
+
+        recipe.check_models()
+        values = open_checkpoint(recipe.init_from, companions=False).config.to_dict()
+    else:
+        path = preset_folder(recipe.preset) / "config.json"
+        if not recipe.preset or not path.is_file():
+            names = preset_names()
+            hint = did_you_mean(recipe.preset, names) or f"; there are {', '.join(names)}"
+            raise UserError(f"no model preset named {recipe.preset!r}{hint}")
+        values = json.loads(path.read_text(encoding="utf-8"))
     overrides = recipe.model_overrides or {}
     if not isinstance(overrides, dict):
         raise UserError(f"model_overrides must be a JSON object, not {overrides!r}")
@@ -335,19 +417,39 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         # Not from_pretrained, which would write this machine's path into the run and refuse to resume it elsewhere.
         config = config_class.from_dict(values, **overrides)
     except Exception as error:  # strict configurations wrap what was wrong in classes of their own
-        raise UserError(f"model preset {recipe.preset}: {error.__cause__ or error}") from error
+        raise UserError(f"model {recipe.model_name}: {error.__cause__ or error}") from error
     check_length(recipe, config)
     return config
+
+
+def new_model(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the model that training begins with: random weights, or those of the recipe's trained model.
+
+    Raises:
+        UserError: the trained model has weights of other shapes than `config`.
+    """
+    attention = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
+    model = AutoModelForCausalLM.from_config(config, **attention)
+    if recipe.init_from:
+        from ..checkpoints.checkpoint import open_checkpoint
+
+        trained = open_checkpoint(recipe.init_from, companions=False).load(torch.float32, "cpu")
+        try:
+            model.load_state_dict(trained.state_dict())
+        except RuntimeError as error:
+            raise UserError(
+                f"with these model_overrides the weights of {recipe.init_from} do not fit: {error}"
+            ) from error
+    return model
 
 
 def warn_of_weights(recipe: Recipe) -> None:
     """Print a warning where the preset is the folder of a trained model, whose weights are not read."""
     folder = preset_folder(recipe.preset)
-    if any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
+    if recipe.preset and any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
         warn(
             f"preset {recipe.preset} holds weights, which are not read: it gives the configuration alone, and training "
-            f"starts from random weights. To train these further: uptrain uptrain-tiny --student {recipe.preset} "
-            "--teacher none --trainable all --max-steps N"
+            f"starts from random weights. To train these further: --init-from {recipe.preset}"
         )
 
 
@@ -360,33 +462,31 @@ def check_length(recipe: Recipe, config: PreTrainedConfig) -> None:
         )
 
 
-def shorten_warmup(recipe: Recipe, steps: int) -> None:
-    """Set `warmup_steps` to a tenth of a run of `steps` steps, with a warning, where it is a half of them or more.
+def schedule_options(recipe: Recipe, steps: int) -> dict[str, Any]:
+    """Return `lr_scheduler_kwargs` for a run of `steps` steps.
 
-    A recipe's number of steps suits the recipe's own length. A share of the run, a number below 1, is left as it is.
+    Of warmup_stable_decay `num_decay_steps` may be a share of the run, below 1; it is a fifth where it is not given.
     """
-    if recipe.warmup_steps < 1 or 2 * recipe.warmup_steps < steps:
-        return
-    shorter = steps // 10
-    warn(
-        f"warmup_steps is {recipe.warmup_steps:g}, and this run has {steps:,} steps: it takes {shorter:,}; set "
-        "warmup_steps to choose, such as 0.1 for a tenth"
-    )
-    recipe.warmup_steps = shorter
+    options = as_object("lr_scheduler_kwargs", recipe.lr_scheduler_kwargs)
+    if recipe.lr_scheduler_type == SchedulerType.WARMUP_STABLE_DECAY:
+        decay = options.get("num_decay_steps", DECAY_SHARE)
+        options["num_decay_steps"] = math.ceil(decay * steps) if decay < 1 else decay
+    return options
 
 
 def check_training(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Raise `UserError` where the model, the optimizer or the learning rate's schedule cannot be made.
+    """Set the steps of `tokens_per_parameter`, and see that model, optimizer and schedule can be made.
 
-    A warm-up that is too long for the run is shortened.
+    Raises:
+        UserError: one of them cannot be made.
     """
-    if recipe.max_steps > 0:
-        shorten_warmup(recipe, recipe.max_steps)
     kwargs = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
-    steps = max(recipe.max_steps, 1)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, **kwargs)
+        if recipe.tokens_per_parameter:
+            recipe.set_steps(recipe.tokens_per_parameter * model.num_parameters())
+        steps = max(recipe.max_steps, 1)
         optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(recipe, model)
         optimizer = optimizer_class([torch.zeros(1, 1, requires_grad=True)], **options)
         get_scheduler(
@@ -394,7 +494,7 @@ def check_training(recipe: Recipe, config: PreTrainedConfig) -> None:
             optimizer,
             num_warmup_steps=recipe.get_warmup_steps(steps),
             num_training_steps=steps,
-            scheduler_specific_kwargs=recipe.lr_scheduler_kwargs or None,  # type: ignore[arg-type]
+            scheduler_specific_kwargs=schedule_options(recipe, steps) or None,  # type: ignore[arg-type]
         )
     except Exception as error:  # each optimizer, schedule and attention implementation has its own classes
         raise UserError(f"this model cannot be trained as the recipe says: {error.__cause__ or error}") from error

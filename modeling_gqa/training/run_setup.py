@@ -79,7 +79,6 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
     """
     if recipe.push_to_hub and not (recipe.hub_token or get_token()):
         raise UserError("push_to_hub needs a Hub token: run `hf auth login` first, or set HF_TOKEN")
-    values["warmup_steps"] = recipe.warmup_steps  # `check_training` may have shortened it
     # Trainer would upload at every save, and save the token; `save_run` uploads the finished repository.
     upload = (recipe.hub_token or "") if recipe.push_to_hub else None
     recipe.push_to_hub, recipe.hub_token = False, None

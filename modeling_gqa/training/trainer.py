@@ -32,7 +32,7 @@ from ..common.console import is_main, say
 from ..common.muon import MuonAdamW
 from ..costs import cache_bytes_per_token, training_flops
 from ..data.blocks import CheckedStream, PackedBlocks
-from .recipe import Recipe, shorten_warmup
+from .recipe import Recipe, schedule_options
 from .results import FORMAT_VERSION, NON_FINITE, RESULTS, TIMING, Results, bigram_loss
 from .run_folder import RunFolder, what_is_kept
 
@@ -103,7 +103,7 @@ class PretrainTrainer(Trainer):
         )
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        shorten_warmup(self.args, num_training_steps)  # where the number of epochs decides, it is known only now
+        self.args.lr_scheduler_kwargs = schedule_options(self.args, num_training_steps)
         return super().create_scheduler(num_training_steps, optimizer)
 
     # -- A step

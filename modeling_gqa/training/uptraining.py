@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.recipes import UptrainOptions, public_name
 
-from ..checkpoints.checkpoint import load_source, open_checkpoint
-from ..checkpoints.files import LICENCES, copy_files, is_gguf, local_folder
+from ..checkpoints.checkpoint import load_source
+from ..checkpoints.files import is_gguf, local_folder
 from ..common.atomic import read_object
-from ..common.cards import base_metadata, kept_metadata
 from ..common.console import warn
 from ..conversion.losses import prediction_losses, top_prediction_losses
 from .distillation import choose_parameters, layerwise_loss, model_inputs, run_teacher
@@ -42,8 +41,9 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
     """Every option of an uptraining run: those of pretraining without the model's, then those of uptraining."""
 
     script = "uptrain"
-    unused = UNUSED | dict.fromkeys(("preset", "model_overrides"), "the student is the model")
-    budgets = ("max_steps", "pretraining_fraction")
+    unused = UNUSED | dict.fromkeys(("preset", "model_overrides", "init_from"), "the student is the model")
+    budgets = (*Recipe.budgets, "pretraining_fraction")
+    alternatives = (budgets,)
 
     # Fields of pretraining with other defaults: the model is already trained.
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of AdamW."})
@@ -79,17 +79,7 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
             raise ValueError(f"temperature is {self.temperature}; it must be positive")
         if self.torch_compile and self.layerwise_fraction:
             raise ValueError("torch_compile cannot follow stage 1; set layerwise_fraction 0, or leave it out")
-        budget = self.training_budget()
         super().__post_init__()
-        if budget is not None:
-            tokens = self.train_batch_size * self.gradient_accumulation_steps * self.world_size * self.sequence_length
-            self.max_steps = round(budget / tokens)
-            if self.max_steps < 1:
-                self.check_models()
-                raise ValueError(
-                    f"pretraining_fraction leaves {budget:,.0f} tokens, and a step takes {tokens:,}: give a larger "
-                    "fraction, or --max-steps N --pretraining-fraction 0"
-                )
         for name in ("eval_steps", "save_steps"):
             # As transformers would; a resumption then compares equal numbers of steps.
             if self.max_steps > 0 and 0 < (getattr(self, name) or 0) < 1:
@@ -119,21 +109,12 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
         logits = [("teacher_logits", self.teacher_logits)] if self.teacher_logits else []
         return [*self.models().items(), *logits, *super().inputs()]
 
-    def training_budget(self) -> float | None:
-        """Return the number of tokens to train on: pretraining_fraction times the teacher's (2305.13245, section 2.1).
-
-        Return `None` where max_steps sets the length of training.
-        """
+    def token_budget(self) -> float | None:
+        """Return the number of tokens to train on: of pretraining_fraction times the teacher's (2305.13245, 2.1)."""
         if not self.pretraining_fraction:
-            return None
+            return super().token_budget()
         if not 0 < self.pretraining_fraction <= 1:
             raise ValueError(f"pretraining_fraction is {self.pretraining_fraction}; it must lie in [0, 1]")
-        if self.max_steps > 0:
-            raise ValueError(
-                "max_steps and pretraining_fraction are both given, and a run has one budget: add "
-                "--pretraining-fraction 0 or --max-steps -1"
-            )
-        self.max_steps = 1  # until the batch size is known
         return self.pretraining_fraction * (self.pretraining_tokens or self.tokens_of_teacher())
 
     def tokens_of_teacher(self) -> int:
@@ -148,19 +129,11 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
             raise ValueError(f"{missing}no tokens_seen in {results}")
         return tokens
 
-    def check_models(self) -> None:
-        """Raise `UserError` where student or teacher cannot be opened: it comes before what is wrong with a budget."""
-        for role, name in self.models().items():
-            try:
-                open_checkpoint(name, companions=False)
-            except (OSError, ValueError) as error:
-                raise UserError(f"cannot load the {role} {name}: {error}") from error
-
     # -- What depends on the kind of recipe.
 
     @property
-    def model_name(self) -> str:
-        return public_name(self.student)
+    def start(self) -> str:
+        return self.student
 
     def models(self) -> dict[str, str]:
         return {"student": self.student} | ({"teacher": self.teacher} if self.teacher else {})
@@ -173,18 +146,6 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
 
     def method(self) -> str:
         return METHOD.format(self, 1 - self.kl_weight)
-
-    def card_metadata(self) -> dict[str, Any]:
-        card = local_folder(self.student) / "README.md"
-        on_hub = [name for name in self.models().values() if not Path(name).exists()]
-        base = on_hub[0] if on_hub else kept_metadata(card, ["base_model"]).get("base_model")
-        return kept_metadata(card) | base_metadata(base)
-
-    def saved_dtype(self, model: PreTrainedModel) -> torch.dtype:
-        return open_checkpoint(self.student, download=False).dtype
-
-    def copy_documents(self, folder: Path) -> None:
-        copy_files(local_folder(self.student), folder, (*LICENCES, "conversion.json"))
 
 
 class UptrainTrainer(PretrainTrainer):

@@ -185,27 +185,20 @@ def test_warmup_stable_decay(train):
 
 
 @pytest.mark.parametrize(
-    ("values", "steps", "expected"),
+    ("schedule", "warmup", "kwargs", "expected"),
     [
-        ({"warmup_steps": 10}, 20, [0, 1.5e-3, 3e-3]),
-        ({"warmup_steps": 2}, 5, [0, 1.5e-3, 3e-3]),  # less than half
-        ({"warmup_steps": 60, "max_steps": -1, "num_train_epochs": 0.12}, 10, [0, 3e-3]),
-        ({"warmup_steps": 0.5}, 4, [0, 1.5e-3, 3e-3]),  # a share of the run, and not of another
+        ("constant_with_warmup", 0.5, {}, [0, 1.5e-3, 3e-3, 3e-3]),
+        ("warmup_stable_decay", 0, {"num_decay_steps": 0.5}, [3e-3, 3e-3, 3e-3, 1.5e-3]),
+        ("warmup_stable_decay", 0.25, {"num_decay_steps": 2}, [0, 3e-3, 3e-3, 1.5e-3]),
+        ("warmup_stable_decay", 1, {}, [0, 3e-3, 3e-3, 3e-3]),  # a fifth by itself, which begins at the rate before it
     ],
 )
-def test_a_warmup_that_swallows_the_run_is_shortened(values, steps, expected, train, tmp_path, capsys, monkeypatch):
-    """With a warning; the saved recipe says the number that was used, and a resumption accepts it."""
-    values = {"lr_scheduler_type": "constant_with_warmup", "max_steps": steps, "save_steps": 4} | values
-    _, log = train("short", save_total_limit=99, eval_strategy="no", **values)
-    rates = [entry["learning_rate"] for entry in log if "learning_rate" in entry]
-    assert rates[: len(expected)] == pytest.approx(expected[: len(rates)])
-    shortened = values["warmup_steps"] >= steps / 2
-    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
-    assert [f"warmup_steps is {values['warmup_steps']}" in line for line in warnings] == [True] * shortened
-    saved = yaml.safe_load((tmp_path / "short" / "recipe.yaml").read_text())
-    assert saved["warmup_steps"] == (steps // 10 if shortened and saved["max_steps"] > 0 else values["warmup_steps"])
-    shutil.rmtree(tmp_path / "short" / "final")
-    pretrain([str(tmp_path / "short.yaml"), "--resume"])
+def test_schedules_by_shares_of_a_run(schedule, warmup, kwargs, expected, train):
+    """Warm-up and decay as shares below 1 of a run whose length is given in tokens."""
+    options = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": kwargs, "warmup_steps": warmup}
+    results, log = train("s", max_steps=-1, tokens=f"{len(expected) * 0.256:g}K", eval_strategy="no", **options)
+    assert [entry["learning_rate"] for entry in log if "learning_rate" in entry] == pytest.approx(expected)
+    assert results["steps"] == len(expected)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_liger_is_refused_where_it_would_change_nothing(write, installed, messag
         ({"preset": "tiny-gqb"}, r"no model preset named 'tiny-gqb' \(did you mean tiny-gqa\?\)"),
         ({"preset": ""}, "no model preset named ''; there are base-124m-gqa"),
         ({"model_overrides": {"hidden_sizes": 3}}, r"unknown field hidden_sizes \(did you mean hidden_size\?\)"),
-        ({"model_overrides": {"num_attention_heads": 7}}, "model preset tiny-gqa: .*num_attention_heads"),
+        ({"model_overrides": {"num_attention_heads": 7}}, "model tiny-gqa: .*num_attention_heads"),
     ],
 )
 def test_wrong_model(write, values, message):

@@ -276,7 +276,7 @@ def test_budget(write, recipe, options, steps):
 
 
 def test_two_budgets_on_the_command_line_are_refused(write):
-    with pytest.raises(UserError, match=r"both given.*: add --pretraining-fraction 0 or --max-steps -1$"):
+    with pytest.raises(UserError, match="max_steps and pretraining_fraction are both given; choose one"):
         load_recipe([write(max_steps=None), "--max-steps=5", "--pretraining-fraction=0.1"], UptrainRecipe)
 
 
@@ -579,7 +579,7 @@ REFUSALS = [
     ({"pretraining_fraction": 1.1, "max_steps": None}, "pretraining_fraction is 1.1; it must lie in [0, 1]"),
     (
         {"pretraining_fraction": 1e-3, "max_steps": None},
-        "leaves 20 tokens, and a step takes 256: give a larger fraction, or --max-steps N --pretraining-fraction 0",
+        "pretraining_fraction leaves 20 tokens, and a step takes 256",
     ),
     # Models come before budgets.
     ({"pretraining_fraction": 1e-3, "max_steps": None, "teacher": "/nowhere/t"}, "cannot load the teacher /nowhere/t"),
