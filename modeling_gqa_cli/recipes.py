@@ -33,6 +33,7 @@ class ModelOptions:
     preset: str = option("Packaged preset, or folder with a config.json; random weights.", "")
     init_from: str | None = option("Trained model to go on from, in place of a preset; folder or Hub name.")
     model_overrides: dict | str | None = option("JSON object: fields that replace the preset's.", metavar="JSON")
+    dry_run: bool = option("Print length, time and memory, and stop.", False)
 
 
 @dataclass

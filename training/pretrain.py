@@ -46,6 +46,11 @@ def pretrain(argv: list[str], prog: str | None = None) -> None:
         warn_of_weights(recipe)
     check_training(recipe, config)
     recipe.tokenizer = recipe.tokenizer or recipe.init_from
+    if recipe.dry_run:
+        from modeling_gqa.training.estimate import dry_run
+
+        dry_run(recipe, new_model(recipe, config).to(recipe.device))
+        return
 
     # Run folder, tokenizer and tokens; of a resumed run its checkpoint
     with open_run(recipe, values, config) as run:

@@ -82,6 +82,9 @@ FREE_ON_RESUME = {
 }  # fmt: skip
 DECAY_SHARE = 0.2  # of a run of warmup_stable_decay
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}  # of tokens
+# What sets the length of a run. A resumption may raise it where the schedule does not depend on it until near the end.
+LENGTHS = {"max_steps", "num_train_epochs", "tokens", "tokens_per_parameter", "pretraining_fraction"}
+EXTENDABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
 # Bounds: TrainingArguments accepts more, and training then fails when it has begun, or at its end.
 NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
     (("sequence_length",), lambda number: number >= 2, "at least 2"),
@@ -419,27 +422,28 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     except Exception as error:  # strict configurations wrap what was wrong in classes of their own
         raise UserError(f"model {recipe.model_name}: {error.__cause__ or error}") from error
     check_length(recipe, config)
+    if recipe.init_from and overrides:
+        wanted, there = shapes(config), shapes(config_class.from_dict(values))
+        if changed := sorted(name for name in wanted.keys() | there.keys() if wanted.get(name) != there.get(name)):
+            raise UserError(f"with these model_overrides the weights of {recipe.init_from} do not fit: {changed[0]}")
     return config
 
 
-def new_model(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the model that training begins with: random weights, or those of the recipe's trained model.
+def shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
+    """Return the shapes of a model's weights by their names."""
+    with torch.device("meta"):
+        return {name: x.shape for name, x in AutoModelForCausalLM.from_config(config).state_dict().items()}
 
-    Raises:
-        UserError: the trained model has weights of other shapes than `config`.
-    """
+
+def new_model(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    """Return the model that training begins with: random weights, or those of the recipe's trained model."""
     attention = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
     model = AutoModelForCausalLM.from_config(config, **attention)
     if recipe.init_from:
         from ..checkpoints.checkpoint import open_checkpoint
 
         trained = open_checkpoint(recipe.init_from, companions=False).load(torch.float32, "cpu")
-        try:
-            model.load_state_dict(trained.state_dict())
-        except RuntimeError as error:
-            raise UserError(
-                f"with these model_overrides the weights of {recipe.init_from} do not fit: {error}"
-            ) from error
+        model.load_state_dict(trained.state_dict())
     return model
 
 

@@ -17,7 +17,7 @@ import yaml
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import get_token
 from torch.utils.data import Dataset
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, SchedulerType
 
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.paths import is_in
@@ -28,7 +28,8 @@ from ..data.blocks import CheckedStream, PackedBlocks, load_blocks, read_blocks,
 from ..data.source import Source, load_split, open_source, split_source
 from ..data.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 from ..modeling_gqa import ATTENTION_CLASSES
-from .recipe import FREE_ON_RESUME, Recipe, trackers_in
+from .estimate import describe_length
+from .recipe import EXTENDABLE, FREE_ON_RESUME, LENGTHS, Recipe, trackers_in
 from .run_folder import SAVED_MODEL, SAVED_RECIPE, RunFolder, checkpoints, find_resumable, sha256_of, what_is_kept
 
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
@@ -126,6 +127,8 @@ def announce(run: OpenRun, recipe: Recipe, model: PreTrainedModel) -> None:
     attention = describe_attention(model.config)
     say(f"Model   {recipe.model_name}: {model.num_parameters() / 1e6:.2f}M parameters, {attention}")
     say(f"Text    {run.source.name}; {size} of {recipe.sequence_length} tokens, {len(run.validation):,} for validation")
+    if recipe.max_steps > 0 and recipe.script == "pretrain":
+        say(f"Length  {describe_length(recipe, model, recipe.max_steps)}")
     say(f"Run     {recipe.output_dir}, on {recipe.world_size} x {recipe.device.type}")
     if recipe.resume:
         where = f"Resuming from {run.checkpoint}" if run.checkpoint else None
@@ -212,7 +215,7 @@ class RunSetup:
             UserError: recipe, models, text or the finished model have changed, or no checkpoint is whole.
         """
         folder = self.folder
-        compare_recipes(self.values, self.config)
+        longer = compare_recipes(self.values, self.config)
         for role, then in folder.notes.get("models", {}).items():
             if self.fingerprints.get(role) != then:
                 raise UserError(
@@ -231,11 +234,21 @@ class RunSetup:
             )
         newer = [path.name for path in checkpoints(folder.path)]
         folder.refuse_foreign(newer[newer.index(checkpoint.name) + 1 :] if checkpoint else newer)
+        if longer:
+            self.extend(int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0)
         versions = folder.notes.get("versions", VERSIONS)
         if changed := [f"{name} {versions.get(name)}" for name in VERSIONS if versions.get(name) != VERSIONS[name]]:
             say(f"The run began with {', '.join(changed)}: with other versions its numbers can differ in the last bits")
         self.restore_tokens()
         return checkpoint, mark
+
+    def extend(self, step: int) -> None:
+        """Save the recipe of a run that goes on from `step` for longer than it said."""
+        if 0 < self.recipe.max_steps <= step:
+            raise UserError(f"the run in {self.folder.path} has taken {step:,} steps: to go on, give it more")
+        with self.folder.staging() as staged:
+            save_recipe(staged, self.values, self.config)
+            self.folder.place(SAVED_MODEL, SAVED_RECIPE)
 
     def restore_tokens(self) -> None:
         """Check the run's tokens and tokenizer, and make missing or damaged ones again: they must come out the same."""
@@ -297,10 +310,11 @@ def save_recipe(folder: Path, values: dict[str, Any], config: PreTrainedConfig) 
     (folder / SAVED_MODEL).write_text(config.to_json_string(use_diff=False), encoding="utf-8")
 
 
-def compare_recipes(values: dict[str, Any], config: PreTrainedConfig) -> None:
+def compare_recipes(values: dict[str, Any], config: PreTrainedConfig) -> bool:
     """Raise `UserError` where the run in `output_dir` has other options or another model; it names them.
 
-    Options in `FREE_ON_RESUME` may differ.
+    Options in `FREE_ON_RESUME` may differ, and those in `LENGTHS` under the schedules in `EXTENDABLE`. Returns whether
+    the latter do.
     """
     folder = Path(values["output_dir"])
     if not (folder / SAVED_RECIPE).is_file() or not (folder / SAVED_MODEL).is_file():
@@ -315,9 +329,18 @@ def compare_recipes(values: dict[str, Any], config: PreTrainedConfig) -> None:
     pairs += [
         (f"model {key}", model.get(key), ours.get(key)) for key in sorted({*model, *ours} - {"transformers_version"})
     ]
-    changed = [f"{key} ({then!r} then, {now!r} now)" for key, then, now in pairs if then != now]
-    if changed:
+    differing = {key: f"{key} ({then!r} then, {now!r} now)" for key, then, now in pairs if then != now}
+    schedule = SchedulerType(values["lr_scheduler_type"]).value
+    if differing.keys() and differing.keys() <= LENGTHS:
+        if schedule in EXTENDABLE:
+            return True
         raise UserError(
-            f"the run in {folder} has another recipe: {', '.join(changed)}; resume with the earlier values, or leave "
-            "--resume out and give a new --output-dir"
+            f"the run in {folder} has another length: {', '.join(differing.values())}; its schedule, {schedule}, ends "
+            f"with it. Runs of {', '.join(EXTENDABLE)} can go on"
         )
+    if differing:
+        raise UserError(
+            f"the run in {folder} has another recipe: {', '.join(differing.values())}; resume with the earlier values, "
+            "or leave --resume out and give a new --output-dir"
+        )
+    return False

@@ -4,6 +4,7 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Collection
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import (
     EvalPrediction,
+    PreTrainedModel,
     PrinterCallback,
     ProgressCallback,
     Trainer,
@@ -30,6 +32,7 @@ from modeling_gqa_cli.errors import UserError
 from ..common.atomic import read_object
 from ..common.console import is_main, say
 from ..common.muon import MuonAdamW
+from ..common.progress import duration
 from ..costs import cache_bytes_per_token, training_flops
 from ..data.blocks import CheckedStream, PackedBlocks
 from .recipe import Recipe, schedule_options
@@ -84,23 +87,9 @@ class PretrainTrainer(Trainer):
             self.add_callback(self.sigterm)
 
     def muon(self, model: Any) -> MuonAdamW:
-        """Return Muon for the matrices of `model`'s layers, each projection one, and AdamW for all other parameters."""
-        decayed = set(self.get_decay_parameter_names(model))
-        groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                kind = ".layers." in f".{name}" and parameter.ndim == 2, name in decayed
-                groups.setdefault(kind, []).append(parameter)
-        args = self.args
-        return MuonAdamW(
-            [
-                {"params": parameters, "muon": matrices, "weight_decay": args.weight_decay if decays else 0.0}
-                for (matrices, decays), parameters in groups.items()
-            ],
-            lr=args.learning_rate,
-            betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_epsilon,
-        )
+        args, groups = self.args, muon_groups(model, self.get_decay_parameter_names(model), self.args.weight_decay)
+        betas = (args.adam_beta1, args.adam_beta2)
+        return MuonAdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         self.args.lr_scheduler_kwargs = schedule_options(self.args, num_training_steps)
@@ -136,6 +125,9 @@ class PretrainTrainer(Trainer):
         if "loss" in logs:
             logs.update(self.throughput.rates(self.args.device))
             logs["tokens_seen"] = self.state.num_input_tokens_seen
+            if speed := logs.get("tokens_per_second"):
+                steps = self.state.max_steps - self.state.global_step
+                logs["seconds_left"] = steps * self.args.tokens_per_step / speed
         super().log(logs, *args, **kwargs)
 
     # -- Evaluation and checkpoints
@@ -196,6 +188,8 @@ class PretrainTrainer(Trainer):
         self.began = time.perf_counter()
         if checkpoint:
             self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+            if self.args.max_steps > 0:  # more than then, where a run goes on
+                self.state.max_steps = self.args.max_steps
             self.nothing_left = self.is_over()
         if self.nothing_left:
             # Stopped between the last step and the end of the script; Trainer would take one step more.
@@ -247,6 +241,23 @@ class PretrainTrainer(Trainer):
     def outcome(self, results: Results) -> tuple[Results, dict[str, torch.Tensor]]:
         """Return the weights that the run ends with, by their names, after `results`, which are those of the last."""
         return results, self.accelerator.get_state_dict(self.model)  # under FSDP every process takes part
+
+
+def muon_groups(model: PreTrainedModel, decayed: Collection[str], weight_decay: float) -> list[dict[str, Any]]:
+    """Return groups for `MuonAdamW`: Muon for the matrices of the layers, each projection one, and AdamW for the rest.
+
+    Args:
+        decayed: names of the parameters that `weight_decay` is for.
+    """
+    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kind = ".layers." in f".{name}" and parameter.ndim == 2, name in decayed
+            groups.setdefault(kind, []).append(parameter)
+    return [
+        {"params": parameters, "muon": matrices, "weight_decay": weight_decay if decays else 0.0}
+        for (matrices, decays), parameters in groups.items()
+    ]
 
 
 def losses_of_sequences(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -396,6 +407,7 @@ LOGGED = {
     "tokens_seen": "{:,} tokens",
     "tokens_per_second": "{:,.0f} tokens/s",
     "mfu": "MFU {:.0%}",
+    "seconds_left": "{} left",
 }
 
 
@@ -403,7 +415,10 @@ def log_line(state: TrainerState, logs: dict[str, float]) -> str | None:
     """Return the line to print for a training log or an evaluation; `None` for other logs."""
     if not {"loss", "eval_loss"} & logs.keys():
         return None
-    shown = [form.format(logs[name]) for name, form in LOGGED.items() if name in logs]
+    entries: dict[str, Any] = dict(logs)
+    if "seconds_left" in logs:
+        entries["seconds_left"] = duration(logs["seconds_left"])
+    shown = [form.format(entries[name]) for name, form in LOGGED.items() if name in logs]
     return "  ".join([f"step {state.global_step:>6,}/{state.max_steps:,}", *shown])
 
 

@@ -42,6 +42,7 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
 
     script = "uptrain"
     unused = UNUSED | dict.fromkeys(("preset", "model_overrides", "init_from"), "the student is the model")
+    unused |= {"dry_run": "uptraining is not estimated"}
     budgets = (*Recipe.budgets, "pretraining_fraction")
     alternatives = (budgets,)
 

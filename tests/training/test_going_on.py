@@ -1,0 +1,160 @@
+"""Training that goes on: from trained weights, and runs that are made longer; and what is said before it begins."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from training_texts import MODEL
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from modeling_gqa import GQAForCausalLM
+from modeling_gqa.training import publish
+from modeling_gqa.training.recipe import load_recipe, parse_tokens
+from modeling_gqa_cli.errors import UserError
+from training.pretrain import pretrain
+
+SHAPE = {**MODEL, "attention_dropout": 0.0}
+
+
+@pytest.fixture
+def train(corpus, tmp_path, monkeypatch):
+    """Pretrains a tiny model here, in folder `name`; returns its results."""
+    monkeypatch.setattr(publish, "load_in_clean_process", lambda folder, prompt: "a sample")
+
+    def train(name, *options, **values):
+        recipe = {
+            "preset": "tiny-mixed", "model_overrides": SHAPE, "data_files": [str(corpus)], "sequence_length": 64,
+            "per_device_train_batch_size": 4, "learning_rate": 3e-3, "lr_scheduler_type": "constant", "max_steps": 4,
+            "save_steps": 2, "logging_steps": 1, "max_eval_blocks": 4, "output_dir": str(tmp_path / name),
+        }  # fmt: skip
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({**recipe, **values}))
+        pretrain([str(path), *options])
+        return json.loads((tmp_path / name / "results.json").read_text())
+
+    return train
+
+
+def weights(folder):
+    return load_file(folder / "final" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("500000", 5e5), ("1_000", 1e3), ("3k", 3e3), ("500M", 5e8), ("2.5B", 2.5e9), ("1e9", 1e9)]
+)
+def test_numbers_of_tokens(text, tokens):
+    assert parse_tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["many", "-3M", "0", "nanM", "inf", "M", "3 MB"])
+def test_no_numbers_of_tokens(text):
+    with pytest.raises(ValueError, match="it must be a positive number, such as 500000, 500M or 2B"):
+        parse_tokens(text)
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_a_run_that_is_made_longer_ends_as_if_it_had_been_so(train, tmp_path, muon):
+    """Bit for bit, with AdamW and with Muon; its recipe then says the new length."""
+    train("short", muon=muon)
+    longer = train("short", "--resume", "--tokens", str(8 * 256), muon=muon)
+    whole = train("whole", max_steps=8, muon=muon)
+    assert longer["steps"] == whole["steps"] == 8 and longer["tokens_seen"] == 8 * 256
+    assert longer["validation_loss"] == whole["validation_loss"]
+    expected = weights(tmp_path / "whole")
+    assert all(torch.equal(x, expected[name]) for name, x in weights(tmp_path / "short").items())
+    saved = yaml.safe_load((tmp_path / "short" / "recipe.yaml").read_text())
+    assert (saved["max_steps"], saved["tokens"]) == (-1, str(8 * 256))
+
+
+def test_runs_that_cannot_be_made_longer(train):
+    """One whose schedule ends with it, one that has taken more steps, and one that differs in more than its length."""
+    train("cosine", lr_scheduler_type="cosine")
+    with pytest.raises(UserError, match=r"its schedule, cosine, ends with it\. Runs of constant, .* can go on"):
+        train("cosine", "--resume", "--max-steps", "8", lr_scheduler_type="cosine")
+    train("flat")
+    with pytest.raises(UserError, match="has taken 4 steps: to go on, give it more"):
+        train("flat", "--resume", "--max-steps", "3")
+    with pytest.raises(UserError, match=r"has another recipe: .*learning_rate"):
+        train("flat", "--resume", "--max-steps", "8", "--learning-rate", "1e-3")
+
+
+def test_training_begins_with_trained_weights(train, tmp_path):
+    """At a rate of zero nothing changes; the tokenizer is the model's; a longer context needs no other weights."""
+    train("first")
+    first = tmp_path / "first" / "final"
+    (first / "LICENSE").write_text("terms")
+    longer = json.dumps({"max_position_embeddings": 128})
+    options = ("--init-from", str(first), "--learning-rate", "0", "--model-overrides", longer)
+    train("second", *options, lr_scheduler_type="linear")
+    second, before = weights(tmp_path / "second"), weights(tmp_path / "first")
+    assert all(torch.equal(second[name], x) for name, x in before.items()) and second.keys() == before.keys()
+    final = tmp_path / "second" / "final"
+    assert AutoModelForCausalLM.from_pretrained(final).config.max_position_embeddings == 128
+    texts = [AutoTokenizer.from_pretrained(folder)("document 3") for folder in (first, final)]
+    assert texts[0]["input_ids"] == texts[1]["input_ids"] and (final / "LICENSE").read_text() == "terms"
+    assert "`final` trained further with `modeling_gqa`" in " ".join((final / "README.md").read_text().split())
+    (first / "model.safetensors").rename(first / "gone.safetensors")
+    with pytest.raises(UserError):
+        train("second", *options, "--resume", lr_scheduler_type="linear")
+
+
+def test_a_stock_model_is_trained_further_in_its_dtype(train, tmp_path):
+    """A Llama in bfloat16, with Muon: it learns, and stays bfloat16."""
+    train("first", preset="tiny-gqa")
+    model = GQAForCausalLM.from_pretrained(tmp_path / "first" / "final", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    AutoTokenizer.from_pretrained(tmp_path / "first" / "final").save_pretrained(tmp_path / "half")
+    results = train("second", "--init-from", str(tmp_path / "half"), "--muon", "--model-overrides", "{}")
+    before = json.loads((tmp_path / "first" / "results.json").read_text())
+    assert results["validation_loss"] < before["validation_loss"]
+    assert {x.dtype for x in weights(tmp_path / "second").values()} == {torch.bfloat16}
+
+
+def test_wrong_beginnings(train, tmp_path, capsys):
+    with pytest.raises(UserError, match="cannot load the model /nowhere"):
+        train("run", "--init-from", "/nowhere/m")
+    with pytest.raises(UserError, match="preset and init_from are both given; choose one"):
+        train("run", "--init-from", "a", "--preset", "tiny-mla")
+    train("first")
+    final = str(tmp_path / "first" / "final")
+    with pytest.raises(UserError, match=r"with these model_overrides the weights of .* do not fit"):
+        train("run", "--init-from", final, "--model-overrides", json.dumps({"intermediate_size": 64}))
+    train("run", "--preset", final, "--model-overrides", "{}")
+    assert f"To train these further: --init-from {final}" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, tmp_path, capsys):
+    """Twenty tokens for each parameter, and four bytes of weights."""
+    for options in ((), ("--muon",)):
+        with pytest.raises(FileNotFoundError):  # of results.json
+            train("run", "--dry-run", "--tokens-per-parameter", "20", *options)
+        said = capsys.readouterr().out
+        assert not (tmp_path / "run").exists() and "20 for each parameter" in said and "Time    about" in said
+        model = GQAForCausalLM(load_config_of(tmp_path / "run.yaml"))
+        assert f"weights {model.num_parameters() * 4 / 1024:.0f} KiB" in said
+
+
+def load_config_of(path):
+    from modeling_gqa.training.recipe import load_config
+
+    return load_config(load_recipe([str(path)])[0])
+
+
+def test_a_finished_model_can_be_finetuned_on_chats(train, tmp_path):
+    """Turns are tokens of their own, generation stops at their end, and the assistant's tokens are known."""
+    train("run")
+    final = tmp_path / "run" / "final"
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    messages = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == (
+        "<|im_start|>user\na b<|im_end|>\n<|im_start|>assistant\nc<|im_end|>\n"
+    )
+    asked = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+    assert asked == "<|im_start|>user\na b<|im_end|>\n<|im_start|>assistant\n"
+    marked = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    said = [token for token, own in zip(marked["input_ids"], marked["assistant_masks"], strict=True) if own]
+    assert tokenizer.decode(said) == "c<|im_end|>"
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert GenerationConfig.from_pretrained(final).eos_token_id == [tokenizer.eos_token_id, end]
