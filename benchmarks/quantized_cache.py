@@ -122,8 +122,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
             set_cache_constants(model, means)
             add(name, "ours", cache_bytes_per_token(model.config, torch.bfloat16) / full, bench.measure(model))
         if "plain" in options.methods and name in plain:
+            method = "vLLM" if name in TURBOQUANT else "plain"
             with intercepted(bench.source, plain[name].change):
-                add(name, "plain", plain[name].bytes / full, bench.measure(bench.source))
+                add(name, method, plain[name].bytes / full, bench.measure(bench.source))
     codings = cache_codings(coded, bench.calibration, means) if options.shares else []
     for share in options.shares:
         layers = choose_bits(coded, codings, int(share * full), torch.bfloat16)

@@ -259,7 +259,7 @@ def quantized_table(models: list[dict]) -> str:
             " / ".join(f"{rows[key][f'kl{text}']:.4f}" for text in ("", "_other", "_code")) if key in rows else ""
             for rows in found
         ]
-        lines.append([", ".join(key).replace(", coded", ""), shares[0], *losses])
+        lines.append([", ".join(key).replace(", coded", ""), ", ".join(dict.fromkeys(shares)), *losses])
     names = [stored["settings"]["model"].split("-")[0] for stored in models]
     return markdown(["cache", "bytes, of bfloat16's", *names], lines)
 
@@ -269,7 +269,7 @@ def plot_caches(quantized: dict, converted: list[dict], path: Path) -> None:
 
     `converted`: rows of `benchmarks.real_conversion`, of the same model.
     """
-    names = {"plain": "rounded plainly", "ours": "--nbits", "coded": "--cache-share"}
+    names = {"plain": "rounded plainly", "vLLM": "TurboQuant in vLLM", "ours": "--nbits", "coded": "--cache-share"}
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in quantized["rows"]:
         conversion = row["cache"].rpartition(", bits by channel")[0]

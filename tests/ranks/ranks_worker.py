@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from modeling_gqa import GQAForCausalLM
+from modeling_gqa.common.muon import MuonAdamW
+from modeling_gqa.training.trainer import muon_groups
 
 IDS = torch.randint(3, 101, (4, 12), generator=torch.Generator().manual_seed(1))
 
@@ -26,8 +28,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: GQAForCausalLM, ids: torch.Tensor, group=None) -> list[float]:
-    """Losses of three steps of SGD; the mean over the processes of `group`, whose rows differ."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    """Losses of three steps of Muon and AdamW; the mean over the processes of `group`, whose rows differ."""
+    optimizer = MuonAdamW(muon_groups(model, (), 0.0), lr=0.01, eps=1e-4)
     losses = []
     for _ in range(3):
         loss = model(ids, labels=ids).loss
