@@ -32,7 +32,7 @@ class CompareRecipe(CompareOptions):
 
     script: ClassVar[str] = "compare"
     unused: ClassVar[dict[str, str]] = {}
-    budgets: ClassVar[tuple[str, ...]] = ()
+    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     def __post_init__(self) -> None:
         self.options = as_object("options", self.options)
