@@ -21,7 +21,7 @@ class StudyRecipe:
     _argument_group_name = "Study"
     script: ClassVar[str] = "study"
     unused: ClassVar[dict[str, str]] = {}
-    budgets: ClassVar[tuple[str, ...]] = ()
+    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     source: str = option("The model that is converted: folder or Hub name, ours or stock.", "runs/tiny-mha/final")
     uptraining: str = option("Recipe of each run: its text and schedule.", "uptrain-tiny")

@@ -212,7 +212,7 @@ def test_a_preset_with_weights_is_warned_of(weights, finished, tmp_path, capsys)
     assert load_config(recipe).hidden_size == MODEL["hidden_size"]
     warn_of_weights(recipe)
     warning = capsys.readouterr().err
-    assert (f"uptrain uptrain-tiny --student {tmp_path}" in warning) if weights else warning == ""
+    assert (f"--init-from {tmp_path}" in warning) if weights else warning == ""
 
 
 def test_streaming_and_trackers(train, tmp_path, monkeypatch):

@@ -367,7 +367,7 @@ def test_tokenizer_must_fit(tmp_path, corpus, tokenizer):
     fields = {"data_files": [str(corpus)], "tokenizer": str(tmp_path / "tokenizer")}
     with pytest.raises(UserError, match="300 tokens and the model's vocab_size is 290"):
         pretrain(arguments(tmp_path, **fields, model_overrides={**MODEL, "vocab_size": 290}))
-    with pytest.raises(UserError, match="needs at least 258"):
+    with pytest.raises(UserError, match="needs at least 260"):
         pretrain(arguments(tmp_path, data_files=[str(corpus)], model_overrides={**MODEL, "vocab_size": 200}))
     with pytest.raises(UserError, match="cannot load the tokenizer nowhere"):
         pretrain(arguments(tmp_path, data_files=[str(corpus)], tokenizer="nowhere"))
