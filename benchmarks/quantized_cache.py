@@ -7,8 +7,8 @@
 "Ours" attends to what `cache_quantization` packs and gives back, with means measured on `TOKENS` tokens of other
 text. "Coded" does too, with bases and bits that are chosen on that text for a share of the bytes. "Plain" is what is
 done without these: each number is rounded between symmetric levels up to the largest of its head, or as vLLM's flags
-round it. Nothing is packed for it. With `--converted` the cache of a conversion is coded,
-for shares of the source's bytes, and measured against the source. Rows that the file of results holds already stay,
+round it. Nothing is packed for it. With `--converted` the cache of a conversion is rounded to fp8 and coded, for shares
+of the source's bytes, and measured against the source. Rows that the file of results holds already stay,
 if they are of as many tokens. `--polish` trains what is coded for the predictions of what it was coded from.
 """
 
@@ -96,12 +96,13 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     settings |= {"evaluation_tokens": options.evaluation_tokens, "length": options.length}
     bench = Bench(folder, text, TOKENS, options.evaluation_tokens, options.length)
     full = cache_bytes_per_token(bench.source.config, torch.bfloat16)
-    plain = plain_caches(bench.source.config)
     bench.source.float()  # differences of 0.001 are lost in bfloat16
     coded, label = bench.source, ""
     if options.converted:
         coded, label = load_source(options.converted).eval().float(), f"{options.label or options.converted}, "
-        options.formats = []
+        options.formats = [name for name in options.formats if name == "fp8"]
+        options.methods = ["plain"]
+    plain = plain_caches(coded.config)
     means = cache_means(coded, bench.calibration)
     stored = json.loads(file.read_text()) if file.exists() else {}
     rows = stored["rows"] if stored.get("settings") == settings else []
@@ -123,8 +124,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
             add(name, "ours", cache_bytes_per_token(model.config, torch.bfloat16) / full, bench.measure(model))
         if "plain" in options.methods and name in plain:
             method = "vLLM" if name in TURBOQUANT else "plain"
-            with intercepted(bench.source, plain[name].change):
-                add(name, method, plain[name].bytes / full, bench.measure(bench.source))
+            with intercepted(coded, plain[name].change):
+                add(f"{label}{name}", method, plain[name].bytes / full, bench.measure(coded))
     codings = cache_codings(coded, bench.calibration, means) if options.shares else []
     for share in options.shares:
         layers = choose_bits(coded, codings, int(share * full), torch.bfloat16)

@@ -412,9 +412,10 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     if not isinstance(overrides, dict):
         raise UserError(f"model_overrides must be a JSON object, not {overrides!r}")
     config_class = type(AutoConfig.for_model(values["model_type"]))
-    known = {item.name for item in fields(config_class)}
+    # The last two are no fields, but the configuration takes them.
+    known = {*(item.name for item in fields(config_class)), "per_layer_config", "partial_rotary_factor"}
     for key in overrides:
-        if key not in known | {"per_layer_config"}:
+        if key not in known:
             raise UserError(f"model_overrides: unknown field {key}{did_you_mean(key, known)}")
     try:
         # Not from_pretrained, which would write this machine's path into the run and refuse to resume it elsewhere.

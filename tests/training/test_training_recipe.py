@@ -151,6 +151,12 @@ def test_trackers_write_into_the_folder(tmp_path, monkeypatch):
     assert "WANDB_DIR" not in os.environ and os.environ["TRACKIO_DIR"] == "mine"
 
 
+def test_an_override_that_is_no_field(write):
+    """What the configuration takes as a keyword: the share of each head that is rotated."""
+    config = load_config(load_recipe([write(model_overrides={"partial_rotary_factor": 0.5})])[0])
+    assert config.rope_parameters["partial_rotary_factor"] == 0.5
+
+
 def test_nothing_to_resume(write):
     recipe, values = load_recipe([write(), "--resume"])
     with pytest.raises(UserError, match="nothing to resume"):
