@@ -276,7 +276,7 @@ def plot_caches(quantized: dict, converted: list[dict], path: Path) -> None:
         name = f"{conversion}, then --cache-share" if conversion else names.get(row["method"])
         if "trained" in row["method"]:
             name = f"{f'{conversion}, then ' * bool(conversion)}--cache-share --polish"
-        if name and row["cache"] != "fp8":
+        if name and not row["cache"].endswith("fp8"):
             lines.setdefault(name, []).append((row["share"], row["kl"]))
     full = quantized["rows"][0]["bytes"] / quantized["rows"][0]["share"]
     for method, name in (("default", "MLA by rank"), ("transmla", "TransMLA")):

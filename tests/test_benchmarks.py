@@ -227,9 +227,7 @@ def test_a_conversion_with_a_quantized_cache(small_llama):
     assert rows[0]["share"] == 0.5 and rows[0]["kl"] == pytest.approx(converted["kl"], rel=1e-3)
     assert 0.2 < rows[1]["share"] <= 0.25 and rows[1]["kl"] > 0
     trained = quantized_cache.main([*more, "--polish", "1024"])[-1]
-    assert (
-        0 < rows[0]["kl"] and trained["method"] == "coded, 1024 tokens trained" and trained["share"] == rows[1]["share"]
-    )
+    assert trained["method"] == "coded, 1024 tokens trained" and trained["share"] == rows[1]["share"]
     assert trained["kl"] == pytest.approx(rows[1]["kl"], rel=0.02)
     picture = small_llama / "picture.svg"
     report.plot_caches(read(path), [converted], picture)
