@@ -401,6 +401,25 @@ def plot_uptraining(rows: list[dict], path: Path) -> None:
     print(f"wrote {path}", flush=True)
 
 
+def optimizers_table(rows: list[dict]) -> str:
+    """Validation loss by optimizer, steps and learning rate: of one seed, or mean and deviation over seeds."""
+    losses: dict[tuple[str, int, float], list[float]] = {}
+    for row in rows:
+        name = {"adamw": "AdamW", "muon": "Muon"}[row["optimizer"]] + (row["options"] and f", {row['options']}")
+        losses.setdefault((name, row["steps"], row["learning_rate"]), []).append(row["loss"])
+    rates = sorted({rate for _, _, rate in losses})
+
+    def cell(found: list[float]) -> str:
+        spread = f" ± {statistics.stdev(found):.3f} ({len(found)} seeds)" if len(found) > 1 else ""
+        return f"{statistics.mean(found):.3f}{spread}" if found else ""
+
+    lines = [
+        [name, f"{steps:,}", *(cell(losses.get((name, steps, rate), [])) for rate in rates)]
+        for name, steps in sorted({key[:2] for key in losses}, key=lambda key: (key[1], key[0]))
+    ]
+    return markdown(["", "steps", *(f"{rate:g}" for rate in rates)], lines)
+
+
 def tables() -> list[str]:
     """The documentation's tables, and a sentence below that of norms, from the saved results."""
     decode, gpu, conversion, earlier, *real = (
@@ -435,6 +454,8 @@ def tables() -> list[str]:
     quantized = [RESULTS / f"{name}.json" for name in ("quantized_cache", "quantized_qwen")]
     found.append(quantized_table([json.loads(path.read_text(encoding="utf-8")) for path in quantized]))
     found.append(quantized_decode_table(json.loads((RESULTS / "quantized_decode.json").read_text("utf-8"))["rows"]))
+    if (optimizers := RESULTS / "optimizers.json").is_file():
+        found.append(optimizers_table(json.loads(optimizers.read_text(encoding="utf-8"))["rows"]))
     if (served := RESULTS / "serving.json").is_file():
         found.append(serving_table(json.loads(served.read_text(encoding="utf-8"))["rows"]))
     return found

@@ -17,6 +17,7 @@ from benchmarks import (
     decode,
     measure,
     models,
+    optimizers,
     prefill,
     quantized_cache,
     quantized_decode,
@@ -50,6 +51,7 @@ def quick_machine(monkeypatch):
     for module in (
         attention,
         decode,
+        optimizers,
         uptraining,
         prefill,
         quantized_cache,
@@ -252,6 +254,23 @@ def test_a_plain_cache_rounds_to_the_nearest_level():
     assert torch.equal(quantized_cache.rounded(zeros, 4), zeros)
     plain = quantized_cache.rounded(x, 4)
     assert (plain - x).abs().max() <= (x.abs().amax(-1) / 7 / 2).max() * 1.001
+
+
+def test_optimizers(small_llama, tmp_path):
+    """A run for each row, with the recipe's other options; rows that are there are not run again."""
+    sizes = {k: SMALL[k] for k in ("intermediate_size", "num_hidden_layers")} | {"hidden_size": 32, "vocab_size": 300}
+    recipe = tmp_path / "recipe.yaml"
+    values = {"preset": "tiny-gqa", "model_overrides": sizes, "data_files": [str(small_llama / "text")]}
+    recipe.write_text(json.dumps(values | {"sequence_length": 32, "max_eval_blocks": 4}))
+    path = tmp_path / "found.json"
+    command = ["--recipe", str(recipe), "--json", str(path), "--steps", "2", "--rates", "1e-2"]
+    command += ["--optimizers", "muon", "--overrides", "--warmup-steps 1"]
+    (first,) = optimizers.main([*command, "--seeds", "1"])
+    rows = optimizers.main([*command, "--seeds", "1", "2"])
+    assert rows == read(path)["rows"] and rows[0] == first and [row["seed"] for row in rows] == [1, 2]
+    assert all(row["tokens"] == 2 * 8 * 32 and row["loss"] > 0 for row in rows)
+    table = report.optimizers_table(rows)
+    assert "| Muon, --warmup-steps 1 | 2 |" in table and "(2 seeds)" in table
 
 
 @pytest.fixture
