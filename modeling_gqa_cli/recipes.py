@@ -33,6 +33,17 @@ class ModelOptions:
     preset: str = option("Packaged preset, or folder with a config.json; random weights.", "")
     init_from: str | None = option("Trained model to go on from, in place of a preset; folder or Hub name.")
     model_overrides: dict | str | None = option("JSON object: fields that replace the preset's.", metavar="JSON")
+
+
+@dataclass
+class PretrainOptions:
+    """What `uptrain` takes as well but does not show, except `dry_run`."""
+
+    _argument_group_name = "Length and optimizer"
+
+    tokens: str | None = option("Tokens in all, such as 2B, in place of steps.")
+    tokens_per_parameter: float | None = option("Tokens for each parameter, in place of steps.")
+    muon: bool = option("Muon for the matrices of the layers.", False)
     dry_run: bool = option("Print length, time and memory, and stop.", False)
 
 
@@ -62,14 +73,11 @@ class TextOptions:
 
 @dataclass
 class TrainOptions:
-    """What every run sets: mostly fields of `TrainingArguments`, with our defaults."""
+    """Fields of `TrainingArguments` that every run sets, with our defaults."""
 
     _argument_group_name = "Training"
 
     max_steps: int = option("Optimizer steps; or give num_train_epochs.", -1)
-    tokens: str | None = option("Tokens to train on, such as 500M or 2B, in place of steps.")
-    tokens_per_parameter: float | None = option("Tokens to train on for each parameter, in place of steps.")
-    muon: bool = option("Muon for the layers' matrices, AdamW for the rest.", False)
     learning_rate: float = option("Peak learning rate. Default: 3e-3.", 3e-3)
     warmup_steps: float = option("Steps, or a share below 1, in which the rate rises.", 0)
     weight_decay: float = option("Not applied to norms and biases. Default: 0.1.", 0.1)
@@ -140,7 +148,7 @@ class CompareOptions:
 
 TRAINING = (RunningOptions, TextOptions, TrainOptions, RunOptions)
 GROUPS: dict[str, tuple[Any, ...]] = {
-    "pretrain": (ModelOptions, *TRAINING),
+    "pretrain": (ModelOptions, PretrainOptions, *TRAINING),
     "uptrain": (UptrainOptions, *TRAINING),
     "compare": (CompareOptions,),
 }
@@ -225,7 +233,7 @@ def check_usage(script: str, argv: list[str], prog: str, groups: Iterable[Any], 
     path = first_argument(script, argv, prog)
     known = {name for group in groups for name in names_of(group)}
     if others:  # of a new model as well: uptraining says itself that it has none
-        known |= {*names_of(ModelOptions), *training_arguments()}
+        known |= {*names_of(ModelOptions), *names_of(PretrainOptions), *training_arguments()}
     read_yaml(path, known)
     parser = Parser(groups, prog, "RECIPE [options]", "")
     _, unknown = parser.parse_known_args(argv[1:])

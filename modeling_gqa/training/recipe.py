@@ -30,6 +30,7 @@ from transformers.utils import is_liger_kernel_available
 from modeling_gqa_cli.errors import UserError, did_you_mean
 from modeling_gqa_cli.recipes import (
     ModelOptions,
+    PretrainOptions,
     RunningOptions,
     RunOptions,
     TextOptions,
@@ -112,7 +113,7 @@ NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
 
 
 @dataclass
-class Recipe(ModelOptions, RunningOptions, TextOptions, TrainOptions, RunOptions, TrainingArguments):  # type: ignore[misc]
+class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOptions, RunOptions, TrainingArguments):  # type: ignore[misc]
     """Every option of a pretraining run: those of this package, and those of transformers' `TrainingArguments`."""
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_overrides"]

@@ -284,7 +284,7 @@ def test_tokens_merges_and_special_tokens(tmp_path):
     ids = tokenizer.get_vocab()
     assert own["ggml.tokens"][: len(ids)] == sorted(ids, key=ids.get)
     assert own["ggml.tokens"][len(ids) :] == [f"[PAD{index}]" for index in range(len(ids), 307)]
-    assert own["ggml.token_type"] == [3, 3, *[1] * (len(ids) - 2), *[5] * (307 - len(ids))]
+    assert own["ggml.token_type"] == [3, 3, 3, 3, *[1] * (len(ids) - 4), *[5] * (307 - len(ids))]
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     assert own["ggml.merges"] == [" ".join(merge) for merge in merges] and len(merges) > 10
     assert [own[f"ggml.{name}_token_id"] for name in ("bos", "eos")] == [0, 0] and own["ggml.padding_token_id"] == 1
