@@ -4,7 +4,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from modeling_gqa_cli.errors import UserError, one_line
 from modeling_gqa_cli.paths import refuse_mistyped
@@ -62,10 +68,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-def ends_of_text(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens at which generation stops: the end of a text, and of a turn where the tokenizer has it."""
-    turn = tokenizer.get_vocab().get(END_OF_TURN)
-    return list(dict.fromkeys(token for token in (tokenizer.eos_token_id, turn) if token is not None))
+def ends_of_text(tokenizer: PreTrainedTokenizerBase, known: GenerationConfig | None = None) -> list[int]:
+    """Return the tokens at which generation stops: those that are `known`, the end of a text, and that of a turn.
+
+    The latter is left out where the tokenizer has none.
+    """
+    before = getattr(known, "eos_token_id", None)
+    ends = [*(before if isinstance(before, list) else [before]), tokenizer.eos_token_id]
+    ends.append(tokenizer.get_vocab().get(END_OF_TURN))
+    return list(dict.fromkeys(token for token in ends if token is not None))
 
 
 def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:

@@ -110,7 +110,7 @@ def save_repository(
     # Trainer switches the cache off for training and would have that saved.
     model.config.use_cache = True
     model.generation_config.use_cache = True
-    ends = ends_of_text(load_tokenizer(str(Path(recipe.output_dir) / "tokenizer")))
+    ends = ends_of_text(load_tokenizer(str(Path(recipe.output_dir) / "tokenizer")), model.generation_config)
     model.generation_config.eos_token_id = ends if len(ends) > 1 else ends[0]
     dtype = recipe.saved_dtype(model)
     tied = model.all_tied_weights_keys  # which are saved once

@@ -446,6 +446,7 @@ def new_model(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
 
         trained = open_checkpoint(recipe.init_from, companions=False).load(torch.float32, "cpu")
         model.load_state_dict(trained.state_dict())
+        model.generation_config = trained.generation_config
     return model
 
 

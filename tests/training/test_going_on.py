@@ -158,3 +158,8 @@ def test_a_finished_model_can_be_finetuned_on_chats(train, tmp_path):
     assert tokenizer.decode(said) == "c<|im_end|>"
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert GenerationConfig.from_pretrained(final).eos_token_id == [tokenizer.eos_token_id, end]
+    other = GenerationConfig.from_pretrained(final, eos_token_id=[7, end])
+    other.save_pretrained(final)
+    train("again", "--init-from", str(final), "--model-overrides", "{}")  # keeps what the model stopped at
+    again = GenerationConfig.from_pretrained(tmp_path / "again" / "final")
+    assert set(again.eos_token_id) == {7, end, tokenizer.eos_token_id}
