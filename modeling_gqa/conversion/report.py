@@ -34,7 +34,7 @@ QUANTIZED = (
     "for memory alone, quantize the source's cache: modeling-gqa quantize-cache --cache-share 0.2 keeps a fifth of its "
     "bytes at a KL of 0.03 (SmolLM2-135M) and 0.02 (Qwen2.5-Coder-0.5B), where a conversion to a quarter has 0.36 and "
     "0.82; --kv-cache-dtype fp8 in vLLM keeps half. No engine but generate reads the fifth. A conversion is for faster "
-    "decoding, to train on from and, with its own cache quantized, for less than a seventh of the bytes"
+    "decoding, to train on from and, with its own cache quantized, perhaps for less than a seventh of the bytes"
 )
 NEEDED = (
     "vLLM needs this package beside it for MLA. Without it vLLM caches expanded keys and values, and refuses MLA whose "
