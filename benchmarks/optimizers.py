@@ -38,7 +38,7 @@ def run(recipe: str, row: dict[str, Any]) -> dict[str, Any]:
         command = [sys.executable, "-m", "training.pretrain", recipe, f"--output-dir={folder}/run"]
         command += [f"--max-steps={row['steps']}", f"--learning-rate={row['learning_rate']}", f"--seed={row['seed']}"]
         command += ["--save-strategy=no", "--no-publish", "--no-bigram-baseline", *shlex.split(row["options"])]
-        command += ["--muon"] if row["optimizer"] == "muon" else []
+        command.append(f"--muon={row['optimizer'] == 'muon'}")  # whatever the recipe has
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         found = json.loads((Path(folder) / "run" / "results.json").read_text(encoding="utf-8"))
     return row | {

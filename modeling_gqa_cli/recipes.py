@@ -324,8 +324,11 @@ def read_values(argv: list[str], recipe_class: Any, prog: str) -> dict[str, Any]
     for group in recipe_class.alternatives:
         if chosen := {way for way in group if is_set(told[way])}:
             values |= {way: defaults[way] for way in group if way not in chosen}
+    if is_set(told.get("init_from")) and not is_set(told["tokenizer"]):
+        values["tokenizer"] = defaults["tokenizer"]  # the model's own, and not that of the recipe's model
+    name = values.get("preset") or values.get("init_from") or path.stem
     output = values["output_dir"] or str(Path("runs") / path.stem)
-    values["output_dir"] = os.path.expanduser(output.replace("{preset}", public_name(values.get("preset") or "")))
+    values["output_dir"] = os.path.expanduser(output.replace("{preset}", public_name(name)))
     return values
 
 

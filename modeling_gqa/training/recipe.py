@@ -218,7 +218,8 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
         """Return what the run reads: pairs of a word for it, such as `text`, and its path or Hub name."""
         preset = str(preset_folder(self.preset)) if self.preset else None
         texts = [("text", name) for name in (*self.data_files, self.dataset_name)]
-        return [(what, name) for what, name in (*texts, ("preset", preset), ("tokenizer", self.tokenizer)) if name]
+        others = (*self.models().items(), ("preset", preset), ("tokenizer", self.tokenizer))
+        return [(what, name) for what, name in (*texts, *others) if name]
 
     # -- What depends on the kind of recipe; `UptrainRecipe` has its own.
 
@@ -273,7 +274,7 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
             return model.dtype
         from ..checkpoints.checkpoint import open_checkpoint
 
-        return open_checkpoint(self.start, download=False).dtype
+        return open_checkpoint(self.start, download=False, companions=False).dtype
 
     def copy_documents(self, folder: Path) -> None:
         """Copy into the saved repository the licences and reports of the model that training began with."""
@@ -440,13 +441,16 @@ def shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
 def new_model(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
     """Return the model that training begins with: random weights, or those of the recipe's trained model."""
     attention = {"attn_implementation": recipe.attn_implementation} if recipe.attn_implementation else {}
-    model = AutoModelForCausalLM.from_config(config, **attention)
+    # A configuration of trained weights has their dtype, in which small steps would be lost.
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **attention)
     if recipe.init_from:
         from ..checkpoints.checkpoint import open_checkpoint
 
-        trained = open_checkpoint(recipe.init_from, companions=False).load(torch.float32, "cpu")
+        trained: Any = open_checkpoint(recipe.init_from, companions=False).load(torch.float32, "cpu")
         model.load_state_dict(trained.state_dict())
-        model.generation_config = trained.generation_config
+        # Not the rest, which may be such as transformers reads and does not save.
+        generation: Any = model.generation_config
+        generation.eos_token_id = trained.generation_config.eos_token_id
     return model
 
 

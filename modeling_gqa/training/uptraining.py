@@ -108,7 +108,7 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
     def inputs(self) -> list[tuple[str, str]]:
         """Return student, teacher and the teacher's logits beside what pretraining reads."""
         logits = [("teacher_logits", self.teacher_logits)] if self.teacher_logits else []
-        return [*self.models().items(), *logits, *super().inputs()]
+        return [*logits, *super().inputs()]
 
     def token_budget(self) -> float | None:
         """Return the number of tokens to train on: of pretraining_fraction times the teacher's (2305.13245, 2.1)."""

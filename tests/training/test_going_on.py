@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.training import publish
-from modeling_gqa.training.recipe import load_recipe, parse_tokens
+from modeling_gqa.training.recipe import load_config, load_recipe, new_model, parse_tokens
 from modeling_gqa_cli.errors import UserError
 from training.pretrain import pretrain
 
@@ -106,10 +106,34 @@ def test_a_stock_model_is_trained_further_in_its_dtype(train, tmp_path):
     model = GQAForCausalLM.from_pretrained(tmp_path / "first" / "final", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "half")
     AutoTokenizer.from_pretrained(tmp_path / "first" / "final").save_pretrained(tmp_path / "half")
-    results = train("second", "--init-from", str(tmp_path / "half"), "--muon", "--model-overrides", "{}")
+    options = ("--init-from", str(tmp_path / "half"), "--muon", "--model-overrides", "{}")
+    recipe, _ = load_recipe([str(tmp_path / "first.yaml"), *options])
+    assert {x.dtype for x in new_model(recipe, load_config(recipe)).parameters()} == {torch.float32}
+    results = train("second", *options)
     before = json.loads((tmp_path / "first" / "results.json").read_text())
     assert results["validation_loss"] < before["validation_loss"]
     assert {x.dtype for x in weights(tmp_path / "second").values()} == {torch.bfloat16}
+
+
+def test_the_weights_that_a_run_begins_with_stay(train, tmp_path):
+    """They are not overwritten, whatever the tokenizer is; settings of sampling that cannot be saved do not matter."""
+    train("first")
+    first = tmp_path / "first" / "final"
+    options = ("--init-from", str(first), "--tokenizer", str(tmp_path / "first" / "tokenizer"))
+    with pytest.raises(UserError, match=f"output_dir .* overlaps the model {first}"):
+        train("first", *options, "--overwrite", "--model-overrides", "{}")
+    assert (first / "model.safetensors").is_file()
+    settings = json.loads((first / "generation_config.json").read_text())
+    (first / "generation_config.json").write_text(json.dumps(settings | {"temperature": 0.6, "top_p": 0.9}))
+    train("second", *options, "--model-overrides", "{}")
+    assert (tmp_path / "second" / "final" / "model.safetensors").is_file()
+
+
+def test_what_a_recipe_says_of_its_own_model_is_left_out(tmp_path, monkeypatch):
+    """The tokenizer, and the name in the folder of the run."""
+    monkeypatch.chdir(tmp_path)
+    recipe, _ = load_recipe(["base-124m", "--init-from", "a/mine", "--bf16", "false", "--torch-compile", "false"])
+    assert (recipe.tokenizer, recipe.output_dir) == (None, "runs/a/mine")  # a name on the Hub
 
 
 def test_wrong_beginnings(train, tmp_path, capsys):
@@ -132,14 +156,8 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, tmp_path, cap
             train("run", "--dry-run", "--tokens-per-parameter", "20", *options)
         said = capsys.readouterr().out
         assert not (tmp_path / "run").exists() and "20 for each parameter" in said and "Time    about" in said
-        model = GQAForCausalLM(load_config_of(tmp_path / "run.yaml"))
+        model = GQAForCausalLM(load_config(load_recipe([str(tmp_path / "run.yaml")])[0]))
         assert f"weights {model.num_parameters() * 4 / 1024:.0f} KiB" in said
-
-
-def load_config_of(path):
-    from modeling_gqa.training.recipe import load_config
-
-    return load_config(load_recipe([str(path)])[0])
 
 
 def test_a_finished_model_can_be_finetuned_on_chats(train, tmp_path):
