@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -65,22 +66,22 @@ class Target:
 
     Args:
         name: as it is given.
-        share: divisor of the source's numbers per token and layer, for MLA.
+        share: of the source's numbers per token and layer, for MLA.
         sizes: R and P, for MLA.
     """
 
     name: str
-    share: int | None = None
+    share: Fraction | None = None
     sizes: tuple[int, int] | None = None
 
     @classmethod
     def parse(cls, name: str) -> "Target":
-        if match := re.fullmatch(r"mla-1/(\d+)", name):
-            return cls(name, share=int(match[1]))
+        if match := re.fullmatch(r"mla-(\d+/\d+)", name):
+            return cls(name, share=Fraction(match[1]))
         if match := re.fullmatch(r"mla-(\d+)\+(\d+)", name):
             return cls(name, sizes=(int(match[1]), int(match[2])))
         if name != "mqa":
-            raise argparse.ArgumentTypeError(f"{name!r} is none of mqa, mla-1/SHARE and mla-R+P")
+            raise argparse.ArgumentTypeError(f"{name!r} is none of mqa, mla-1/4 or another share, and mla-R+P")
         return cls(name)
 
 
@@ -173,7 +174,9 @@ class Bench:
         layer = self.source.config.per_layer_config[0]
         if target.sizes:
             return sum(target.sizes)
-        return 2 * layer.head_dim * layer.num_key_value_heads // (target.share or layer.num_key_value_heads)
+        return int(
+            2 * layer.head_dim * layer.num_key_value_heads * (target.share or Fraction(1, layer.num_key_value_heads))
+        )
 
     def transmla_sizes(self, target: Target) -> tuple[int, int, int]:
         """R, P and FreqFold for TransMLA: P is D by a power of two, as its code has it, and a third of the cache."""

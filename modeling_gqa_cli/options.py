@@ -13,7 +13,7 @@ Method = Literal["lowrank", "auto", "procrustes", "mean", "first", "random"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Bits = Literal["2", "3", "4", "6", "8", "fp8", "16"]
 IGNORE_FIELD = "Field of SOURCE's configuration that is refused as unknown, and changes nothing."
-SIZES = ("num_key_value_heads", "kv_lora_rank", "qk_rope_head_dim", "cache_size", "cache_bytes")
+SIZES = ("num_key_value_heads", "kv_lora_rank", "qk_rope_head_dim", "cache_size", "cache_bytes", "cache_share")
 
 
 def spelled(name: str) -> str:
@@ -47,8 +47,12 @@ class NewAttention:
     num_key_value_heads: int | None = option("GQA: key/value heads, a divisor of the query heads.")
     kv_lora_rank: int | None = option("MLA: size R of the cached latent.")
     qk_rope_head_dim: int | None = option("MLA: size P of the cached rotary key, even. Default: R.")
-    cache_size: int | None = option("MLA: R + P, numbers cached per token and layer; --text divides it by loss.")
+    cache_size: int | None = option("MLA: R + P, numbers cached per token and layer.")
     cache_bytes: int | None = option("MLA: the same in bytes, in the result's dtype.")
+    cache_share: float | None = option("GQA and MLA: the same by what SOURCE caches, such as 0.5.")
+    cache_bits: Literal["auto"] | None = option(
+        "Round the cache on --text: --cache-share is then of bytes, MLA's size by default half."
+    )
     budget: int | None = option("Bytes cached per token by the whole model, divided over layers by loss; needs --text.")
     layers: str | None = option("Layers to change, such as 0,2-5. Default: all.", metavar="LAYERS")
     engine: Literal["vllm"] | None = option("Take sizes that this engine's fast kernels take.", aliases=["--for"])
@@ -59,14 +63,14 @@ class HowToConvert:
     _argument_group_name = "Method"
 
     method: Method = option("How heads are merged; auto tries settings and needs --text. Default: lowrank.", "lowrank")
-    regroup: bool | None = switch("Choose which heads to merge (--no-regroup: neighbours). Default: chosen.")
-    refit: bool | None = switch("Fit each output projection on the text (--no-refit: do not). Default: with --text.")
-    refine: int | None = option("Passes of gradient steps in each layer. Default: 2 with --text, else 0.")
+    regroup: bool | None = switch("Choose which heads to merge. --no-regroup: neighbours.")
+    refit: bool | None = switch("Fit each output projection on the text. Default: with --text.")
+    refine: int | None = option("Passes of gradient steps in each layer. Default with --text: 2.")
     polish: int | None = option(
         "Tokens to train all layers on at the end, by KL. Default: --calibration-tokens where fitted, 8 times as many "
         "on a GPU, if memory allows."
     )
-    seed: int = option("Seed of --method random, regrouping and the text's order. Default: 0.", 0)
+    seed: int = option("Seed of what is drawn, and of the text's order. Default: 0.", 0)
 
 
 @dataclass

@@ -596,6 +596,53 @@ def test_the_attention_is_trained_with_its_cache_rounded(checkpoints, corpus, tm
     assert result.exit_code and "--polish needs --text" in result.stderr
 
 
+def test_a_conversion_whose_cache_is_rounded_too(checkpoints, corpus, tmp_path):
+    """One command gives what `convert` and then `quantize-cache` give, measured against the first source."""
+    source, text = checkpoints / "gqa", ("--text", corpus, *TEXT_OPTIONS[:6], "--device", "cpu")
+    arguments = ("--attention-kind", "mla", "--cache-share", 0.2, "--cache-bits", "auto", *text)
+    before = cache_bytes_per_token(GQAConfig.from_pretrained(source), torch.float32)
+    assert f"{int(0.2 * before):,}" in run("convert", source, tmp_path / "one", *arguments, "--dry-run")
+    said = run("convert", source, tmp_path / "one", *arguments, "--polish", 0)
+    report = json.loads((tmp_path / "one" / "conversion.json").read_text())
+    assert 0.15 * before < report["cache_bytes_per_token_after"] <= 0.2 * before
+    assert report["cache_bytes_per_token_before"] == before
+    assert f"has a KL of {report['kl_source_quantized']:.3g}" in " ".join(said.split())
+    run("convert", source, tmp_path / "half", "--attention-kind", "mla", "--cache-share", 0.5, *text, "--polish", 0)
+    half = GQAConfig.from_pretrained(tmp_path / "half")
+    assert cache_bytes_per_token(half, torch.float32) == before / 2
+    share = (0.2 * before + 0.5) / (before / 2)
+    run("quantize-cache", tmp_path / "half", tmp_path / "two", "--cache-share", share, *text)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    configs = [GQAConfig.from_pretrained(tmp_path / name).cache_quantization for name in ("one", "two")]
+    assert configs[0]["layers"] == configs[1]["layers"]
+    run("convert", source, tmp_path / "trained", *arguments, "--polish", 1280)
+    trained = json.loads((tmp_path / "trained" / "conversion.json").read_text())
+    assert trained["polish"]["tokens"] > 0 and trained["kl"] < report["kl"]
+    assert trained["kl_source_quantized"] == report["kl_source_quantized"]
+
+
+def test_the_size_may_be_a_share(checkpoints, corpus, tmp_path):
+    run("convert", checkpoints / "mha", tmp_path / "gqa", "--attention-kind", "gqa", "--cache-share", 0.5)
+    assert GQAConfig.from_pretrained(tmp_path / "gqa").num_key_value_heads == HEADS // 2
+    before = contents(tmp_path)
+    text, bits = ("--text", corpus), ("--cache-bits", "auto")
+    for more, refused in (
+        (("gqa", "--cache-share", 0.3), "would leave 1.8 key/value heads"),
+        (("mqa", "--cache-share", 0.5), "--cache-share has nothing to choose for mqa"),
+        (("mla", "--cache-share", 1.5), "--cache-share=1.5 must be between 0 and 1"),
+        (("mla", "--cache-share", 0.5, "--kv-lora-rank", 8), "leave --kv-lora-rank out"),
+        (("mla", "--cache-share", 0.5, "--cache-size", 8), "--cache-size and --cache-share say the same"),
+        (("mla", "--cache-share", 0.5, *bits), "--cache-bits needs --text"),
+        (("mla", *bits, *text), "--cache-bits needs --cache-share"),
+        (("mla", "--budget", 900, *bits, *text), "--cache-share"),
+        (("mla", "--cache-share", 0.01, *bits, *text), "is too small: the least is"),
+    ):
+        result = call("convert", checkpoints / "mha", tmp_path / "no", "--attention-kind", *more)
+        assert result.exit_code and result.exception is None and refused in " ".join(result.stderr.split())
+    assert contents(tmp_path) == before
+
+
 def test_a_frontier_of_a_conversion(checkpoints, corpus, tmp_path):
     """A conversion stands beside its source, as it is and rounded; sizes are shares of the source's bytes."""
     source, made, picture = checkpoints / "gqa", tmp_path / "mla", tmp_path / "picture.svg"

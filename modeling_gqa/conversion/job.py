@@ -19,6 +19,7 @@ import transformers
 from modeling_gqa_vllm.kernels import FAST_SIZES
 
 from .. import __version__
+from ..cache_formats import CacheQuantization
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.writing import check_target, new_checkpoint, refuse_overlap, write_model
 from ..common.batches import Batch, computing_dtype, free_memory
@@ -66,7 +67,7 @@ class Job(Options):
         """
         check_target(self.target.resolve(), force)
         checkpoint = self.open(download=False)
-        config, goal = checkpoint.config, find_goal(self, checkpoint.config, checkpoint.dtype)
+        config, goal = checkpoint.config, self.goal(checkpoint)
         self.choose_polish(checkpoint, goal, say)
         if checkpoint.tensors:
             self.read_text(checkpoint, goal.exact)
@@ -76,8 +77,8 @@ class Job(Options):
         report["layers"] = [{"layer": i, "from": describe(old), "to": new} for i, (old, new) in enumerate(pairs)]
         if goal.later:
             report["parameters_after"] = None
-        if goal.target is None:
-            report["cache_bytes_per_token_after"] = self.budget
+        if (budget := self.rounded_bytes(config, checkpoint.dtype) or self.budget) is not None:
+            report["cache_bytes_per_token_after"] = budget
         return report | {"exact": goal.exact, "method": self.method}
 
     def run(self, force: bool, show_progress: ShowProgress, say: Callable[[str], None] = lambda line: None) -> Report:
@@ -96,14 +97,14 @@ class Job(Options):
             OSError: a file cannot be read or written.
         """
         checkpoint = self.open(download=False)  # what can be refused early is
-        goal = find_goal(self, checkpoint.config, checkpoint.dtype)
+        goal = self.goal(checkpoint)
         held = ExitStack()
         with new_checkpoint(self.target, force, held) as aside:
             if not checkpoint.tensors:
                 assumed, checkpoint = checkpoint.dtype, self.open()
                 refuse_overlap(checkpoint.folder, self.target)
                 if checkpoint.dtype != assumed:  # config.json does not name it
-                    goal = find_goal(self, checkpoint.config, checkpoint.dtype)
+                    goal = self.goal(checkpoint)
             self.choose_polish(checkpoint, goal, say)
             with self.timed("reading text"):
                 batches = self.read_text(checkpoint, goal.exact)
@@ -117,6 +118,10 @@ class Job(Options):
                     with torch.no_grad():
                         for x in converted.parameters():
                             x.copy_(x.to(checkpoint.dtype))
+            if self.cache_bits is not None:
+                with self.timed("quantizing"):
+                    converted, rounded = self.quantized(model, converted, checkpoint, batches, show_progress)
+                    done |= rounded
             report = self.begin_report(checkpoint, converted.config)
             report.update(done)
             report["serving"] = vllm_kernels(converted.config)
@@ -146,6 +151,23 @@ class Job(Options):
         checkpoint = open_checkpoint(self.source, download=download, ignore_fields=ignored, dtype=dtype)
         return replace(checkpoint, dtype=dtype) if dtype else checkpoint
 
+    def goal(self, checkpoint: Checkpoint) -> Goal:
+        """Return what the options lead to; raises `UserError` where it cannot be had."""
+        config, dtype = checkpoint.config, checkpoint.dtype
+        goal = find_goal(self, config, dtype)
+        if budget := self.rounded_bytes(config, dtype):
+            from .quantizing import check_rounded
+            from .transform_coding import require_bytes
+
+            target = expected_target(goal, config, dtype)
+            check_rounded(self, target, CacheQuantization.exact_tokens)
+            require_bytes(target, budget, dtype)
+        return goal
+
+    def rounded_bytes(self, config: GQAConfig, dtype: torch.dtype) -> int | None:
+        """Return the bytes per token of the rounded cache; `None` where it stays unrounded."""
+        return int((self.cache_share or 0) * cache_bytes_per_token(config, dtype)) if self.cache_bits else None
+
     def memory(self, checkpoint: Checkpoint, goal: Goal, polished: bool) -> "Memory":
         """Return the memory that the conversion takes, by accounting."""
         config, rows = checkpoint.config, self.batch_size if self.text else 0
@@ -157,7 +179,7 @@ class Job(Options):
         if self.polish is not None:
             return
         self.polish = 0
-        if self.text and not goal.exact and self.method in FITTED_METHODS:
+        if self.text and (self.cache_bits or not goal.exact) and self.method in FITTED_METHODS:
             needed, free = self.memory(checkpoint, goal, True).peak, free_memory(self.device)
             if needed < LEFT_FREE * free:
                 on_gpu = self.device.startswith("cuda")
@@ -168,7 +190,7 @@ class Job(Options):
 
     def announce(self, checkpoint: Checkpoint, goal: Goal, say: Callable[[str], None]) -> None:
         """Say which memory the conversion takes, by accounting, and with `--for` which sizes were chosen."""
-        polished = bool(self.polish) and not goal.exact
+        polished = bool(self.polish) and (bool(self.cache_bits) or not goal.exact)
         without = f"; {self.memory(checkpoint, goal, False).peak / GIB:.1f} with --polish 0" if polished else ""
         say(f"Memory on {self.device}: {self.memory(checkpoint, goal, polished)}{without}.")
         if (dtype := computing_dtype(checkpoint.dtype, self.device)) != checkpoint.dtype:
@@ -185,7 +207,7 @@ class Job(Options):
         if not self.text:
             return {}
         self.sequence_length = text_length(self, checkpoint.config)
-        if exact:  # nothing to calibrate
+        if exact and not self.cache_bits:  # nothing to calibrate
             return read_text(self, checkpoint, ("evaluation",), seed=self.seed)
         return read_text(self, checkpoint, ("calibration", "selection", "evaluation"), self.polish or 0, self.seed)
 
@@ -223,7 +245,7 @@ class Job(Options):
             regroup=self.regroup,
             refit=self.refit,
             refine=self.refine,
-            polish=self.polish or 0,
+            polish=0 if self.cache_bits else self.polish or 0,
             polish_text=batches.get("polish", ()),
             divide_cache=goal.options.divides_cache,
             share_weights=True,
@@ -231,6 +253,32 @@ class Job(Options):
             folder=folder,
             show_progress=show_progress,
         )
+
+    def quantized(
+        self,
+        model: GQAForCausalLM,
+        converted: GQAForCausalLM,
+        checkpoint: Checkpoint,
+        batches: Batches,
+        show_progress: ShowProgress,
+    ) -> tuple[GQAForCausalLM, dict[str, Any]]:
+        """Return the conversion with a cache rounded to `cache_share` of the source's, trained so, and what was done.
+
+        The source with its own cache rounded to as many bytes is measured beside it, because it may lose less.
+        """
+        from .quantizing import train_rounded, with_cache_of
+
+        text, dtype = batches["calibration"], checkpoint.dtype
+        budget = self.rounded_bytes(model.config, dtype)
+        rounded = with_cache_of(converted, text, {}, budget, dtype, show_progress)
+        done: dict[str, Any] = {"polish": None}
+        if self.polish:
+            own = [*batches.get("polish", ()), *text]
+            judges = batches["selection"]
+            done["polish"] = train_rounded(model, rounded, own, judges, self.polish, dtype, show_progress)
+        source = with_cache_of(model, text, {}, budget, dtype, show_progress)
+        found = compare_predictions(model, source, batches["evaluation"], show_progress("measuring the source"))
+        return rounded, done | {"kl_source_quantized": found["kl"]}
 
     def identity(self, model: GQAForCausalLM, target: GQAConfig | None, batches: Batches) -> list[Any]:
         """Return what decides the new layers: equal conversions may take each other's. The options say a budget."""

@@ -35,6 +35,8 @@ from .text import check_text
 
 # A cache that is asked for may become larger by this share of it where a fast kernel of vLLM takes that.
 MORE = 1 / 8
+# Numbers that MLA caches by those of the source, where the cache is rounded too and no size is given.
+ROUNDED_RANK = 0.5
 
 
 @dataclass
@@ -67,8 +69,19 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
                 raise UserError(f"{spelled(name)} needs --text: the layers are fitted on it")
         if not 0 <= self.seed < 2**63:
             raise UserError(f"--seed={self.seed} must be from 0 to 2**63 - 1")
-        if self.cache_size is not None and self.cache_bytes is not None:
-            raise UserError("--cache-size and --cache-bytes say the same: leave one out")
+        if self.cache_bits is not None:
+            self._check_bits()
+        same = ["cache_size", "cache_bytes", *(["cache_share"] if self.cache_bits is None else ["num_key_value_heads"])]
+        if len(given := [spelled(name) for name in same if getattr(self, name) is not None]) > 1:
+            raise UserError(f"{' and '.join(given)} say the same: leave one out")
+
+    def _check_bits(self) -> None:
+        if not self.text:
+            raise UserError("--cache-bits needs --text: without it nobody knows where bits matter")
+        if self.cache_share is None:
+            raise UserError("--cache-bits needs --cache-share: what the rounded cache takes by the source's")
+        if self.budget is not None:
+            raise UserError("--cache-bits takes its budget from --cache-share: leave --budget out")
 
     @property
     def is_local(self) -> bool:
@@ -115,6 +128,7 @@ def find_goal(options: Options, config: GQAConfig, dtype: torch.dtype) -> Goal:
     Raises:
         UserError: it cannot be had from this source, or caches more than the source.
     """
+    options = with_shared_size(options, config)
     if options.engine is not None and options.attention_kind == "mla":
         options = served_sizes(options, config, dtype)
     if options.budget is not None:
@@ -134,9 +148,36 @@ def find_goal(options: Options, config: GQAConfig, dtype: torch.dtype) -> Goal:
     return Goal(options, target, exact)
 
 
+def with_shared_size(options: Options, config: GQAConfig) -> Options:
+    """Return the options with the size that `--cache-share` says, or that a rounded cache has by default."""
+    share, sizes = options.cache_share, [name for name in SIZES if name != "cache_share"]
+    if share is None:
+        return options
+    if not 0 < share < 1:
+        raise UserError(f"--cache-share={share:g} must be between 0 and 1")
+    if options.cache_bits is not None:
+        if options.attention_kind != "mla" or any(getattr(options, name) is not None for name in sizes):
+            return options
+        share = ROUNDED_RANK
+    elif clash := [spelled(name) for name in sizes if getattr(options, name) is not None]:
+        raise UserError(f"--cache-share chooses the size: leave {' and '.join(clash)} out")
+    layers = [config.per_layer_config[index] for index in chosen_layers(config, options.layers)]
+    options = copy(options)
+    if options.attention_kind == "mla":
+        options.cache_size = max(int(share * max(map(cached_numbers, layers))), 1)
+    elif options.attention_kind == "gqa":
+        heads = share * max(layer.num_key_value_heads for layer in layers)
+        if heads < 1 or heads != int(heads):
+            raise UserError(f"--cache-share={share:g} would leave {heads:g} key/value heads: choose a whole number")
+        options.num_key_value_heads = int(heads)
+    else:
+        raise UserError(f"--cache-share has nothing to choose for {options.attention_kind}: give gqa or mla")
+    return options
+
+
 def sized_target(options: Options, config: GQAConfig, dtype: torch.dtype) -> GQAConfig:
     """Return the result's configuration by the sizes that were given."""
-    sizes = {name: getattr(options, name) for name in SIZES if name != "cache_bytes"}
+    sizes = {name: getattr(options, name) for name in SIZES if name not in ("cache_bytes", "cache_share")}
     given, unit = f"--cache-size={options.cache_size}", 1
     if options.cache_bytes is not None:
         given, unit = f"--cache-bytes={options.cache_bytes}", dtype.itemsize

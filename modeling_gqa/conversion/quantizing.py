@@ -141,18 +141,11 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
         show_progress: ShowProgress,
     ) -> GQAForCausalLM:
         """Return `model`, whose cache takes numbers of dtype `stored`, with a cache as the options say."""
+        options = self.quantization()
         if not text:
-            return with_quantized_cache(model, self.quantization())
-        options, codings = self.quantization(), list[tuple[Coding, Coding]]()
-        means = cache_means(model, text, self.exact_tokens, show_progress("measuring means"))
-        if self.cache_share is not None:
-            some = first_batches(text, CODING_TOKENS)
-            codings = cache_codings(model, some, means, self.exact_tokens, show_progress("measuring what matters"))
-            budget = int(self.cache_share * cache_bytes_per_token(model.config, stored))
-            options["layers"] = choose_bits(model, codings, budget, stored)
-        quantized = with_quantized_cache(model, options)
-        set_cache_constants(quantized, means, codings, stored)
-        return quantized
+            return with_quantized_cache(model, options)
+        budget = int(self.cache_share * cache_bytes_per_token(model.config, stored)) if self.cache_share else None
+        return with_cache_of(model, text, options, budget, stored, show_progress)
 
     def check_layers(self, config: GQAConfig) -> None:
         """Raise `UserError` where the options name bits of what no layer caches, or no layer's cache is rounded."""
@@ -232,6 +225,35 @@ def with_quantized_cache(model: GQAForCausalLM, options: dict[str, Any]) -> GQAF
     shared = {id(parameter): parameter for parameter in model.parameters()}
     quantized = copy.deepcopy(model, shared)
     quantized.config.cache_quantization = options
+    return quantized
+
+
+def with_cache_of(
+    model: GQAForCausalLM,
+    text: Sequence[Batch],
+    options: dict[str, Any],
+    budget: int | None,
+    stored: torch.dtype,
+    show_progress: ShowProgress = no_progress,
+) -> GQAForCausalLM:
+    """Return a model of the same weights, shared, with a quantized cache whose constants are measured on text.
+
+    Args:
+        model: it is not changed.
+        text: batches to measure on.
+        options: fields of `cache_quantization`.
+        budget: bytes per token for which bits are chosen by layer and channel; `None`: `options` have the bits.
+        stored: the dtype that it will be saved in, where it computes in another.
+        show_progress: returns, for a description, what wraps an iterable to show progress.
+    """
+    exact, codings = options.get("exact_tokens", CacheQuantization.exact_tokens), list[tuple[Coding, Coding]]()
+    means = cache_means(model, text, exact, show_progress("measuring means"))
+    if budget is not None:
+        some = first_batches(text, CODING_TOKENS)
+        codings = cache_codings(model, some, means, exact, show_progress("measuring what matters"))
+        options = options | {"layers": choose_bits(model, codings, budget, stored)}
+    quantized = with_quantized_cache(model, options | {"means": True})
+    set_cache_constants(quantized, means, codings, stored)
     return quantized
 
 

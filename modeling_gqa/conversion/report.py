@@ -34,7 +34,7 @@ QUANTIZED = (
     "for memory alone, quantize the source's cache: modeling-gqa quantize-cache --cache-share 0.2 keeps a fifth of its "
     "bytes at a KL of 0.03 (SmolLM2-135M) and 0.02 (Qwen2.5-Coder-0.5B), where a conversion to a quarter has 0.36 and "
     "0.82; --kv-cache-dtype fp8 in vLLM keeps half. No engine but generate reads the fifth. A conversion is for faster "
-    "decoding, to train on from and, with its own cache quantized, perhaps for less than a seventh of the bytes"
+    "decoding, to train on from and, its own cache rounded too (--cache-bits auto), perhaps for a seventh of the bytes"
 )
 NEEDED = (
     "vLLM needs this package beside it for MLA. Without it vLLM caches expanded keys and values, and refuses MLA whose "
@@ -156,6 +156,8 @@ def describe_cost(report: Report) -> str:
     for name in ("gain", "alpha"):
         if counts := Counter(row[name] for row in lossy if row[name] is not None):
             parts.append(f"{name} {', '.join(f'{value:g} in {n}' for value, n in sorted(counts.items()))} layers")
+    if "kl_source_quantized" in report:
+        parts.append("cache rounded, with bits by layer and channel")
     if polished := report["polish"]:
         found = "{kl_before:.3g} to {kl_after:.3g} on text held out".format(**polished)
         parts.append(f"polished on {polished['tokens']:,} tokens, KL {found}")
@@ -176,7 +178,10 @@ def warning(report: Report) -> str | None:
 
 
 def advice(report: Report) -> str | None:
-    """Return `QUANTIZED` for a lossy conversion to a smaller cache."""
+    """Return what loses less for memory alone: `QUANTIZED`, or with a rounded cache the source's own, if it does."""
+    if (kl := report.get("kl_source_quantized")) is not None:
+        better = "loses less for memory alone" if kl < report["kl"] else "loses more"
+        return f"the source with its cache rounded to as many bytes (quantize-cache) has a KL of {kl:.3g}: it {better}"
     smaller = report["cache_bytes_per_token_after"] < report["cache_bytes_per_token_before"]
     return QUANTIZED if smaller and not report["exact"] else None
 

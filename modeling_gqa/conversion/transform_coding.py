@@ -22,9 +22,10 @@ from ..cache_formats import STEPS, CodedFormat, orthogonal_matrix
 from ..cache_quantized import turns_back
 from ..common.batches import MODEL_INPUTS, Batch, evaluating
 from ..common.progress import Progress
+from ..configuration_gqa import GQAConfig
 from ..costs.counts import POSITION_BYTES, CostedModel
 from ..layers import rotate, select_frequencies
-from ..modeling_gqa import GQAForCausalLM
+from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from .divergence import not_finite, predicted_positions
 from .layers.moments import product, square_root
 from .losses import tokens_at_once
@@ -358,10 +359,9 @@ def choose_bits(
                 total += CodedFormat(tuple((size, n) for size, n in blocks)).row_bytes
         return total, layers
 
+    require_bytes(model.config, budget, dtype)
     low, high = 0.0, 8 * float(lost.max()) + 1e-30
-    least, smallest = chosen(high)
-    if least > budget:
-        raise UserError(f"a cache of {budget:,} bytes per token is too small: the least is {least:,}")
+    smallest = chosen(high)[1]
     most, largest = chosen(low)
     if most <= budget:
         return largest
@@ -373,6 +373,19 @@ def choose_bits(
         else:
             low = price
     return smallest
+
+
+def require_bytes(config: GQAConfig, budget: int, dtype: torch.dtype) -> None:
+    """Raise `UserError` where `budget` bytes per token are too small for `choose_bits`."""
+    least = POSITION_BYTES
+    for layer in CostedModel(config).layers:
+        if layer.window is not None:
+            least += layer.token_bytes(dtype)
+            continue
+        for size in ATTENTION_CLASSES[layer.config.attention_kind].cache_sizes(layer.config):
+            least += CodedFormat(((min(size, STEP), 2), (max(size - STEP, 0), 0))).row_bytes
+    if least > budget:
+        raise UserError(f"a cache of {budget:,} bytes per token is too small: the least is {least:,}")
 
 
 def folded(own: Coding, blocks: Sequence[Sequence[int]]) -> torch.Tensor:
