@@ -151,6 +151,12 @@ class GQAPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": GQADecoderLayer, "attentions": Attention}
 
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        # FSDP2 derives a class of its own from a sharded model's; transformers saves the code of a class's module.
+        if cls.__module__.startswith("torch."):
+            cls.__module__ = __name__
+
     def __init__(self, config: GQAConfig, *args, **kwargs):
         # Attribute writes since the configuration was built have skipped its checks.
         config.validate()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend
 from huggingface_hub.utils import validate_repo_id
 from transformers import (
     AutoConfig,
@@ -165,6 +165,8 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
             )
         if self.fsdp and self.world_size == 1:
             raise ValueError("fsdp shards a model over several processes, and there is one: start it with torchrun")
+        if self.fsdp and self.distributed_state.distributed_type == DistributedType.MULTI_CPU:
+            raise ValueError("fsdp has no effect on CPUs, where accelerate shards nothing: leave it out")
         if self.use_liger_kernel and not is_liger_kernel_available():
             raise ValueError("use_liger_kernel needs the package liger-kernel: install it, or leave the option out")
         if self.use_liger_kernel and self.use_cpu:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -46,14 +47,14 @@ class Script:
         self.recipe.write_text(yaml.safe_dump({**RECIPE, "data_files": [str(corpus)]}))
         self.env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
-    def command(self, output: Path, *options: str, processes: int = 0) -> list[str]:
+    def command(self, output: Path, *options: str, processes: int = 0, module: str = "training.pretrain") -> list[str]:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         start = [sys.executable, *(torchrun if processes else [])]
-        return [*start, "-m", "training.pretrain", str(self.recipe), "--output_dir", str(output), *options]
+        return [*start, "-m", module, str(self.recipe), "--output_dir", str(output), *options]
 
-    def run(self, output: Path, *options: str, processes: int = 0) -> subprocess.CompletedProcess:
+    def run(self, output: Path, *options: str, **how: Any) -> subprocess.CompletedProcess:
         return subprocess.run(
-            self.command(output, *options, processes=processes),
+            self.command(output, *options, **how),
             cwd=ROOT,
             env=self.env,
             stdin=subprocess.DEVNULL,

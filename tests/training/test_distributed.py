@@ -1,6 +1,7 @@
-"""Two gloo processes on the CPU: DDP through the script. tests/ranks has FSDP2 and tensor parallelism."""
+"""Two gloo processes on the CPU: DDP and FSDP2 through the script. tests/ranks has tensor parallelism."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -41,3 +42,33 @@ def test_ddp_equals_one_process(script, losses, tmp_path, options):
     AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "checkpoint-8")
     refused = script.run(tmp_path / "two", *options, *batch, "2", "--resume")
     assert refused.returncode == 1 and "was written by 2 processes" in refused.stderr
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_fsdp_equals_ddp(script, losses, tmp_path, options, optimizer):
+    """A layer of each kind is sharded; a run that goes on ends with the same weights, and saves our code alone."""
+    options = [*options, "--learning_rate", "1e-3", f"--muon={optimizer == 'muon'}"]
+    sharded = {"processes": 2, "module": "tests.training.fsdp_on_cpu"}
+    for name, more, how in (
+        ("ddp", [], {"processes": 2}),
+        ("fsdp", ["--fsdp"], sharded),
+        ("stopped", ["--fsdp"], sharded),
+    ):
+        done = script.run(tmp_path / name, *options, *more, **how)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "fsdp") == pytest.approx(losses(tmp_path / "ddp"), abs=2e-4)
+    for leftover in ("final", "checkpoint-8"):
+        shutil.rmtree(tmp_path / "stopped" / leftover)
+    (tmp_path / "stopped" / "results.json").unlink()
+    again = script.run(tmp_path / "stopped", *options, "--fsdp", "--resume", **sharded)
+    assert again.returncode == 0 and "Resuming from" in again.stdout, again.stderr
+    folders = [tmp_path / name / "final" for name in ("fsdp", "stopped", "ddp")]
+    assert (
+        folders[0].joinpath("model.safetensors").read_bytes() == folders[1].joinpath("model.safetensors").read_bytes()
+    )
+    assert {path.name for path in folders[0].iterdir()} == {path.name for path in folders[2].iterdir()}
+
+
+def test_fsdp_is_refused_where_nothing_would_be_sharded(script, tmp_path, options):
+    done = script.run(tmp_path / "fsdp", *options, "--fsdp", processes=2)
+    assert done.returncode == 1 and "fsdp has no effect on CPUs" in done.stderr and not (tmp_path / "fsdp").exists()
