@@ -5,7 +5,8 @@ PYTEST = python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 # Tests that `make test` leaves out, in groups: `make test-training` runs one of them.
 GROUPS = training docs processes ranks faults real
 
-.PHONY: help quickstart test test-groups test-all faults compat canary lint docs checks package real bench serve-test clean
+.PHONY: help quickstart test test-groups test-all faults compat canary lint docs checks package real bench gpu-check
+.PHONY: serve-test clean
 
 help:
 	@echo "make quickstart   pretrain a small model on real text, save it, load it back and generate (about 5 minutes)"
@@ -23,6 +24,7 @@ help:
 	@echo "make real         build three real models and the text that benchmarks and the tests marked real use (about three minutes)"
 	@echo "make serve-test   install vLLM in .venv-serving and serve every kind and export (about 20 minutes; Python 3.11 or later)"
 	@echo "make bench        measure speed and memory side by side with transformers' models (about 10 minutes)"
+	@echo "make gpu-check    on a GPU: tests, a run of base-124m-mla, and benchmarks, into benchmarks/results/gpu"
 
 quickstart: .venv/quickstart
 	.venv/bin/python -m training.pretrain quickstart
@@ -81,6 +83,19 @@ bench: .venv/bench
 	.venv/bin/python -m benchmarks.prefill
 	.venv/bin/python -m benchmarks.training --num-hidden-layers 2
 	.venv/bin/python -m benchmarks.compiled
+
+# Nothing but the packages is fetched. The run is of 300 steps, on the Python standard library's source code.
+GPU = benchmarks/results/gpu
+gpu-check: .venv/test .venv/bench
+	.venv/bin/python -c 'import torch; assert torch.cuda.is_available(), "torch sees no GPU"'
+	mkdir -p $(GPU)
+	OMP_NUM_THREADS=4 .venv/bin/$(PYTEST) -m 'not ($(any_group))' --junitxml $(GPU)/tests.xml
+	.venv/bin/python -m training.pretrain tiny --preset base-124m-mla --output-dir runs/gpu-check --overwrite \
+	    --sequence-length 1024 --per-device-train-batch-size 32 --max-steps 300 --bf16 --torch-compile --muon
+	cp runs/gpu-check/results.json $(GPU)/pretrain.json
+	.venv/bin/python -m benchmarks.decode --dtypes bfloat16 --output $(GPU)
+	.venv/bin/python -m benchmarks.quantized_decode --output $(GPU)
+	.venv/bin/python -m benchmarks.training --dtypes bfloat16 --length 4096 --output $(GPU)
 
 EXTRAS_quickstart = training
 EXTRAS_test = training,docs,test

@@ -164,7 +164,7 @@ def recipe_names(script: str = "pretrain") -> list[str]:
         ```python
         from modeling_gqa_cli.recipes import recipe_names
 
-        assert recipe_names("pretrain") == ["base-124m", "quickstart", "tiny"]
+        assert recipe_names("pretrain") == ["base-124m", "base-1b", "quickstart", "tiny"]
         ```
     """
     names = sorted(path.stem for path in (CONFIGURATION / "recipes").glob("*.yaml"))

@@ -132,6 +132,8 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
             self.disable_tqdm = not sys.stderr.isatty()
         given = [self.report_to] if isinstance(self.report_to, str) else self.report_to
         self.report_to = [name for names in given for name in names.split(",")]
+        # TrainingArguments declares a string, and wants none.
+        self.fsdp = {"true": True, "false": None}.get(str(self.fsdp).lower(), self.fsdp)  # type: ignore[assignment]
         # Unless told, accelerate does not join CPU processes into a group.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         self.check_numbers()

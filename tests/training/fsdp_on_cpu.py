@@ -1,4 +1,4 @@
-"""`pretrain` under FSDP2 in gloo processes: accelerate shards on GPUs alone, and is told that these processes have some."""
+"""`pretrain` under FSDP2 in gloo processes: accelerate shards on GPUs alone, and is told that these have some."""
 
 import sys
 

@@ -69,7 +69,7 @@ def test_the_run_folder_is_named_after_the_preset(preset):
     {
         "tinny": r"no recipe at tinny \(did you mean tiny\?\)",
         "uptrain-1b": "uptrain-1b is a recipe for uptrain: modeling-gqa uptrain uptrain-1b$",
-        "something/else": "no recipe at something/else; there are base-124m, quickstart, tiny, and paths",
+        "something/else": "no recipe at something/else; there are base-124m, base-1b, quickstart, tiny, and paths",
     }.items(),
 )
 def test_a_recipe_that_is_not_there(name, message):
