@@ -83,9 +83,9 @@ FREE_ON_RESUME = {
 }  # fmt: skip
 DECAY_SHARE = 0.2  # of a run of warmup_stable_decay
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}  # of tokens
-# What sets the length of a run. A resumption may raise it where the schedule does not depend on it until near the end.
+# What sets the length of a run. A resumption may change it where the schedule does not depend on it until near the end.
 LENGTHS = {"max_steps", "num_train_epochs", "tokens", "tokens_per_parameter", "pretraining_fraction"}
-EXTENDABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
+EXTENDABLE = ("constant", "constant_with_warmup", "inverse_sqrt", "warmup_stable_decay")
 # Bounds: TrainingArguments accepts more, and training then fails when it has begun, or at its end.
 NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
     (("sequence_length",), lambda number: number >= 2, "at least 2"),
@@ -121,8 +121,9 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
     script, unused = "pretrain", UNUSED
     budgets: ClassVar[tuple[str, ...]] = ("max_steps", "tokens", "tokens_per_parameter")
     # Fields of which one at most is given: each sets the length of training, or the model.
-    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = (budgets, ("preset", "init_from"))
+    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ((*budgets, "num_train_epochs"), ("preset", "init_from"))
 
+    num_train_epochs: float | None = field(default=None, metadata={"help": "Passes over the text, in place of steps."})  # type: ignore[assignment]
     # The filter would show an average in place of a NaN; here training stops at the first NaN.
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide non-finite losses in the log."})
     enable_jit_checkpoint: bool = field(default=True, metadata={"help": "Do not save and exit on SIGTERM."})
@@ -138,6 +139,8 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
         for group in self.alternatives:
             if len(given := [name for name in group if is_set(getattr(self, name))]) > 1:
                 raise ValueError(f"{' and '.join(given)} are both given; choose one")
+        if self.num_train_epochs is None:
+            self.num_train_epochs = TrainingArguments.num_train_epochs
         super().__post_init__()
         if (budget := self.token_budget()) is not None:
             self.set_steps(budget)
@@ -148,7 +151,7 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
         name = self.output_dir or ""
         if not name.isprintable() or any(len(part.encode()) > 255 for part in Path(name).parts):
             raise ValueError(f"output_dir is {ascii(name)[:100]}; a name must be printable and of at most 255 bytes")
-        if self.max_steps <= 0 and not self.num_train_epochs > 0:
+        if not any(is_set(getattr(self, name)) for name in (*self.budgets, "num_train_epochs")):
             raise ValueError(f"num_train_epochs is {self.num_train_epochs} and max_steps is not given; set one of them")
         if self.save_strategy == "best":
             raise ValueError("save_strategy best has no effect here: the last weights are the result of a run")
@@ -202,6 +205,13 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
             given = next(name for name in self.budgets[1:] if is_set(getattr(self, name)))
             raise ValueError(f"{given} leaves {tokens:,.0f} tokens, and a step takes {self.tokens_per_step:,}")
 
+    def set_epochs(self, sequences: int) -> None:
+        """Set `max_steps` where the length is given in passes over so many sequences."""
+        if self.max_steps <= 0:
+            batches = math.ceil(sequences / (self.train_batch_size * self.world_size))
+            updates = math.ceil(batches / self.gradient_accumulation_steps)
+            self.max_steps = math.ceil(self.num_train_epochs * updates)
+
     def check_numbers(self) -> None:
         """Raise `ValueError` for a number that is not finite or outside its bounds."""
         for item in fields(self):
@@ -246,6 +256,13 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
                 open_checkpoint(name, companions=False)
             except (OSError, ValueError) as error:
                 raise UserError(f"cannot load the {role} {name}: {error}") from error
+
+    def bound_to_length(self) -> str | None:
+        """Return why a run that has begun cannot get another length; `None` where it can."""
+        schedule = SchedulerType(self.lr_scheduler_type).value
+        if schedule in EXTENDABLE:
+            return None
+        return f"its schedule, {schedule}, ends with it. Runs of {', '.join(EXTENDABLE)} can go on"
 
     def origin(self, results: "Results") -> str:
         """Return the words of the card's first sentence on how the model was made."""
@@ -477,10 +494,15 @@ def schedule_options(recipe: Recipe, steps: int) -> dict[str, Any]:
     """Return `lr_scheduler_kwargs` for a run of `steps` steps.
 
     Of warmup_stable_decay `num_decay_steps` may be a share of the run, below 1; it is a fifth where it is not given.
+    Raises `ValueError` where it is neither that nor a number of steps.
     """
     options = as_object("lr_scheduler_kwargs", recipe.lr_scheduler_kwargs)
     if recipe.lr_scheduler_type == SchedulerType.WARMUP_STABLE_DECAY:
+        if "num_stable_steps" in options:
+            raise ValueError("num_stable_steps has no effect here: the rate is kept until num_decay_steps from the end")
         decay = options.get("num_decay_steps", DECAY_SHARE)
+        if not (isinstance(decay, int | float) and 0 <= decay < math.inf):
+            raise ValueError(f"num_decay_steps is {decay!r}; it must be a number of steps, or a share below 1")
         options["num_decay_steps"] = math.ceil(decay * steps) if decay < 1 else decay
     return options
 

@@ -44,7 +44,7 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
     unused = UNUSED | dict.fromkeys(("preset", "model_overrides", "init_from"), "the student is the model")
     unused |= {"dry_run": "uptraining is not estimated"}
     budgets = (*Recipe.budgets, "pretraining_fraction")
-    alternatives = (budgets,)
+    alternatives = ((*budgets, "num_train_epochs"),)
 
     # Fields of pretraining with other defaults: the model is already trained.
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of AdamW."})
@@ -138,6 +138,11 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
 
     def models(self) -> dict[str, str]:
         return {"student": self.student} | ({"teacher": self.teacher} if self.teacher else {})
+
+    def bound_to_length(self) -> str | None:
+        if self.layerwise_fraction:
+            return "stage 1 is a share of it, and would come back. Runs with layerwise_fraction 0 can go on"
+        return super().bound_to_length()
 
     def origin(self, results: Results) -> str:
         source = f", a conversion of `{public_name(self.teacher)}`," if self.teacher else ""

@@ -1,6 +1,7 @@
 """Training that goes on: from trained weights, and runs that are made longer; and what is said before it begins."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from training_texts import MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from modeling_gqa import GQAForCausalLM
+from modeling_gqa.data.blocks import load_blocks
 from modeling_gqa.training import publish
 from modeling_gqa.training.recipe import load_config, load_recipe, new_model, parse_tokens
 from modeling_gqa_cli.errors import UserError
@@ -54,30 +56,81 @@ def test_no_numbers_of_tokens(text):
         parse_tokens(text)
 
 
-@pytest.mark.parametrize("muon", [False, True])
-def test_a_run_that_is_made_longer_ends_as_if_it_had_been_so(train, tmp_path, muon):
-    """Bit for bit, with AdamW and with Muon; its recipe then says the new length."""
-    train("short", muon=muon)
-    longer = train("short", "--resume", "--tokens", str(8 * 256), muon=muon)
-    whole = train("whole", max_steps=8, muon=muon)
+@pytest.mark.parametrize(
+    "values", [{}, {"muon": True}, {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2}], ids=str
+)
+def test_a_run_that_is_made_longer_ends_as_if_it_had_been_so(train, tmp_path, values):
+    """Bit for bit; its recipe then says the new length."""
+    train("short", **values)
+    longer = train("short", "--resume", "--tokens", str(8 * 256), **values)
+    whole = train("whole", **values | {"max_steps": 8})
     assert longer["steps"] == whole["steps"] == 8 and longer["tokens_seen"] == 8 * 256
     assert longer["validation_loss"] == whole["validation_loss"]
     expected = weights(tmp_path / "whole")
     assert all(torch.equal(x, expected[name]) for name, x in weights(tmp_path / "short").items())
     saved = yaml.safe_load((tmp_path / "short" / "recipe.yaml").read_text())
-    assert (saved["max_steps"], saved["tokens"]) == (-1, str(8 * 256))
+    assert (saved["max_steps"], saved["tokens"], saved["resume"]) == (-1, str(8 * 256), False)
 
 
 def test_runs_that_cannot_be_made_longer(train):
     """One whose schedule ends with it, one that has taken more steps, and one that differs in more than its length."""
     train("cosine", lr_scheduler_type="cosine")
-    with pytest.raises(UserError, match=r"its schedule, cosine, ends with it\. Runs of constant, .* can go on"):
+    with pytest.raises(UserError, match=r"4 steps then, 8 now.*its schedule, cosine, ends with it"):
         train("cosine", "--resume", "--max-steps", "8", lr_scheduler_type="cosine")
     train("flat")
-    with pytest.raises(UserError, match="has taken 4 steps: to go on, give it more"):
+    with pytest.raises(UserError, match="has taken 4 steps, and 3 are asked for"):
         train("flat", "--resume", "--max-steps", "3")
     with pytest.raises(UserError, match=r"has another recipe: .*learning_rate"):
         train("flat", "--resume", "--max-steps", "8", "--learning-rate", "1e-3")
+
+
+def test_a_length_in_other_words_is_the_same(train):
+    """Also under a schedule that ends with the run: steps are compared, and not how they are given."""
+    train("run", lr_scheduler_type="cosine")
+    for options in (("--tokens", "1024"), ("--tokens", "1.024K")):
+        assert train("run", "--resume", *options, lr_scheduler_type="cosine")["steps"] == 4
+
+
+def test_epochs_are_steps_on_the_text(train, tmp_path, capsys):
+    """They are counted as the Trainer counts them, and a run of one is made longer by another."""
+    options = {"max_steps": -1, "num_train_epochs": 0.5, "per_device_train_batch_size": 3, "save_steps": 100}
+    options |= {"gradient_accumulation_steps": 2}
+    half = train("run", **options)["steps"]
+    sequences = len(load_blocks(tmp_path / "run" / "data", "train"))
+    assert half == math.ceil(0.5 * math.ceil(math.ceil(sequences / 3) / 2))
+    assert f"Length  {half:,} steps of 384 tokens" in capsys.readouterr().out
+    whole = train("run", "--resume", "--num-train-epochs", "1", **options)
+    assert whole["steps"] == math.ceil(math.ceil(sequences / 3) / 2) > half
+    assert (tmp_path / "run" / f"checkpoint-{whole['steps']}").is_dir()
+
+
+def rates(folder, steps):
+    log = json.loads((folder / f"checkpoint-{steps}" / "trainer_state.json").read_text())["log_history"]
+    return [entry["learning_rate"] for entry in log if "learning_rate" in entry]
+
+
+def test_a_longer_run_keeps_its_warmup_and_decays_at_its_own_end(train, tmp_path, capsys):
+    """Shares of the run as they were; the first step has the new rate, and the command says where it goes up."""
+    values = {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 0.5, "learning_rate": 1.0e-3}
+    values["lr_scheduler_kwargs"] = {"num_decay_steps": 0.5, "decay_type": "linear"}
+    train("run", **values)
+    assert rates(tmp_path / "run", 4) == pytest.approx([0, 5e-4, 1e-3, 5e-4])
+    train("run", "--resume", "--max-steps", "8", **values)
+    assert "at step 4 the learning rate goes from 0.00e+00 to 1.00e-03" in capsys.readouterr().out
+    assert rates(tmp_path / "run", 8)[4:] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    train("run", "--resume", "--max-steps", "12", **values)  # whose warm-up is still that of four steps
+    assert rates(tmp_path / "run", 12)[8:] == pytest.approx([6.67e-4, 5e-4, 3.33e-4, 1.67e-4], rel=1e-2)
+
+
+def test_intervals_of_a_resumed_run_are_the_new_ones(train, tmp_path):
+    train("run")
+    options = ("--logging-steps", "2", "--save-steps", "3", "--eval-strategy", "steps", "--eval-steps", "5")
+    train("run", "--resume", "--max-steps", "10", "--save-total-limit", "9", *options)
+    log = json.loads((tmp_path / "run" / "checkpoint-10" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in log if "loss" in entry] == [1, 2, 3, 4, 6, 8, 10]
+    assert [entry["step"] for entry in log if "eval_loss" in entry] == [5, 10]
+    saved = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    assert saved == {f"checkpoint-{step}" for step in (2, 4, 6, 9, 10)}
 
 
 def test_training_begins_with_trained_weights(train, tmp_path):
