@@ -6,12 +6,14 @@ import math
 import pytest
 import torch
 import yaml
+from jinja2 import TemplateError
 from safetensors.torch import load_file
 from training_texts import MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.data.blocks import load_blocks
+from modeling_gqa.data.tokenizer import train_tokenizer
 from modeling_gqa.training import publish
 from modeling_gqa.training.recipe import load_config, load_recipe, new_model, parse_tokens
 from modeling_gqa_cli.errors import UserError
@@ -234,3 +236,17 @@ def test_a_finished_model_can_be_finetuned_on_chats(train, tmp_path):
     train("again", "--init-from", str(final), "--model-overrides", "{}")  # keeps what the model stopped at
     again = GenerationConfig.from_pretrained(tmp_path / "again" / "final")
     assert set(again.eos_token_id) == {7, end, tokenizer.eos_token_id}
+
+
+def test_contents_of_messages():
+    """A text, or parts that are text; anything else is refused."""
+    tokenizer = train_tokenizer(["a b c"], 300)
+
+    def rendered(content):
+        return tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+
+    parts = [{"type": "text", "text": " a"}, {"type": "text", "text": "b\n"}]
+    assert rendered(parts) == rendered(" ab\n") == "<|im_start|>user\n ab\n<|im_end|>\n"
+    for content in (None, [], 3, [{"type": "image"}], ["a"], [{"type": "text", "text": "a"}, {"type": "image"}]):
+        with pytest.raises(TemplateError, match="must be a text, or a list of parts of the type text"):
+            rendered(content)
