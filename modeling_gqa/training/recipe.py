@@ -80,6 +80,7 @@ FREE_ON_RESUME = {
     "eval_on_start", "per_device_eval_batch_size", "eval_accumulation_steps", "logging_strategy", "skip_memory_metrics",
     "log_on_each_node", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_always_push",
     "torch_empty_cache_steps", "enable_jit_checkpoint", "keep_best",
+    "init_from",  # where the model lies; its weights are compared themselves
 }  # fmt: skip
 DECAY_SHARE = 0.2  # of a run of warmup_stable_decay
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}  # of tokens
@@ -139,6 +140,14 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
         for group in self.alternatives:
             if len(given := [name for name in group if is_set(getattr(self, name))]) > 1:
                 raise ValueError(f"{' and '.join(given)} are both given; choose one")
+        if models := self.models():
+            from ..checkpoints.files import is_gguf  # a new model needs none of it
+
+            for role, name in models.items():
+                if is_gguf(name):
+                    raise ValueError(
+                        f"the {role} {name} is a GGUF file: write it as a folder first, with modeling-gqa import"
+                    )
         if self.num_train_epochs is None:
             self.num_train_epochs = TrainingArguments.num_train_epochs
         super().__post_init__()
@@ -166,6 +175,8 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
                 f"dataloader_num_workers is {self.dataloader_num_workers}, and each would stream all of the text; "
                 "streaming needs 0"
             )
+        if self.fsdp and self.muon and self.fsdp_plugin_args["fsdp_version"] == 1:
+            raise ValueError("muon needs whole matrices, which version 1 of FSDP flattens: use version 2")
         if self.fsdp and self.world_size == 1:
             raise ValueError("fsdp shards a model over several processes, and there is one: start it with torchrun")
         if self.use_liger_kernel and not is_liger_kernel_available():
@@ -182,10 +193,16 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
                 raise ValueError(f"torch_compile_mode is {self.torch_compile_mode}; there are {', '.join(modes)}")
         if self.muon and self.optim not in ("adamw_torch", "adamw_torch_fused"):
             raise ValueError(f"muon and optim {self.optim} are both given; choose one optimizer")
+        for name in ("optim_args", "optim_target_modules"):
+            if self.muon and getattr(self, name):
+                raise ValueError(f"{name} has no effect with muon: leave one of them out")
         if self.push_to_hub and not self.publish:
             raise ValueError("push_to_hub uploads final/, which publish false does not write: leave one of them out")
         if self.push_to_hub and self.hub_model_id:
             validate_repo_id(self.hub_model_id)
+        for name in ("resume", "gradient_checkpointing", "use_liger_kernel"):
+            if self.dry_run and getattr(self, name):
+                raise ValueError(f"dry_run does not measure what {name} changes: leave one of them out")
         check_trackers(self.report_to, self.output_dir)
 
     @property
@@ -452,7 +469,9 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
 def shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
     """Return the shapes of a model's weights by their names."""
     with torch.device("meta"):
-        return {name: x.shape for name, x in AutoModelForCausalLM.from_config(config).state_dict().items()}
+        model = AutoModelForCausalLM.from_config(config)
+    tied: Any = model.all_tied_weights_keys  # which are another weight
+    return {name: x.shape for name, x in model.state_dict().items() if name not in tied}
 
 
 def new_model(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
@@ -465,20 +484,30 @@ def new_model(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
 
         trained: Any = open_checkpoint(recipe.init_from, companions=False).load(torch.float32, "cpu")
         model.load_state_dict(trained.state_dict())
-        # Not the rest, which may be such as transformers reads and does not save.
-        generation: Any = model.generation_config
-        generation.eos_token_id = trained.generation_config.eos_token_id
+        if recipe.tokenizer in (None, recipe.init_from):  # else they are other tokens
+            # Not the rest, which may be such as transformers reads and does not save.
+            generation: Any = model.generation_config
+            generation.eos_token_id = trained.generation_config.eos_token_id
     return model
 
 
 def warn_of_weights(recipe: Recipe) -> None:
-    """Print a warning where the preset is the folder of a trained model, whose weights are not read."""
+    """Print a warning where a preset's weights are not read, or the quantization of a trained model's cache is lost."""
     folder = preset_folder(recipe.preset)
     if recipe.preset and any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
         warn(
             f"preset {recipe.preset} holds weights, which are not read: it gives the configuration alone, and training "
             f"starts from random weights. To train these further: --init-from {recipe.preset}"
         )
+    if recipe.start:
+        from ..cache_quantized import rounds_cache
+        from ..checkpoints.checkpoint import open_checkpoint
+
+        if rounds_cache(open_checkpoint(recipe.start, companions=False).stock_config):
+            warn(
+                f"the cache of {recipe.start} is quantized, and that of the result is not, since its weights change: "
+                "modeling-gqa quantize-cache quantizes it again"
+            )
 
 
 def check_length(recipe: Recipe, config: PreTrainedConfig) -> None:

@@ -17,7 +17,7 @@ from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.recipes import UptrainOptions, public_name
 
 from ..checkpoints.checkpoint import load_source
-from ..checkpoints.files import is_gguf, local_folder
+from ..checkpoints.files import local_folder
 from ..common.atomic import read_object
 from ..common.console import warn
 from ..conversion.losses import prediction_losses, top_prediction_losses
@@ -60,11 +60,6 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
             raise ValueError("no student given: name the converted model, --student FOLDER or a Hub name")
         if self.teacher in ("", "none"):
             self.teacher = None
-        for role, name in self.models().items():
-            if is_gguf(name):
-                raise ValueError(
-                    f"the {role} {name} is a GGUF file: write it as a folder first, with modeling-gqa import"
-                )
         if self.teacher is None:
             for name in ("layerwise_fraction", "kl_weight"):
                 if getattr(self, name):

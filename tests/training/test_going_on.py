@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -204,15 +205,56 @@ def test_wrong_beginnings(train, tmp_path, capsys):
     assert f"To train these further: --init-from {final}" in " ".join(capsys.readouterr().err.split())
 
 
+def test_overrides_that_untie_or_tie_weights_are_refused(train, tmp_path):
+    train("first")
+    final = str(tmp_path / "first" / "final")
+    tied = GQAForCausalLM.from_pretrained(final).config.tie_word_embeddings
+    with pytest.raises(UserError, match=r"do not fit: lm_head\.weight"):
+        train("run", "--init-from", final, "--model-overrides", json.dumps({"tie_word_embeddings": not tied}))
+
+
+def test_a_run_finds_the_model_that_it_began_with(train, tmp_path, monkeypatch):
+    """From another folder; and where it has been moved, if it is named again."""
+    train("first")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    train("second", "--init-from", "first/final", "--model-overrides", "{}")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    command = [str(tmp_path / "second" / "recipe.yaml"), "--resume", "--max-steps", "6"]
+    pretrain(command)
+    assert (tmp_path / "second" / "checkpoint-6").is_dir()
+    (tmp_path / "first").rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=f"cannot load the model {tmp_path / 'first' / 'final'}"):
+        pretrain(command)
+    pretrain([*command[:-1], "8", "--init-from", "../moved/final"])
+    assert (tmp_path / "second" / "checkpoint-8").is_dir()
+
+
+def test_a_quantized_cache_is_not_trained_further(train, tmp_path, capsys):
+    """It is left out, which a warning says: its constants are those of the old weights."""
+    train("first")
+    final = tmp_path / "first" / "final"
+    config = GQAForCausalLM.from_pretrained(final).config
+    config.cache_quantization = {"nbits": 4}
+    config.save_pretrained(final)
+    capsys.readouterr()
+    train("second", "--init-from", str(final), "--model-overrides", "{}")
+    assert f"the cache of {final} is quantized" in " ".join(capsys.readouterr().err.split())
+    assert GQAForCausalLM.from_pretrained(tmp_path / "second" / "final").config.cache_quantization is None
+
+
 def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, tmp_path, capsys):
     """Twenty tokens for each parameter, and four bytes of weights."""
-    for options in ((), ("--muon",)):
+    for options, state in (((), 8), (("--muon",), 4), (("--optim", "sgd"), 0)):  # bytes for a parameter, mostly
         with pytest.raises(FileNotFoundError):  # of results.json
             train("run", "--dry-run", "--tokens-per-parameter", "20", *options)
         said = capsys.readouterr().out
         assert not (tmp_path / "run").exists() and "20 for each parameter" in said and "Time    about" in said
         model = GQAForCausalLM(load_config(load_recipe([str(tmp_path / "run.yaml")])[0]))
-        assert f"weights {model.num_parameters() * 4 / 1024:.0f} KiB" in said
+        size = model.num_parameters()
+        assert f"weights {size * 4 / 1024:.0f} KiB" in said
+        found = re.search(r"optimizer ([\d.]+) (K?)i?B", said)
+        assert float(found[1]) * (1024 if found[2] else 1) == pytest.approx(state * size, rel=0.5)
 
 
 def test_a_finished_model_can_be_finetuned_on_chats(train, tmp_path):
@@ -236,6 +278,10 @@ def test_a_finished_model_can_be_finetuned_on_chats(train, tmp_path):
     train("again", "--init-from", str(final), "--model-overrides", "{}")  # keeps what the model stopped at
     again = GenerationConfig.from_pretrained(tmp_path / "again" / "final")
     assert set(again.eos_token_id) == {7, end, tokenizer.eos_token_id}
+    options = ("--tokenizer", str(tmp_path / "run" / "tokenizer"), "--init-from", str(final))
+    train("other", *options, "--model-overrides", "{}")  # in which they may be other tokens
+    other = GenerationConfig.from_pretrained(tmp_path / "other" / "final")
+    assert set(other.eos_token_id) == {end, tokenizer.eos_token_id}
 
 
 def test_contents_of_messages():

@@ -56,6 +56,12 @@ def test_kinds_of_yaml_values(write):
         ({"validation_fraction": 1.5}, [], "validation_fraction is 1.5"),
         ({"streaming": True}, [], "max_steps"),
         ({"max_steps": 7, "num_train_epochs": 2}, [], "max_steps and num_train_epochs are both given; choose one"),
+        ({"preset": "", "init_from": "a.gguf"}, [], "the model a.gguf is a GGUF file: write it as a folder first"),
+        ({"muon": True, "optim_args": "a=1"}, [], "optim_args has no effect with muon"),
+        ({"muon": True, "optim_target_modules": "all"}, [], "optim_target_modules has no effect with muon"),
+        ({"muon": True, "fsdp": "full_shard", "fsdp_config": {"version": 1}}, [], "muon needs whole matrices"),
+        ({"resume": True, "dry_run": True}, [], "dry_run does not measure what resume changes"),
+        ({"gradient_checkpointing": True, "dry_run": True}, [], "dry_run does not measure what gradient_checkpointing"),
         ({"dataset_name": "a/b", "data_files": ["x"]}, [], "data_files and dataset_name are both given"),
     ],
 )
