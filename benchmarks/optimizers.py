@@ -21,6 +21,7 @@ from .measure import describe_machine
 from .report import RESULTS, print_table, write
 
 COLUMNS = {
+    "recipe": "",
     "optimizer": "",
     "options": "",
     "steps": ",",
@@ -29,13 +30,13 @@ COLUMNS = {
     "loss": ".4f",
     "seconds": ".0f",
 }
-KEY = ("optimizer", "options", "steps", "learning_rate", "seed")
+KEY = ("recipe", "optimizer", "options", "steps", "learning_rate", "seed")
 
 
-def run(recipe: str, row: dict[str, Any]) -> dict[str, Any]:
+def run(row: dict[str, Any]) -> dict[str, Any]:
     """Train as `row` says and return it with what came out."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "training.pretrain", recipe, f"--output-dir={folder}/run"]
+        command = [sys.executable, "-m", "training.pretrain", row["recipe"], f"--output-dir={folder}/run"]
         command += [f"--max-steps={row['steps']}", f"--learning-rate={row['learning_rate']}", f"--seed={row['seed']}"]
         command += ["--save-strategy=no", "--no-publish", "--no-bigram-baseline", *shlex.split(row["options"])]
         command.append(f"--muon={row['optimizer'] == 'muon'}")  # whatever the recipe has
@@ -66,11 +67,12 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         for seed in options.seeds:
             for rate in options.rates:
                 for optimizer in options.optimizers:
-                    row = dict(zip(KEY, (optimizer, options.overrides, steps, rate, seed), strict=True))
+                    values = options.recipe, optimizer, options.overrides, steps, rate, seed
+                    row = dict(zip(KEY, values, strict=True))
                     if all({key: each[key] for key in KEY} != row for each in rows):
-                        rows.append(run(options.recipe, row))
-                        write(options.json, command, machine, recipe=options.recipe, rows=rows)
-    print_table(f"Validation loss of {options.recipe}, nats per token", rows, COLUMNS)
+                        rows.append(run(row))
+                        write(options.json, command, machine, rows=rows)
+    print_table("Validation loss, nats per token", rows, COLUMNS)
     return rows
 
 

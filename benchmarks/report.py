@@ -404,8 +404,10 @@ def plot_uptraining(rows: list[dict], path: Path) -> None:
 def optimizers_table(rows: list[dict]) -> str:
     """Validation loss by optimizer, steps and learning rate: of one seed, or mean and deviation over seeds."""
     losses: dict[tuple[str, int, float], list[float]] = {}
+    several = len({row["recipe"] for row in rows}) > 1
     for row in rows:
         name = {"adamw": "AdamW", "muon": "Muon"}[row["optimizer"]] + (row["options"] and f", {row['options']}")
+        name = f"{row['recipe']}: {name}" if several else name
         losses.setdefault((name, row["steps"], row["learning_rate"]), []).append(row["loss"])
     rates = sorted({rate for _, _, rate in losses})
 

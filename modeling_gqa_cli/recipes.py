@@ -326,6 +326,8 @@ def read_values(argv: list[str], recipe_class: Any, prog: str) -> dict[str, Any]
             values |= {way: defaults[way] for way in group if way not in chosen}
     if is_set(told.get("init_from")) and not is_set(told["tokenizer"]):
         values["tokenizer"] = defaults["tokenizer"]  # the model's own, and not that of the recipe's model
+    if values.get("init_from") and os.path.exists(start := os.path.expanduser(values["init_from"])):
+        values["init_from"] = os.path.abspath(start)  # so that the run can be resumed from another folder
     name = values.get("preset") or values.get("init_from") or path.stem
     output = values["output_dir"] or str(Path("runs") / path.stem)
     values["output_dir"] = os.path.expanduser(output.replace("{preset}", public_name(name)))

@@ -27,6 +27,7 @@ from modeling_gqa.checkpoints.checkpoint import Checkpoint
 from modeling_gqa.common import console
 from modeling_gqa.conversion import job
 from modeling_gqa.conversion.fitting import PASSES
+from modeling_gqa.conversion.frontier import recommendation
 from modeling_gqa.conversion.options import Options
 from modeling_gqa.conversion.report import FORMAT_VERSION
 from modeling_gqa.costs import cache_bytes_per_token
@@ -577,6 +578,21 @@ def test_a_frontier_of_caches(checkpoints, corpus, tmp_path, kind):
     ):
         result = call("frontier", source, *more)
         assert result.exit_code and result.exception is None and refused in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(("argv", "option"), [((), "--batch-size"), (("tiny",), "--per-device-train-batch-size")])
+def test_too_little_memory_names_options_that_there_are(argv, option, capsys):
+    with pytest.raises(SystemExit), console.user_errors(argv=argv):
+        raise MemoryError
+    assert f"a smaller {option} or" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "emulated"), [("turboquant_4bit_nc", True), ("fp8", False)])
+def test_a_recommended_flag_that_was_emulated(name, emulated):
+    choice = {"name": f"{name} of vLLM", "command": "vllm serve it", "bytes": 1, "kl": 0.01}
+    said = recommendation({"choices": [choice], "smallest": choice["name"], "loss": 0.02, "bytes": 4})
+    first, *more = said.splitlines()
+    assert first.endswith(": vllm serve it") and ["on GPUs alone" in line for line in more] == [True] * emulated
 
 
 def test_the_attention_is_trained_with_its_cache_rounded(checkpoints, corpus, tmp_path):

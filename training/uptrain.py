@@ -39,7 +39,7 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
     from transformers import set_seed
 
     from modeling_gqa.training.distillation import check_tokenizers, load_pair
-    from modeling_gqa.training.recipe import check_length, check_training, load_recipe
+    from modeling_gqa.training.recipe import check_length, check_training, load_recipe, warn_of_weights
     from modeling_gqa.training.run_setup import announce, open_run
     from modeling_gqa.training.teacher_logits import with_teacher_logits
     from modeling_gqa.training.uptraining import UptrainRecipe, UptrainTrainer
@@ -50,6 +50,8 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
     check_tokenizers(recipe, student.config)
     check_length(recipe, student.config)
     check_training(recipe, student.config)
+    if not recipe.resume:
+        warn_of_weights(recipe)
     recipe.tokenizer = recipe.tokenizer or recipe.student
 
     # Run folder, tokenizer and tokens; of a resumed run its checkpoint

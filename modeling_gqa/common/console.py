@@ -89,7 +89,8 @@ def user_errors(
             stop(str(error))
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
             raise
-        stop(f"there is not enough memory{kept()}; a smaller --batch-size or --device cpu may help: {str(error)[:200]}")
+        smaller = "--per-device-train-batch-size or --sequence-length" if argv else "--batch-size or --device cpu"
+        stop(f"there is not enough memory{kept()}; a smaller {smaller} may help: {str(error)[:200]}")
     except KeyboardInterrupt:
         stop(f"stopped by Ctrl-C{kept()}", 130)
     except SystemExit as error:

@@ -30,7 +30,7 @@ from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_predictions, predicted_states
-from .engine_caches import FLAG, engine_caches
+from .engine_caches import FLAG, TURBOQUANT, engine_caches
 from .quantizing import (
     CODING_TOKENS,
     PARTS,
@@ -210,14 +210,19 @@ def frontier_table(report: dict[str, Any]) -> Table:
 
 
 def recommendation(report: dict[str, Any]) -> str:
-    """One line: the smallest cache within the loss that was allowed, and the command that makes it."""
+    """The smallest cache within the loss that was allowed, the command that makes it, and what was not measured."""
     chosen = next((x for x in report["choices"] if x["name"] == report["smallest"]), None)
     if chosen is None:
         return f"No choice loses at most {report['loss']:g} nats: allow more by --loss, or keep the cache as it is."
     size = share(chosen["bytes"], report["bytes"])
+    emulated = (
+        "\nvLLM has TurboQuant on GPUs alone. Its loss was measured here by rounding in the same way, not by vLLM."
+        if chosen["name"].removesuffix(" of vLLM") in TURBOQUANT
+        else ""
+    )
     return (
         f"The smallest cache that loses at most {report['loss']:g} nats takes {size} of the bytes: "
-        f"{chosen['command'] or chosen['name']}"
+        f"{chosen['command'] or chosen['name']}{emulated}"
     )
 
 

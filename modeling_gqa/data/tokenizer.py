@@ -23,13 +23,21 @@ TRAINING_CHARACTERS = 100_000_000
 # Bytes after which a word is cut while the tokenizer is trained: the time grows with the square of a word's length, and
 # Base64 has no spaces. No token is longer.
 LONGEST_WORD = 256
-# ChatML, with the marks by which TRL's `assistant_only_loss` finds what the assistant writes.
+# ChatML, with the marks by which TRL's `assistant_only_loss` finds what the assistant writes. Servers pass a message's
+# text as a list of parts as well.
 CHAT_TEMPLATE = r"""{%- for message in messages -%}
+{%- set content = message['content'] -%}
+{%- if content is not string -%}
+{%- if not content or content is not iterable or content | rejectattr('type', 'equalto', 'text') | list -%}
+{{- raise_exception('the content of a message must be a text, or a list of parts of the type text') -}}
+{%- endif -%}
+{%- set content = content | map(attribute='text') | join -%}
+{%- endif -%}
 {{- '<|im_start|>' + message['role'] + '\n' -}}
 {%- if message['role'] == 'assistant' -%}
-{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
+{%- generation -%}{{- content + '<|im_end|>' -}}{%- endgeneration -%}
 {%- else -%}
-{{- message['content'] + '<|im_end|>' -}}
+{{- content + '<|im_end|>' -}}
 {%- endif -%}
 {{- '\n' -}}
 {%- endfor -%}

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Trainer
 
 from ..common.console import say
 from ..common.muon import MuonAdamW
@@ -69,8 +69,10 @@ def measure(recipe: Recipe, model: PreTrainedModel) -> tuple[float, dict[str, in
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
 
-    groups = muon_groups(model, (), 0.0)
-    optimizer = MuonAdamW([group | {"muon": group["muon"] and recipe.muon} for group in groups], lr=0.0)
+    optimizer: Any = MuonAdamW(muon_groups(model, (), 0.0), lr=0.0)
+    if not recipe.muon:
+        optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(recipe, model)
+        optimizer = optimizer_class(model.parameters(), **options)
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         step()

@@ -80,12 +80,13 @@ FREE_ON_RESUME = {
     "eval_on_start", "per_device_eval_batch_size", "eval_accumulation_steps", "logging_strategy", "skip_memory_metrics",
     "log_on_each_node", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_always_push",
     "torch_empty_cache_steps", "enable_jit_checkpoint", "keep_best",
+    "init_from",  # where the model lies; its weights are compared themselves
 }  # fmt: skip
 DECAY_SHARE = 0.2  # of a run of warmup_stable_decay
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}  # of tokens
-# What sets the length of a run. A resumption may raise it where the schedule does not depend on it until near the end.
+# What sets the length of a run. A resumption may change it where the schedule does not depend on it until near the end.
 LENGTHS = {"max_steps", "num_train_epochs", "tokens", "tokens_per_parameter", "pretraining_fraction"}
-EXTENDABLE = ("constant", "constant_with_warmup", "warmup_stable_decay")
+EXTENDABLE = ("constant", "constant_with_warmup", "inverse_sqrt", "warmup_stable_decay")
 # Bounds: TrainingArguments accepts more, and training then fails when it has begun, or at its end.
 NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
     (("sequence_length",), lambda number: number >= 2, "at least 2"),
@@ -121,8 +122,9 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
     script, unused = "pretrain", UNUSED
     budgets: ClassVar[tuple[str, ...]] = ("max_steps", "tokens", "tokens_per_parameter")
     # Fields of which one at most is given: each sets the length of training, or the model.
-    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = (budgets, ("preset", "init_from"))
+    alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ((*budgets, "num_train_epochs"), ("preset", "init_from"))
 
+    num_train_epochs: float | None = field(default=None, metadata={"help": "Passes over the text, in place of steps."})  # type: ignore[assignment]
     # The filter would show an average in place of a NaN; here training stops at the first NaN.
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Hide non-finite losses in the log."})
     enable_jit_checkpoint: bool = field(default=True, metadata={"help": "Do not save and exit on SIGTERM."})
@@ -140,6 +142,16 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
         for group in self.alternatives:
             if len(given := [name for name in group if is_set(getattr(self, name))]) > 1:
                 raise ValueError(f"{' and '.join(given)} are both given; choose one")
+        if models := self.models():
+            from ..checkpoints.files import is_gguf  # a new model needs none of it
+
+            for role, name in models.items():
+                if is_gguf(name):
+                    raise ValueError(
+                        f"the {role} {name} is a GGUF file: write it as a folder first, with modeling-gqa import"
+                    )
+        if self.num_train_epochs is None:
+            self.num_train_epochs = TrainingArguments.num_train_epochs
         super().__post_init__()
         if (budget := self.token_budget()) is not None:
             self.set_steps(budget)
@@ -150,7 +162,7 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
         name = self.output_dir or ""
         if not name.isprintable() or any(len(part.encode()) > 255 for part in Path(name).parts):
             raise ValueError(f"output_dir is {ascii(name)[:100]}; a name must be printable and of at most 255 bytes")
-        if self.max_steps <= 0 and not self.num_train_epochs > 0:
+        if not any(is_set(getattr(self, name)) for name in (*self.budgets, "num_train_epochs")):
             raise ValueError(f"num_train_epochs is {self.num_train_epochs} and max_steps is not given; set one of them")
         if self.save_strategy == "best":
             raise ValueError("save_strategy best has no effect here: the last weights are the result of a run")
@@ -165,6 +177,8 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
                 f"dataloader_num_workers is {self.dataloader_num_workers}, and each would stream all of the text; "
                 "streaming needs 0"
             )
+        if self.fsdp and self.muon and self.fsdp_plugin_args["fsdp_version"] == 1:
+            raise ValueError("muon needs whole matrices, which version 1 of FSDP flattens: use version 2")
         if self.fsdp and self.world_size == 1:
             raise ValueError("fsdp shards a model over several processes, and there is one: start it with torchrun")
         if self.fsdp and self.distributed_state.distributed_type == DistributedType.MULTI_CPU:
@@ -183,10 +197,16 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
                 raise ValueError(f"torch_compile_mode is {self.torch_compile_mode}; there are {', '.join(modes)}")
         if self.muon and self.optim not in ("adamw_torch", "adamw_torch_fused"):
             raise ValueError(f"muon and optim {self.optim} are both given; choose one optimizer")
+        for name in ("optim_args", "optim_target_modules"):
+            if self.muon and getattr(self, name):
+                raise ValueError(f"{name} has no effect with muon: leave one of them out")
         if self.push_to_hub and not self.publish:
             raise ValueError("push_to_hub uploads final/, which publish false does not write: leave one of them out")
         if self.push_to_hub and self.hub_model_id:
             validate_repo_id(self.hub_model_id)
+        for name in ("resume", "gradient_checkpointing", "use_liger_kernel"):
+            if self.dry_run and getattr(self, name):
+                raise ValueError(f"dry_run does not measure what {name} changes: leave one of them out")
         check_trackers(self.report_to, self.output_dir)
 
     @property
@@ -205,6 +225,13 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
             self.check_models()
             given = next(name for name in self.budgets[1:] if is_set(getattr(self, name)))
             raise ValueError(f"{given} leaves {tokens:,.0f} tokens, and a step takes {self.tokens_per_step:,}")
+
+    def set_epochs(self, sequences: int) -> None:
+        """Set `max_steps` where the length is given in passes over so many sequences."""
+        if self.max_steps <= 0:
+            batches = math.ceil(sequences / (self.train_batch_size * self.world_size))
+            updates = math.ceil(batches / self.gradient_accumulation_steps)
+            self.max_steps = math.ceil(self.num_train_epochs * updates)
 
     def check_numbers(self) -> None:
         """Raise `ValueError` for a number that is not finite or outside its bounds."""
@@ -250,6 +277,13 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
                 open_checkpoint(name, companions=False)
             except (OSError, ValueError) as error:
                 raise UserError(f"cannot load the {role} {name}: {error}") from error
+
+    def bound_to_length(self) -> str | None:
+        """Return why a run that has begun cannot get another length; `None` where it can."""
+        schedule = SchedulerType(self.lr_scheduler_type).value
+        if schedule in EXTENDABLE:
+            return None
+        return f"its schedule, {schedule}, ends with it. Runs of {', '.join(EXTENDABLE)} can go on"
 
     def origin(self, results: "Results") -> str:
         """Return the words of the card's first sentence on how the model was made."""
@@ -439,7 +473,9 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
 def shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
     """Return the shapes of a model's weights by their names."""
     with torch.device("meta"):
-        return {name: x.shape for name, x in AutoModelForCausalLM.from_config(config).state_dict().items()}
+        model = AutoModelForCausalLM.from_config(config)
+    tied: Any = model.all_tied_weights_keys  # which are another weight
+    return {name: x.shape for name, x in model.state_dict().items() if name not in tied}
 
 
 def new_model(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
@@ -452,20 +488,30 @@ def new_model(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
 
         trained: Any = open_checkpoint(recipe.init_from, companions=False).load(torch.float32, "cpu")
         model.load_state_dict(trained.state_dict())
-        # Not the rest, which may be such as transformers reads and does not save.
-        generation: Any = model.generation_config
-        generation.eos_token_id = trained.generation_config.eos_token_id
+        if recipe.tokenizer in (None, recipe.init_from):  # else they are other tokens
+            # Not the rest, which may be such as transformers reads and does not save.
+            generation: Any = model.generation_config
+            generation.eos_token_id = trained.generation_config.eos_token_id
     return model
 
 
 def warn_of_weights(recipe: Recipe) -> None:
-    """Print a warning where the preset is the folder of a trained model, whose weights are not read."""
+    """Print a warning where a preset's weights are not read, or the quantization of a trained model's cache is lost."""
     folder = preset_folder(recipe.preset)
     if recipe.preset and any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
         warn(
             f"preset {recipe.preset} holds weights, which are not read: it gives the configuration alone, and training "
             f"starts from random weights. To train these further: --init-from {recipe.preset}"
         )
+    if recipe.start:
+        from ..cache_quantized import rounds_cache
+        from ..checkpoints.checkpoint import open_checkpoint
+
+        if rounds_cache(open_checkpoint(recipe.start, companions=False).stock_config):
+            warn(
+                f"the cache of {recipe.start} is quantized, and that of the result is not, since its weights change: "
+                "modeling-gqa quantize-cache quantizes it again"
+            )
 
 
 def check_length(recipe: Recipe, config: PreTrainedConfig) -> None:
@@ -481,10 +527,15 @@ def schedule_options(recipe: Recipe, steps: int) -> dict[str, Any]:
     """Return `lr_scheduler_kwargs` for a run of `steps` steps.
 
     Of warmup_stable_decay `num_decay_steps` may be a share of the run, below 1; it is a fifth where it is not given.
+    Raises `ValueError` where it is neither that nor a number of steps.
     """
     options = as_object("lr_scheduler_kwargs", recipe.lr_scheduler_kwargs)
     if recipe.lr_scheduler_type == SchedulerType.WARMUP_STABLE_DECAY:
+        if "num_stable_steps" in options:
+            raise ValueError("num_stable_steps has no effect here: the rate is kept until num_decay_steps from the end")
         decay = options.get("num_decay_steps", DECAY_SHARE)
+        if not (isinstance(decay, int | float) and 0 <= decay < math.inf):
+            raise ValueError(f"num_decay_steps is {decay!r}; it must be a number of steps, or a share below 1")
         options["num_decay_steps"] = math.ceil(decay * steps) if decay < 1 else decay
     return options
 

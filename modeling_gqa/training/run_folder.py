@@ -335,6 +335,7 @@ def read_mark(path: Path) -> tuple[dict[str, Any], str | None]:
     if not (
         isinstance(mark.get("processes"), int)
         and isinstance(mark.get("training_seconds", 0.0), int | float)
+        and isinstance(mark.get("warmup_steps", 0), int)
         and is_listing(mark.get("files"))
         and isinstance(stream, dict)
         and isinstance(stream.get("blocks"), int)

@@ -17,7 +17,7 @@ import yaml
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import get_token
 from torch.utils.data import Dataset
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, SchedulerType
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.paths import is_in
@@ -29,7 +29,7 @@ from ..data.source import Source, load_split, open_source, split_source
 from ..data.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 from ..modeling_gqa import ATTENTION_CLASSES
 from .estimate import describe_length
-from .recipe import EXTENDABLE, FREE_ON_RESUME, LENGTHS, Recipe, trackers_in
+from .recipe import FREE_ON_RESUME, LENGTHS, Recipe, trackers_in
 from .run_folder import SAVED_MODEL, SAVED_RECIPE, RunFolder, checkpoints, find_resumable, sha256_of, what_is_kept
 
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
@@ -98,6 +98,7 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
             else:
                 setup.begin()
         checkpoint = from_main(checkpoint)  # waits until the run is prepared
+        recipe.warmup_steps = from_main(recipe.warmup_steps)
         with trackers_in(output):
             text, seconds = load_text(recipe, source, mark), mark.get("training_seconds", 0.0)
             yield OpenRun(source, *text, folder, checkpoint, seconds, upload)
@@ -127,7 +128,7 @@ def announce(run: OpenRun, recipe: Recipe, model: PreTrainedModel) -> None:
     attention = describe_attention(model.config)
     say(f"Model   {recipe.model_name}: {model.num_parameters() / 1e6:.2f}M parameters, {attention}")
     say(f"Text    {run.source.name}; {size} of {recipe.sequence_length} tokens, {len(run.validation):,} for validation")
-    if recipe.max_steps > 0 and recipe.script == "pretrain":
+    if recipe.script == "pretrain":
         say(f"Length  {describe_length(recipe, model, recipe.max_steps)}")
     say(f"Run     {recipe.output_dir}, on {recipe.world_size} x {recipe.device.type}")
     if recipe.resume:
@@ -150,7 +151,9 @@ def load_text(
     tokenizer = load_tokenizer(str(folder / "tokenizer"))
     validation = load_blocks(folder / "data", "validation")
     if not recipe.streaming:
-        return tokenizer, load_blocks(folder / "data", "train"), validation
+        train = load_blocks(folder / "data", "train")
+        recipe.set_epochs(len(train))
+        return tokenizer, train, validation
     split = load_split(source, folder / "data")
     step = recipe.train_batch_size * recipe.world_size * recipe.gradient_accumulation_steps
     stream = CheckedStream(partial(read_blocks, split, tokenizer, recipe.sequence_length), kept=8 * step)
@@ -212,10 +215,11 @@ class RunSetup:
             The checkpoint and its mark; `None` and an empty mark where no checkpoint had been saved.
 
         Raises:
-            UserError: recipe, models, text or the finished model have changed, or no checkpoint is whole.
+            UserError: recipe, models, text or the finished model have changed, or no checkpoint is whole; or the run
+                cannot get another length.
         """
         folder = self.folder
-        longer = compare_recipes(self.values, self.config)
+        changed_length = compare_recipes(self.values, self.config)
         for role, then in folder.notes.get("models", {}).items():
             if self.fingerprints.get(role) != then:
                 raise UserError(
@@ -234,20 +238,30 @@ class RunSetup:
             )
         newer = [path.name for path in checkpoints(folder.path)]
         folder.refuse_foreign(newer[newer.index(checkpoint.name) + 1 :] if checkpoint else newer)
-        if longer:
-            self.extend(int(checkpoint.name.rpartition("-")[2]) if checkpoint else 0)
         versions = folder.notes.get("versions", VERSIONS)
         if changed := [f"{name} {versions.get(name)}" for name in VERSIONS if versions.get(name) != VERSIONS[name]]:
             say(f"The run began with {', '.join(changed)}: with other versions its numbers can differ in the last bits")
         self.restore_tokens()
+        if checkpoint:
+            # A share of a longer run would be more of them.
+            self.recipe.warmup_steps = mark.get("warmup_steps", self.recipe.warmup_steps)
+        if changed_length:
+            self.change_length(checkpoint)
         return checkpoint, mark
 
-    def extend(self, step: int) -> None:
-        """Save the recipe of a run that goes on from `step` for longer than it said."""
-        if 0 < self.recipe.max_steps <= step:
-            raise UserError(f"the run in {self.folder.path} has taken {step:,} steps: to go on, give it more")
+    def change_length(self, checkpoint: Path | None) -> None:
+        """Save the recipe of a run that goes on from `checkpoint` for another number of steps."""
+        if not self.recipe.streaming:
+            self.recipe.set_epochs(len(load_blocks(self.folder.path / "data", "train")))
+        if checkpoint:
+            state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+            then, now, run = state.max_steps, self.recipe.max_steps, f"the run in {self.folder.path}"
+            if then != now and now <= state.global_step:
+                raise UserError(f"{run} has taken {state.global_step:,} steps, and {now:,} are asked for: give it more")
+            if then != now and (reason := self.recipe.bound_to_length()):
+                raise UserError(f"{run} has another length ({then:,} steps then, {now:,} now): {reason}")
         with self.folder.staging() as staged:
-            save_recipe(staged, self.values, self.config)
+            save_recipe(staged, self.values | {"resume": False}, self.config)
             self.folder.place(SAVED_MODEL, SAVED_RECIPE)
 
     def restore_tokens(self) -> None:
@@ -313,8 +327,7 @@ def save_recipe(folder: Path, values: dict[str, Any], config: PreTrainedConfig) 
 def compare_recipes(values: dict[str, Any], config: PreTrainedConfig) -> bool:
     """Raise `UserError` where the run in `output_dir` has other options or another model; it names them.
 
-    Options in `FREE_ON_RESUME` may differ, and those in `LENGTHS` under the schedules in `EXTENDABLE`. Returns whether
-    the latter do.
+    Options in `FREE_ON_RESUME` and `LENGTHS` may differ. Returns whether the latter do.
     """
     folder = Path(values["output_dir"])
     if not (folder / SAVED_RECIPE).is_file() or not (folder / SAVED_MODEL).is_file():
@@ -330,17 +343,9 @@ def compare_recipes(values: dict[str, Any], config: PreTrainedConfig) -> bool:
         (f"model {key}", model.get(key), ours.get(key)) for key in sorted({*model, *ours} - {"transformers_version"})
     ]
     differing = {key: f"{key} ({then!r} then, {now!r} now)" for key, then, now in pairs if then != now}
-    schedule = SchedulerType(values["lr_scheduler_type"]).value
-    if differing.keys() and differing.keys() <= LENGTHS:
-        if schedule in EXTENDABLE:
-            return True
-        raise UserError(
-            f"the run in {folder} has another length: {', '.join(differing.values())}; its schedule, {schedule}, ends "
-            f"with it. Runs of {', '.join(EXTENDABLE)} can go on"
-        )
-    if differing:
+    if differing.keys() - LENGTHS:
         raise UserError(
             f"the run in {folder} has another recipe: {', '.join(differing.values())}; resume with the earlier values, "
             "or leave --resume out and give a new --output-dir"
         )
-    return False
+    return bool(differing)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     EvalPrediction,
     PreTrainedModel,
@@ -153,6 +154,7 @@ class PretrainTrainer(Trainer):
             self.accelerator.wait_for_everyone()  # until every process has written its part
             mark["processes"] = self.args.world_size
             mark["training_seconds"] = round(self.training_seconds, 1)
+            mark["warmup_steps"] = self.args.get_warmup_steps(self.state.max_steps)
             if isinstance(self.train_dataset, CheckedStream) and self.folder:
                 blocks = self.state.num_input_tokens_seen // self.args.sequence_length
                 mark["stream"] = self.train_dataset.mark(blocks)
@@ -188,9 +190,9 @@ class PretrainTrainer(Trainer):
         self.began = time.perf_counter()
         if checkpoint:
             self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-            if self.args.max_steps > 0:  # more than then, where a run goes on
-                self.state.max_steps = self.args.max_steps
+            self.state.max_steps = self.args.max_steps  # more than then, where a run goes on
             self.nothing_left = self.is_over()
+            self.add_callback(Resumed)
         if self.nothing_left:
             # Stopped between the last step and the end of the script; Trainer would take one step more.
             self._load_from_checkpoint(str(checkpoint))
@@ -394,6 +396,22 @@ class SaveOnSigterm(TrainerCallback):
         """Give the signal back; training that ends by an error has no `on_train_end`."""
         if signal.getsignal(signal.SIGTERM) == self.request:
             signal.signal(signal.SIGTERM, self.previous)
+
+
+class Resumed(TrainerCallback):
+    """Gives a resumed run the intervals and the rate of its recipe; transformers' are those that the checkpoint had."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, lr_scheduler: Any = None, **__: Any
+    ) -> None:
+        state.compute_steps(args, state.max_steps)
+        if not isinstance(lr_scheduler, LambdaLR):  # whose rate does not follow from the step alone
+            return
+        before, step = lr_scheduler.get_last_lr()[0], lr_scheduler.last_epoch
+        lr_scheduler.last_epoch = step - 1
+        lr_scheduler.step()
+        if (now := lr_scheduler.get_last_lr()[0]) != before:
+            say(f"The run has another length: at step {step:,} the learning rate goes from {before:.2e} to {now:.2e}")
 
 
 # What a line of the log shows of its entries, in this order.

@@ -17,7 +17,7 @@ from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.recipes import UptrainOptions, public_name
 
 from ..checkpoints.checkpoint import load_source
-from ..checkpoints.files import is_gguf, local_folder
+from ..checkpoints.files import local_folder
 from ..common.atomic import read_object
 from ..common.console import warn
 from ..conversion.losses import prediction_losses, top_prediction_losses
@@ -44,7 +44,7 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
     unused = UNUSED | dict.fromkeys(("preset", "model_overrides", "init_from"), "the student is the model")
     unused |= {"dry_run": "uptraining is not estimated"}
     budgets = (*Recipe.budgets, "pretraining_fraction")
-    alternatives = (budgets,)
+    alternatives = ((*budgets, "num_train_epochs"),)
 
     # Fields of pretraining with other defaults: the model is already trained.
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of AdamW."})
@@ -60,11 +60,6 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
             raise ValueError("no student given: name the converted model, --student FOLDER or a Hub name")
         if self.teacher in ("", "none"):
             self.teacher = None
-        for role, name in self.models().items():
-            if is_gguf(name):
-                raise ValueError(
-                    f"the {role} {name} is a GGUF file: write it as a folder first, with modeling-gqa import"
-                )
         if self.teacher is None:
             for name in ("layerwise_fraction", "kl_weight"):
                 if getattr(self, name):
@@ -138,6 +133,11 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
 
     def models(self) -> dict[str, str]:
         return {"student": self.student} | ({"teacher": self.teacher} if self.teacher else {})
+
+    def bound_to_length(self) -> str | None:
+        if self.layerwise_fraction:
+            return "stage 1 is a share of it, and would come back. Runs with layerwise_fraction 0 can go on"
+        return super().bound_to_length()
 
     def origin(self, results: Results) -> str:
         source = f", a conversion of `{public_name(self.teacher)}`," if self.teacher else ""

@@ -145,6 +145,20 @@ def test_usual_kinds_with_one_cache(corpus):
     assert {cache_bytes_per_token(candidate.config) for candidate in candidates} == {512}
 
 
+def test_tokens_for_each_parameter_are_those_of_the_first_model(corpus):
+    """All models train on the same tokens, whatever their size; also where the recipe of the runs says it."""
+    kinds = {"mha": {"attention_kind": "mha"}, "mqa": {"attention_kind": "mqa"}}
+    options = {"data_files": [str(corpus)], "tokens_per_parameter": 3}
+    recipe = CompareRecipe(options=options, kinds=kinds, match="nothing", output_dir="runs/x")
+    candidates, pretraining, values = candidates_of(recipe)
+    tokens = 3 * count_parameters(candidates[0].config)
+    assert count_parameters(candidates[1].config) < count_parameters(candidates[0].config)
+    assert pretraining.max_steps == round(tokens / pretraining.tokens_per_step) and values["tokens"] == str(tokens)
+    comparison = Comparison(recipe, pretraining, candidates)
+    for run in comparison.needed({}):
+        assert run.options["tokens"] == str(tokens) and "tokens_per_parameter" not in run.options
+
+
 WRONG = {
     "heads": ({"options": {"num": 1}}, "unknown option --num"),
     "rates": ({"learning_rates": [1e-3, 2e-3]}, "a sweep needs at least 3"),

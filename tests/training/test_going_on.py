@@ -1,15 +1,20 @@
 """Training that goes on: from trained weights, and runs that are made longer; and what is said before it begins."""
 
 import json
+import math
+import re
 
 import pytest
 import torch
 import yaml
+from jinja2 import TemplateError
 from safetensors.torch import load_file
 from training_texts import MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from modeling_gqa import GQAForCausalLM
+from modeling_gqa.data.blocks import load_blocks
+from modeling_gqa.data.tokenizer import train_tokenizer
 from modeling_gqa.training import publish
 from modeling_gqa.training.recipe import load_config, load_recipe, new_model, parse_tokens
 from modeling_gqa_cli.errors import UserError
@@ -54,30 +59,81 @@ def test_no_numbers_of_tokens(text):
         parse_tokens(text)
 
 
-@pytest.mark.parametrize("muon", [False, True])
-def test_a_run_that_is_made_longer_ends_as_if_it_had_been_so(train, tmp_path, muon):
-    """Bit for bit, with AdamW and with Muon; its recipe then says the new length."""
-    train("short", muon=muon)
-    longer = train("short", "--resume", "--tokens", str(8 * 256), muon=muon)
-    whole = train("whole", max_steps=8, muon=muon)
+@pytest.mark.parametrize(
+    "values", [{}, {"muon": True}, {"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 2}], ids=str
+)
+def test_a_run_that_is_made_longer_ends_as_if_it_had_been_so(train, tmp_path, values):
+    """Bit for bit; its recipe then says the new length."""
+    train("short", **values)
+    longer = train("short", "--resume", "--tokens", str(8 * 256), **values)
+    whole = train("whole", **values | {"max_steps": 8})
     assert longer["steps"] == whole["steps"] == 8 and longer["tokens_seen"] == 8 * 256
     assert longer["validation_loss"] == whole["validation_loss"]
     expected = weights(tmp_path / "whole")
     assert all(torch.equal(x, expected[name]) for name, x in weights(tmp_path / "short").items())
     saved = yaml.safe_load((tmp_path / "short" / "recipe.yaml").read_text())
-    assert (saved["max_steps"], saved["tokens"]) == (-1, str(8 * 256))
+    assert (saved["max_steps"], saved["tokens"], saved["resume"]) == (-1, str(8 * 256), False)
 
 
 def test_runs_that_cannot_be_made_longer(train):
     """One whose schedule ends with it, one that has taken more steps, and one that differs in more than its length."""
     train("cosine", lr_scheduler_type="cosine")
-    with pytest.raises(UserError, match=r"its schedule, cosine, ends with it\. Runs of constant, .* can go on"):
+    with pytest.raises(UserError, match=r"4 steps then, 8 now.*its schedule, cosine, ends with it"):
         train("cosine", "--resume", "--max-steps", "8", lr_scheduler_type="cosine")
     train("flat")
-    with pytest.raises(UserError, match="has taken 4 steps: to go on, give it more"):
+    with pytest.raises(UserError, match="has taken 4 steps, and 3 are asked for"):
         train("flat", "--resume", "--max-steps", "3")
     with pytest.raises(UserError, match=r"has another recipe: .*learning_rate"):
         train("flat", "--resume", "--max-steps", "8", "--learning-rate", "1e-3")
+
+
+def test_a_length_in_other_words_is_the_same(train):
+    """Also under a schedule that ends with the run: steps are compared, and not how they are given."""
+    train("run", lr_scheduler_type="cosine")
+    for options in (("--tokens", "1024"), ("--tokens", "1.024K")):
+        assert train("run", "--resume", *options, lr_scheduler_type="cosine")["steps"] == 4
+
+
+def test_epochs_are_steps_on_the_text(train, tmp_path, capsys):
+    """They are counted as the Trainer counts them, and a run of one is made longer by another."""
+    options = {"max_steps": -1, "num_train_epochs": 0.5, "per_device_train_batch_size": 3, "save_steps": 100}
+    options |= {"gradient_accumulation_steps": 2}
+    half = train("run", **options)["steps"]
+    sequences = len(load_blocks(tmp_path / "run" / "data", "train"))
+    assert half == math.ceil(0.5 * math.ceil(math.ceil(sequences / 3) / 2))
+    assert f"Length  {half:,} steps of 384 tokens" in capsys.readouterr().out
+    whole = train("run", "--resume", "--num-train-epochs", "1", **options)
+    assert whole["steps"] == math.ceil(math.ceil(sequences / 3) / 2) > half
+    assert (tmp_path / "run" / f"checkpoint-{whole['steps']}").is_dir()
+
+
+def rates(folder, steps):
+    log = json.loads((folder / f"checkpoint-{steps}" / "trainer_state.json").read_text())["log_history"]
+    return [entry["learning_rate"] for entry in log if "learning_rate" in entry]
+
+
+def test_a_longer_run_keeps_its_warmup_and_decays_at_its_own_end(train, tmp_path, capsys):
+    """Shares of the run as they were; the first step has the new rate, and the command says where it goes up."""
+    values = {"lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 0.5, "learning_rate": 1.0e-3}
+    values["lr_scheduler_kwargs"] = {"num_decay_steps": 0.5, "decay_type": "linear"}
+    train("run", **values)
+    assert rates(tmp_path / "run", 4) == pytest.approx([0, 5e-4, 1e-3, 5e-4])
+    train("run", "--resume", "--max-steps", "8", **values)
+    assert "at step 4 the learning rate goes from 0.00e+00 to 1.00e-03" in capsys.readouterr().out
+    assert rates(tmp_path / "run", 8)[4:] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    train("run", "--resume", "--max-steps", "12", **values)  # whose warm-up is still that of four steps
+    assert rates(tmp_path / "run", 12)[8:] == pytest.approx([6.67e-4, 5e-4, 3.33e-4, 1.67e-4], rel=1e-2)
+
+
+def test_intervals_of_a_resumed_run_are_the_new_ones(train, tmp_path):
+    train("run")
+    options = ("--logging-steps", "2", "--save-steps", "3", "--eval-strategy", "steps", "--eval-steps", "5")
+    train("run", "--resume", "--max-steps", "10", "--save-total-limit", "9", *options)
+    log = json.loads((tmp_path / "run" / "checkpoint-10" / "trainer_state.json").read_text())["log_history"]
+    assert [entry["step"] for entry in log if "loss" in entry] == [1, 2, 3, 4, 6, 8, 10]
+    assert [entry["step"] for entry in log if "eval_loss" in entry] == [5, 10]
+    saved = {path.name for path in (tmp_path / "run").glob("checkpoint-*")}
+    assert saved == {f"checkpoint-{step}" for step in (2, 4, 6, 9, 10)}
 
 
 def test_training_begins_with_trained_weights(train, tmp_path):
@@ -149,15 +205,56 @@ def test_wrong_beginnings(train, tmp_path, capsys):
     assert f"To train these further: --init-from {final}" in " ".join(capsys.readouterr().err.split())
 
 
+def test_overrides_that_untie_or_tie_weights_are_refused(train, tmp_path):
+    train("first")
+    final = str(tmp_path / "first" / "final")
+    tied = GQAForCausalLM.from_pretrained(final).config.tie_word_embeddings
+    with pytest.raises(UserError, match=r"do not fit: lm_head\.weight"):
+        train("run", "--init-from", final, "--model-overrides", json.dumps({"tie_word_embeddings": not tied}))
+
+
+def test_a_run_finds_the_model_that_it_began_with(train, tmp_path, monkeypatch):
+    """From another folder; and where it has been moved, if it is named again."""
+    train("first")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    train("second", "--init-from", "first/final", "--model-overrides", "{}")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    command = [str(tmp_path / "second" / "recipe.yaml"), "--resume", "--max-steps", "6"]
+    pretrain(command)
+    assert (tmp_path / "second" / "checkpoint-6").is_dir()
+    (tmp_path / "first").rename(tmp_path / "moved")
+    with pytest.raises(UserError, match=f"cannot load the model {tmp_path / 'first' / 'final'}"):
+        pretrain(command)
+    pretrain([*command[:-1], "8", "--init-from", "../moved/final"])
+    assert (tmp_path / "second" / "checkpoint-8").is_dir()
+
+
+def test_a_quantized_cache_is_not_trained_further(train, tmp_path, capsys):
+    """It is left out, which a warning says: its constants are those of the old weights."""
+    train("first")
+    final = tmp_path / "first" / "final"
+    config = GQAForCausalLM.from_pretrained(final).config
+    config.cache_quantization = {"nbits": 4}
+    config.save_pretrained(final)
+    capsys.readouterr()
+    train("second", "--init-from", str(final), "--model-overrides", "{}")
+    assert f"the cache of {final} is quantized" in " ".join(capsys.readouterr().err.split())
+    assert GQAForCausalLM.from_pretrained(tmp_path / "second" / "final").config.cache_quantization is None
+
+
 def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, tmp_path, capsys):
     """Twenty tokens for each parameter, and four bytes of weights."""
-    for options in ((), ("--muon",)):
+    for options, state in (((), 8), (("--muon",), 4), (("--optim", "sgd"), 0)):  # bytes for a parameter, mostly
         with pytest.raises(FileNotFoundError):  # of results.json
             train("run", "--dry-run", "--tokens-per-parameter", "20", *options)
         said = capsys.readouterr().out
         assert not (tmp_path / "run").exists() and "20 for each parameter" in said and "Time    about" in said
         model = GQAForCausalLM(load_config(load_recipe([str(tmp_path / "run.yaml")])[0]))
-        assert f"weights {model.num_parameters() * 4 / 1024:.0f} KiB" in said
+        size = model.num_parameters()
+        assert f"weights {size * 4 / 1024:.0f} KiB" in said
+        found = re.search(r"optimizer ([\d.]+) (K?)i?B", said)
+        assert float(found[1]) * (1024 if found[2] else 1) == pytest.approx(state * size, rel=0.5)
 
 
 def test_a_finished_model_can_be_finetuned_on_chats(train, tmp_path):
@@ -181,3 +278,21 @@ def test_a_finished_model_can_be_finetuned_on_chats(train, tmp_path):
     train("again", "--init-from", str(final), "--model-overrides", "{}")  # keeps what the model stopped at
     again = GenerationConfig.from_pretrained(tmp_path / "again" / "final")
     assert set(again.eos_token_id) == {7, end, tokenizer.eos_token_id}
+    options = ("--tokenizer", str(tmp_path / "run" / "tokenizer"), "--init-from", str(final))
+    train("other", *options, "--model-overrides", "{}")  # in which they may be other tokens
+    other = GenerationConfig.from_pretrained(tmp_path / "other" / "final")
+    assert set(other.eos_token_id) == {end, tokenizer.eos_token_id}
+
+
+def test_contents_of_messages():
+    """A text, or parts that are text; anything else is refused."""
+    tokenizer = train_tokenizer(["a b c"], 300)
+
+    def rendered(content):
+        return tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+
+    parts = [{"type": "text", "text": " a"}, {"type": "text", "text": "b\n"}]
+    assert rendered(parts) == rendered(" ab\n") == "<|im_start|>user\n ab\n<|im_end|>\n"
+    for content in (None, [], 3, [{"type": "image"}], ["a"], [{"type": "text", "text": "a"}, {"type": "image"}]):
+        with pytest.raises(TemplateError, match="must be a text, or a list of parts of the type text"):
+            rendered(content)

@@ -9,7 +9,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa.training import recipe as recipes
-from modeling_gqa.training.recipe import load_config, load_recipe, trackers_in
+from modeling_gqa.training.recipe import check_training, load_config, load_recipe, trackers_in
 from modeling_gqa.training.run_setup import compare_recipes, save_recipe
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.recipes import CONFIGURATION, preset_names
@@ -55,6 +55,13 @@ def test_kinds_of_yaml_values(write):
         ({"sequence_length": 1}, [], "sequence_length is 1"),
         ({"validation_fraction": 1.5}, [], "validation_fraction is 1.5"),
         ({"streaming": True}, [], "max_steps"),
+        ({"max_steps": 7, "num_train_epochs": 2}, [], "max_steps and num_train_epochs are both given; choose one"),
+        ({"preset": "", "init_from": "a.gguf"}, [], "the model a.gguf is a GGUF file: write it as a folder first"),
+        ({"muon": True, "optim_args": "a=1"}, [], "optim_args has no effect with muon"),
+        ({"muon": True, "optim_target_modules": "all"}, [], "optim_target_modules has no effect with muon"),
+        ({"muon": True, "fsdp": "full_shard", "fsdp_config": {"version": 1}}, [], "muon needs whole matrices"),
+        ({"resume": True, "dry_run": True}, [], "dry_run does not measure what resume changes"),
+        ({"gradient_checkpointing": True, "dry_run": True}, [], "dry_run does not measure what gradient_checkpointing"),
         ({"dataset_name": "a/b", "data_files": ["x"]}, [], "data_files and dataset_name are both given"),
     ],
 )
@@ -62,6 +69,37 @@ def test_refused(write, yaml_values, options, message):
     with pytest.raises(UserError) as error:
         load_recipe([write(**yaml_values), *options])
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "length"),
+    [
+        ({"max_steps": 7}, ["--num-train-epochs", "2"], (-1, 2)),
+        ({"num_train_epochs": 2}, ["--max-steps", "7"], (7, 3)),
+        ({"tokens": "8K"}, ["--num-train-epochs", "2"], (-1, 2)),
+        ({}, ["--tokens-per-parameter", "3", "--num-train-epochs", "0"], (-1, 3)),
+        ({}, [], (-1, 3)),
+    ],
+)
+def test_one_length(write, values, options, length):
+    """That of the command line; transformers' three epochs where none is given."""
+    recipe, _ = load_recipe([write(**values), *options])
+    assert (recipe.max_steps, recipe.num_train_epochs) == length
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ({"num_decay_steps": -1}, "num_decay_steps is -1; it must be"),
+        ({"num_decay_steps": "a"}, "num_decay_steps is 'a'; it must be"),
+        ({"num_stable_steps": 3}, "num_stable_steps has no effect here"),
+    ],
+)
+def test_wrong_decays(write, schedule, message):
+    options = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": schedule, "max_steps": 9}
+    recipe, _ = load_recipe([write(**options)])
+    with pytest.raises(UserError, match=message):
+        check_training(recipe, load_config(recipe))
 
 
 @pytest.mark.parametrize(

@@ -649,3 +649,13 @@ def test_another_teacher_is_refused_on_resume(here, pair, tmp_path):
     with pytest.raises(UserError, match=r"the teacher has other weights than when the run .* began"):
         here(tmp_path / "run", "--resume", teacher=str(teacher))
     assert sorted((tmp_path / "run").rglob("*")) == before
+
+
+def test_a_run_with_stage_1_keeps_its_length(here, tmp_path):
+    """A share of a longer run would come back to it; without stage 1 there is nothing to come back to."""
+    here(tmp_path / "run", lr_scheduler_type="constant", max_steps=4)
+    with pytest.raises(UserError, match=r"4 steps then, 8 now.*layerwise_fraction 0"):
+        here(tmp_path / "run", "--resume", lr_scheduler_type="constant")
+    flat = {"lr_scheduler_type": "constant", "layerwise_fraction": 0.0}
+    here(tmp_path / "flat", max_steps=4, **flat)
+    assert here(tmp_path / "flat", "--resume", **flat)["steps"] == 8

@@ -79,8 +79,7 @@ def candidates_of(recipe: CompareRecipe) -> tuple[list[Candidate], Recipe, dict[
     Raises:
         UserError: a model cannot be built, matched or trained, or an option of pretraining is wrong.
     """
-    options = {**recipe.options, "preset": recipe.preset}  # type: ignore[dict-item]
-    pretraining, values = load_recipe([recipe.pretraining, *as_arguments(options)])
+    pretraining, values = load_runs(recipe)
 
     def build(overrides: dict[str, Any]) -> GQAConfig:
         changed = copy.copy(pretraining)
@@ -94,6 +93,11 @@ def candidates_of(recipe: CompareRecipe) -> tuple[list[Candidate], Recipe, dict[
             if made:
                 overrides = overrides | matching_field(recipe.match, made[0].config, overrides, build, pretraining)
             config = build(overrides)
+            if pretraining.tokens_per_parameter:  # of the first model: all train on the same tokens
+                tokens = round(pretraining.tokens_per_parameter * count_parameters(config))
+                others = {key: value for key, value in recipe.options.items() if key != "tokens_per_parameter"}  # type: ignore[union-attr]
+                recipe.options = others | {"tokens": str(tokens)}
+                pretraining, values = load_runs(recipe)
             check_training(pretraining, config)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
@@ -103,6 +107,12 @@ def candidates_of(recipe: CompareRecipe) -> tuple[list[Candidate], Recipe, dict[
             )
         made.append(Candidate(name, overrides, config))
     return made, pretraining, values
+
+
+def load_runs(recipe: CompareRecipe) -> tuple[Recipe, dict[str, Any]]:
+    """Return the pretraining recipe of a comparison's runs, and its values."""
+    options = {**recipe.options, "preset": recipe.preset}  # type: ignore[dict-item]
+    return load_recipe([recipe.pretraining, *as_arguments(options)])
 
 
 def matching_field(
