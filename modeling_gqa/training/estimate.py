@@ -32,10 +32,11 @@ def describe_length(recipe: Recipe, model: PreTrainedModel, steps: int) -> str:
 
 def dry_run(recipe: Recipe, model: PreTrainedModel) -> None:
     """Print what the run is going to take, by some steps of `model` on random tokens."""
-    seconds, memory = measure(recipe, model)
     say(f"Model   {recipe.model_name}: {with_prefix(model.num_parameters())} parameters")
     if recipe.max_steps > 0:
         say(f"Length  {describe_length(recipe, model, recipe.max_steps)}")
+    seconds, memory = measure(recipe, model)  # which may take more memory than there is
+    if recipe.max_steps > 0:
         say(f"Time    about {duration(seconds * recipe.max_steps)} of training: {seconds:.2g} s for a step")
     else:
         say(
