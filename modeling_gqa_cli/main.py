@@ -28,9 +28,9 @@ replaces a checkpoint or an empty folder, and nothing else. Exit codes: 0 done, 
 """
 FORCE = "Replace the checkpoint at TARGET once the new one is complete."
 WRITES = """A run writes only into --output-dir: recipe.yaml, model.json, tokenizer/, data/, checkpoint-N/,
-results.json, final/ (a complete Hub repository) and manifest.json, which lists these files. It deletes only listed
-files. It does not begin where files of yours have these names. --resume goes on from the newest whole checkpoint. Every
-option is a field of a recipe's YAML file, too: `max_steps: 600`. --help-all shows those of TrainingArguments."""
+results.json, final/ and manifest.json, which lists these files. It deletes only listed files, and does not begin where
+files of yours have these names. Every option is a field of a recipe's YAML file, too: `max_steps: 600`. --help-all
+shows those of TrainingArguments."""
 
 
 @dataclass(frozen=True)

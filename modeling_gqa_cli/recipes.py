@@ -101,6 +101,9 @@ class RunOptions:
     report_to: list[str] = filled("Trackers, such as tensorboard wandb; files in output_dir.", ["none"])
     bigram_baseline: bool = option("Leave out the loss of a bigram model.", True)
     sample_prompt: str = option("Prompt of the sample printed at the end.", "")
+    eval_tasks: list[str] = filled("At the end: wikitext2, lambada, hellaswag, or lm-eval's tasks.")
+    eval_data: str | None = option("Folder with the files of these three.")
+    eval_limit: int | None = option("Items of each task, at most. Default: all.")
     publish: bool = option("Save no final/, and print no sample.", True)
 
 

@@ -1,6 +1,6 @@
 """`results.json`, which a run's folder and its model repository hold, and the loss of a bigram model."""
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -46,6 +46,7 @@ class Results(TypedDict, total=False):
     processes: int
     sealing_seconds: float
     bigram_loss: float
+    evaluation: dict[str, Any]
 
 
 # What is printed and stands on the card: what a number is, and how it is written.

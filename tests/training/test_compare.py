@@ -168,6 +168,7 @@ WRONG = {
     ),
     "no fields": ({"kinds": {"mha": None, "mqa": {}}}, "kinds has None for mha; give an object"),
     "path": ({"kinds": {"gqa-1/4": {}, "mqa": {}}}, "kinds has the name 'gqa-1/4'; names have up to 100"),
+    "evaluation": ({"options": {"eval_tasks": ["lambada"]}}, "publish false does not write"),
     "tracker": ({"report_to": ["tensorbord"]}, "report_to tensorbord: "),
 }
 

@@ -288,8 +288,9 @@ def test_steps_of_the_recipes_in_the_repository():
     assert {name: recipe.max_steps for name, recipe in recipes.items()} == STEPS
 
 
-def test_results(here, pair, tmp_path):
-    results = here(tmp_path / "run")
+def test_results(here, pair, tmp_path, yardsticks):
+    results = here(tmp_path / "run", eval_data=str(yardsticks), eval_limit=2)
+    assert results["evaluation"]["lambada"]["items"] == 2
     validation = load_blocks(tmp_path / "run" / "data", "validation")
     batch = {name: torch.stack([row[name] for row in validation]) for name in validation[0]}
     teacher, before, after = (

@@ -79,7 +79,7 @@ def candidates_of(recipe: CompareRecipe) -> tuple[list[Candidate], Recipe, dict[
     Raises:
         UserError: a model cannot be built, matched or trained, or an option of pretraining is wrong.
     """
-    options = {**recipe.options, "preset": recipe.preset}  # type: ignore[dict-item]
+    options = {"publish": False, **recipe.options, "preset": recipe.preset}  # type: ignore[dict-item]
     pretraining, values = load_recipe([recipe.pretraining, *as_arguments(options)])
 
     def build(overrides: dict[str, Any]) -> GQAConfig:
