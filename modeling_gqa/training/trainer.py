@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Collection
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from ..common.progress import duration
 from ..costs import cache_bytes_per_token, training_flops
 from ..data.blocks import CheckedStream, PackedBlocks
 from .recipe import Recipe, schedule_options
-from .results import FORMAT_VERSION, NON_FINITE, RESULTS, TIMING, Results, bigram_loss
+from .results import FORMAT_VERSION, NON_FINITE, RESULTS, TIMING, Results, bigram_loss, bytes_per_token
 from .run_folder import RunFolder, what_is_kept
 
 
@@ -137,7 +137,13 @@ class PretrainTrainer(Trainer):
         # Trainer averages batches of unequal token counts; every token counts the same here.
         loss = output.metrics.pop(f"{prefix}_token_loss")
         output.metrics.update({f"{prefix}_loss": loss, f"{prefix}_perplexity": perplexity(loss)})
+        output.metrics[f"{prefix}_bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
         return output
+
+    @cached_property
+    def bytes_per_token(self) -> float:
+        """Bytes of text that a token of the validation sequences stands for."""
+        return bytes_per_token(self.eval_dataset, self.processing_class)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         # Every loader draws a seed, which would make the numbers that dropout draws depend on when one evaluates.
@@ -214,6 +220,8 @@ class PretrainTrainer(Trainer):
             "format_version": FORMAT_VERSION,
             "validation_loss": metrics["eval_loss"],
             "validation_perplexity": metrics["eval_perplexity"],
+            "validation_bits_per_byte": metrics["eval_bits_per_byte"],
+            "bytes_per_token": self.bytes_per_token,
             "validation_blocks": len(self.eval_dataset),
             "steps": state.global_step,
             "tokens_seen": state.num_input_tokens_seen,
@@ -400,6 +408,7 @@ class SaveOnSigterm(TrainerCallback):
 LOGGED = {
     "eval_loss": "validation loss {:.4f}",
     "eval_perplexity": "perplexity {:.2f}",
+    "eval_bits_per_byte": "{:.4f} bits per byte",
     "eval_kl": "KL {:.4f}",
     "stage": "stage {}",
     "loss": "loss {:.4f}",
