@@ -99,6 +99,7 @@ class RunOptions:
     save_total_limit: int | None = option("Checkpoints that are kept. Default: 2.", 2)
     logging_steps: float = option("Steps between log lines. Default: 20.", 20)
     report_to: list[str] = filled("Trackers, such as tensorboard wandb; files in output_dir.", ["none"])
+    log_attention_logits: bool = option("Log the largest attention logit of each layer.", False)
     bigram_baseline: bool = option("Leave out the loss of a bigram model.", True)
     sample_prompt: str = option("Prompt of the sample printed at the end.", "")
     eval_tasks: list[str] = filled("At the end: wikitext2, lambada, hellaswag, or lm-eval's tasks.")

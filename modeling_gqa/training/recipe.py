@@ -80,6 +80,7 @@ FREE_ON_RESUME = {
     "eval_on_start", "per_device_eval_batch_size", "eval_accumulation_steps", "logging_strategy", "skip_memory_metrics",
     "log_on_each_node", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_always_push",
     "torch_empty_cache_steps", "enable_jit_checkpoint", "keep_best", "eval_tasks", "eval_data", "eval_limit",
+    "log_attention_logits",
 }  # fmt: skip
 DECAY_SHARE = 0.2  # of a run of warmup_stable_decay
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}  # of tokens

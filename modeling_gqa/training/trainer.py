@@ -30,11 +30,13 @@ from transformers.trainer_utils import EvalLoopOutput
 from modeling_gqa_cli.errors import UserError
 
 from ..common.atomic import read_object
+from ..common.batches import MODEL_INPUTS
 from ..common.console import is_main, say
 from ..common.muon import MuonAdamW
 from ..common.progress import duration
 from ..costs import cache_bytes_per_token, training_flops
 from ..data.blocks import CheckedStream, PackedBlocks
+from .attention_logits import largest_logits
 from .recipe import Recipe, schedule_options
 from .results import FORMAT_VERSION, NON_FINITE, RESULTS, TIMING, Results, bigram_loss, bytes_per_token
 from .run_folder import RunFolder, what_is_kept
@@ -63,6 +65,7 @@ class PretrainTrainer(Trainer):
     ) -> None:
         self.folder, self.seconds_before, self.began = folder, seconds_before, time.perf_counter()
         self.nothing_left = False  # to train
+        self.batch: dict[str, torch.Tensor] = {}  # inputs of the last step
         # Trainer deletes whole folders, whoever wrote what is in them; `RunFolder.rotate` deletes what runs wrote.
         self.checkpoint_limit, args.save_total_limit = args.save_total_limit, None
         # Our own callback answers SIGTERM (see SaveOnSigterm); the Trainer must not install its handler.
@@ -102,6 +105,7 @@ class PretrainTrainer(Trainer):
         loss = super().training_step(model, inputs, *args, **kwargs)
         if any_process(not math.isfinite(loss.item()), self.args):
             self.stop_non_finite("loss")
+        self.batch = {name: inputs[name] for name in MODEL_INPUTS if name in inputs}
         self.throughput.count(input_ids, self.args.world_size)
         self.state.num_input_tokens_seen += input_ids.numel() * self.args.world_size
         return loss
@@ -128,7 +132,17 @@ class PretrainTrainer(Trainer):
             if speed := logs.get("tokens_per_second"):
                 steps = self.state.max_steps - self.state.global_step
                 logs["seconds_left"] = steps * self.args.tokens_per_step / speed
+            if self.args.log_attention_logits:
+                logs.update(self.attention_logits())
         super().log(logs, *args, **kwargs)
+
+    def attention_logits(self) -> dict[str, float]:
+        """Return the largest absolute attention logit in the last batch of all processes, of the model and by layer."""
+        model: Any = self.model_wrapped
+        config, model = self.accelerator.unwrap_model(model).config, getattr(model, "_orig_mod", model)
+        found = largest_logits(model, config, self._prepare_inputs(self.batch))
+        by_layer = self.accelerator.gather(found[None]).amax(0).tolist()
+        return {"max_logit": max(by_layer)} | {f"max_logit/{layer}": x for layer, x in enumerate(by_layer)}
 
     # -- Evaluation and checkpoints
 
@@ -412,6 +426,7 @@ LOGGED = {
     "eval_kl": "KL {:.4f}",
     "stage": "stage {}",
     "loss": "loss {:.4f}",
+    "max_logit": "largest logit {:.3g}",
     "learning_rate": "lr {:.1e}",
     "tokens_seen": "{:,} tokens",
     "tokens_per_second": "{:,.0f} tokens/s",
