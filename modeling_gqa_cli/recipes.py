@@ -148,6 +148,7 @@ class CompareOptions:
     contexts: list[int] = filled("Contexts at which decoding is measured, in tokens.", [128, 512, 1024])
     report_to: list[str] = filled("Trackers of the comparison, such as tensorboard wandb.")
     output_dir: str | None = option("Folder of the comparison. Default: runs/RECIPE.")
+    dry_run: bool = option("Print models, runs, time and memory, and stop.", False)
 
 
 TRAINING = (RunningOptions, TextOptions, TrainOptions, RunOptions)

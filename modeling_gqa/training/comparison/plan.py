@@ -99,7 +99,8 @@ class Comparison:
             "at the best; more where the best is the first or the last."
         )
         runs = self.pretraining
-        if runs.max_steps <= 0 or self.recipe.launcher:  # which may start several processes
+        # A launcher may start several processes, and models of other sizes have other numbers of steps.
+        if runs.max_steps <= 0 or runs.tokens_per_parameter or self.recipe.launcher:
             return said
         batch = runs.per_device_train_batch_size * runs.gradient_accumulation_steps
         return f"{said} A run trains on {batch * runs.max_steps * runs.sequence_length:,} tokens."
