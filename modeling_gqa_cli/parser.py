@@ -27,7 +27,7 @@ class Help(argparse.HelpFormatter):
     """Shows `--max-steps N`, where `--max_steps` is read as well, and only `--no-publish` of a switch that is on."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34)
+        super().__init__(prog, max_help_position=35)
 
     def add_argument(self, action: argparse.Action) -> None:
         if not (action.default is True and action.nargs == "?"):

@@ -99,8 +99,12 @@ class RunOptions:
     save_total_limit: int | None = option("Checkpoints that are kept. Default: 2.", 2)
     logging_steps: float = option("Steps between log lines. Default: 20.", 20)
     report_to: list[str] = filled("Trackers, such as tensorboard wandb; files in output_dir.", ["none"])
+    log_attention_logits: bool = option("Log the largest attention logit of each layer.", False)
     bigram_baseline: bool = option("Leave out the loss of a bigram model.", True)
     sample_prompt: str = option("Prompt of the sample printed at the end.", "")
+    eval_tasks: list[str] = filled("At the end: wikitext2, lambada, hellaswag, or lm-eval's tasks.")
+    eval_data: str | None = option("Folder with the files of these three.")
+    eval_limit: int | None = option("Items of each task, at most. Default: all.")
     publish: bool = option("Save no final/, and print no sample.", True)
 
 
@@ -144,6 +148,7 @@ class CompareOptions:
     contexts: list[int] = filled("Contexts at which decoding is measured, in tokens.", [128, 512, 1024])
     report_to: list[str] = filled("Trackers of the comparison, such as tensorboard wandb.")
     output_dir: str | None = option("Folder of the comparison. Default: runs/RECIPE.")
+    dry_run: bool = option("Print models, runs, time and memory, and stop.", False)
 
 
 TRAINING = (RunningOptions, TextOptions, TrainOptions, RunOptions)

@@ -43,11 +43,16 @@ def compare(argv: list[str], prog: str | None = None) -> None:
     recipe, values = load_recipe(argv, CompareRecipe, prog)
     candidates, pretraining, values_of_runs = candidates_of(recipe)
     comparison = Comparison(recipe, pretraining, candidates)
-    runs = Runs(comparison.folder, comparison.needed, recipe.jobs, recipe.launcher, comparison.later)
     say(f"{MATCHED[recipe.match]}\n\n{sizes_table(candidates, pretraining.sequence_length).to_markdown()}\n")
     say(f"{comparison.planned()}\n")
+    if recipe.dry_run:
+        from modeling_gqa.training.comparison.estimate import dry_run
+
+        dry_run(comparison)
+        return
 
     # Runs that are left are trained here or by other launches; the last to end writes the report
+    runs = Runs(comparison.folder, comparison.needed, recipe.jobs, recipe.launcher, comparison.later)
     with runs.writing():
         runs.begin("comparison", values, values_of_runs, FREE, comparison.write_tokenizer)
         runs.run_all()

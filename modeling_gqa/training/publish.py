@@ -21,13 +21,19 @@ from .. import GQAConfig
 from ..checkpoints.files import COMPANIONS, copy_files
 from ..common import cards
 from ..common.atomic import write_json
-from ..common.console import say
+from ..common.batches import computing_dtype
+from ..common.console import out, say
+from ..common.progress import progress_bars
 from ..costs.measuring import machine_name
 from ..data.source import Source, Split, load_split
 from ..data.tokenizer import ends_of_text, load_tokenizer
+from ..evaluation.harness import Tasks, open_subject
+from ..evaluation.results import CARD as CARD_FILE
+from ..evaluation.results import card_entries, write_entries
+from ..evaluation.results import results_table as scores_table
 from .recipe import Recipe
 from .results import RESULTS, Results, printed_lines, results_table
-from .run_folder import SAVED_RECIPE
+from .run_folder import SAVED_RECIPE, RunFolder
 from .run_setup import OpenRun, describe_attention
 from .trainer import PretrainTrainer
 
@@ -91,10 +97,14 @@ def save_run(trainer: PretrainTrainer, run: OpenRun, results: Results) -> None:
         if recipe.publish:
             say(f"\nSaved {final}. A clean process, without the package, loads it and writes:\n")
             say(load_in_clean_process(final, recipe.sample_prompt))
-        if run.upload is not None:
-            say(f"\nUploaded: {upload(final, recipe, run.upload or None)}")
     if trainer.args.world_size > 1:
         torch.distributed.barrier()
+    # The other processes end here: they would not wait for as long as the rest can take.
+    if run.folder is not None:
+        if run.tasks is not None:
+            evaluate(run.folder, run.tasks, recipe, results)
+        if run.upload is not None:
+            say(f"\nUploaded: {upload(final, recipe, run.upload or None)}")
 
 
 def save_repository(
@@ -149,6 +159,25 @@ def load_in_clean_process(folder: Path, prompt: str) -> str:
         lines = process.stderr.strip().splitlines() or ["no message"]
         raise UserError(f"{folder} was saved, but does not load in a process without the package: {lines[-1]}")
     return process.stdout.rstrip("\n")
+
+
+def evaluate(folder: RunFolder, tasks: Tasks, recipe: Recipe, results: Results) -> None:
+    """Evaluate the saved model, print its scores, and write them into `results.json` and the model card."""
+    final, title = folder.path / "final", repository_name(recipe).rpartition("/")[2]
+    subject, device = open_subject(str(final)), str(recipe.device)
+    say(f"\nEvaluating {final}: {', '.join(tasks.names)}")
+    model: Any = subject.load(None, device)
+    model.to(dtype=computing_dtype(model.dtype, device))
+    with progress_bars() as show_progress:
+        scores = tasks.run(model, subject, show_progress)
+    out.print(scores_table(title, scores).to_rich(), "± is one standard error.", soft_wrap=False)
+    results = results | {"evaluation": {name: result.to_dict() for name, result in scores.items()}}
+    with folder.staging() as staged:
+        copy_files(final, staged / "final", [CARD_FILE])
+        write_entries(staged / "final", title, card_entries(scores, tasks.limit))
+        for place in (staged, staged / "final"):
+            write_json(place / RESULTS, results)
+        folder.place(f"final/{CARD_FILE}", f"final/{RESULTS}", RESULTS)
 
 
 def upload(folder: Path, recipe: Recipe, token: str | None) -> str:

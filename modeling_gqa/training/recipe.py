@@ -79,7 +79,8 @@ FREE_ON_RESUME = {
     "sample_prompt", "license", "bigram_baseline", "local_rank", "eval_strategy", "eval_steps", "eval_delay",
     "eval_on_start", "per_device_eval_batch_size", "eval_accumulation_steps", "logging_strategy", "skip_memory_metrics",
     "log_on_each_node", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_always_push",
-    "torch_empty_cache_steps", "enable_jit_checkpoint", "keep_best",
+    "torch_empty_cache_steps", "enable_jit_checkpoint", "keep_best", "eval_tasks", "eval_data", "eval_limit",
+    "log_attention_logits",
     "init_from",  # where the model lies; its weights are compared themselves
 }  # fmt: skip
 DECAY_SHARE = 0.2  # of a run of warmup_stable_decay
@@ -94,7 +95,7 @@ NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
         (
             "max_eval_blocks", "per_device_train_batch_size", "per_device_eval_batch_size", "save_total_limit",
             "gradient_accumulation_steps", "eval_accumulation_steps", "torch_empty_cache_steps", "ddp_timeout",
-            "dataloader_prefetch_factor",
+            "dataloader_prefetch_factor", "eval_limit",
         ),
         lambda number: number >= 1,
         "at least 1",
@@ -132,8 +133,10 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
     def __post_init__(self) -> None:
         if self.disable_tqdm is None:
             self.disable_tqdm = not sys.stderr.isatty()
-        given = [self.report_to] if isinstance(self.report_to, str) else self.report_to
-        self.report_to = [name for names in given for name in names.split(",")]
+        for option in ("report_to", "eval_tasks"):
+            given = getattr(self, option)
+            names = [given] if isinstance(given, str) else given
+            setattr(self, option, [name for several in names for name in several.split(",")])
         # TrainingArguments declares a string, and wants none.
         self.fsdp = {"true": True, "false": None}.get(str(self.fsdp).lower(), self.fsdp)  # type: ignore[assignment]
         # Unless told, accelerate does not join CPU processes into a group.
@@ -202,12 +205,24 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
                 raise ValueError(f"{name} has no effect with muon: leave one of them out")
         if self.push_to_hub and not self.publish:
             raise ValueError("push_to_hub uploads final/, which publish false does not write: leave one of them out")
+        if self.evaluates and not self.publish:
+            raise ValueError("eval_tasks is about final/, which publish false does not write: leave one of them out")
+        if "humaneval" in self.eval_tasks:
+            raise ValueError(
+                "eval_tasks has humaneval, which runs code that the model writes: after training modeling-gqa evaluate "
+                "does so, with --run-code"
+            )
         if self.push_to_hub and self.hub_model_id:
             validate_repo_id(self.hub_model_id)
         for name in ("resume", "gradient_checkpointing", "use_liger_kernel"):
             if self.dry_run and getattr(self, name):
                 raise ValueError(f"dry_run does not measure what {name} changes: leave one of them out")
         check_trackers(self.report_to, self.output_dir)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether the saved model is evaluated at the end."""
+        return bool(self.eval_tasks or self.eval_data)
 
     @property
     def tokens_per_step(self) -> int:
@@ -249,8 +264,8 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
         """Return what the run reads: pairs of a word for it, such as `text`, and its path or Hub name."""
         preset = str(preset_folder(self.preset)) if self.preset else None
         texts = [("text", name) for name in (*self.data_files, self.dataset_name)]
-        others = (*self.models().items(), ("preset", preset), ("tokenizer", self.tokenizer))
-        return [(what, name) for what, name in (*texts, *others) if name]
+        others = (("preset", preset), ("tokenizer", self.tokenizer), ("eval_data", self.eval_data))
+        return [(what, name) for what, name in (*texts, *self.models().items(), *others) if name]
 
     # -- What depends on the kind of recipe; `UptrainRecipe` has its own.
 

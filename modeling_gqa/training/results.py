@@ -1,8 +1,9 @@
 """`results.json`, which a run's folder and its model repository hold, and the loss of a bigram model."""
 
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from ..common.tables import Table
 from ..data.blocks import PackedBlocks
@@ -16,12 +17,15 @@ TIMING = ("training_seconds", "sealing_seconds", "tokens_per_second", "mfu")
 class Results(TypedDict, total=False):
     """The numbers of a finished run, which docs/pretraining.md explains; a field that was not measured is left out.
 
-    Losses and KL divergences are means over every predicted token of the validation sequences, in nats per token.
+    Losses and KL divergences are means over every predicted token of the validation sequences, in nats per token but
+    where their names say otherwise.
     """
 
     format_version: int
     validation_loss: float
     validation_perplexity: float
+    validation_bits_per_byte: float
+    bytes_per_token: float
     validation_blocks: int
     steps: int
     tokens_seen: int
@@ -46,11 +50,13 @@ class Results(TypedDict, total=False):
     processes: int
     sealing_seconds: float
     bigram_loss: float
+    evaluation: dict[str, Any]
 
 
 # What is printed and stands on the card: what a number is, and how it is written.
 LABELS = {
     "validation_loss": ("Validation loss, nats per token", "{:.4f}"),
+    "validation_bits_per_byte": ("Validation loss, bits per byte", "{:.4f}"),
     "validation_perplexity": ("Validation perplexity", "{:.2f}"),
     "initial_validation_loss": ("Validation loss before uptraining", "{:.4f}"),
     "initial_validation_perplexity": ("Validation perplexity before uptraining", "{:.2f}"),
@@ -87,6 +93,13 @@ def printed_lines(results: Results) -> list[str]:
     rows = results_table(results, PRINTED | LABELS).rows
     width = max(len(label) for label, _ in rows)
     return [f"{label:<{width}}  {value}" for label, value in rows]
+
+
+def bytes_per_token(data: PackedBlocks, tokenizer: PreTrainedTokenizerBase) -> float:
+    """Return how many bytes of text a token of these sequences stands for; one that ends a text stands for none."""
+    ids = data.blocks[:, 0]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return sum(len(text.encode()) for text in texts) / ids.size
 
 
 def bigram_loss(train: PackedBlocks, validation: PackedBlocks, vocab_size: int) -> float:

@@ -4,12 +4,13 @@ import glob
 import json
 import os
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -32,6 +33,9 @@ from .estimate import describe_length
 from .recipe import FREE_ON_RESUME, LENGTHS, Recipe, trackers_in
 from .run_folder import SAVED_MODEL, SAVED_RECIPE, RunFolder, checkpoints, find_resumable, sha256_of, what_is_kept
 
+if TYPE_CHECKING:
+    from ..evaluation.harness import Tasks
+
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
 
 
@@ -45,6 +49,7 @@ class OpenRun:
         checkpoint: the one to continue from; `None` for a start from step 0.
         seconds_before: seconds of training up to that checkpoint, in all sessions.
         upload: a Hub token to upload the result with; "" for the one that `hf auth login` has saved; `None` for none.
+        tasks: what the main process evaluates at the end; `None` for nothing.
     """
 
     source: Source
@@ -55,6 +60,7 @@ class OpenRun:
     checkpoint: Path | None
     seconds_before: float
     upload: str | None
+    tasks: "Tasks | None"
 
     @property
     def for_trainer(self) -> dict[str, Any]:
@@ -87,9 +93,11 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
     folder = RunFolder(output) if is_main() else None
     checkpoint: Path | None = None
     mark: dict[str, Any] = {}
+    tasks = None
     try:
         if folder is not None:
             check_overlap(recipe)
+            tasks = find_evaluation(recipe) if recipe.evaluates else None
             folder.open()
             fingerprints = {role: fingerprint(name) for role, name in recipe.models().items()}
             setup = RunSetup(folder, recipe, values, config, source, fingerprints)
@@ -101,7 +109,7 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
         recipe.warmup_steps = from_main(recipe.warmup_steps)
         with trackers_in(output):
             text, seconds = load_text(recipe, source, mark), mark.get("training_seconds", 0.0)
-            yield OpenRun(source, *text, folder, checkpoint, seconds, upload)
+            yield OpenRun(source, *text, folder, checkpoint, seconds, upload, tasks)
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; {what_is_kept(output)}") from None
     except Exception as error:
@@ -112,6 +120,22 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
     finally:
         if folder is not None:
             folder.close()
+
+
+def find_evaluation(recipe: Recipe) -> "Tasks":
+    """Return what is evaluated after training, with its data; windows of WikiText-2 are as long as training sequences.
+
+    Raises:
+        UserError: a task is unknown, or its data cannot be had.
+    """
+    from ..evaluation.harness import find_tasks  # most runs evaluate nothing
+
+    folder = Path(recipe.eval_data).expanduser() if recipe.eval_data else None
+    sizes: Any = {"batch_size": recipe.per_device_eval_batch_size, "sequence_length": recipe.sequence_length}
+    try:
+        return find_tasks(recipe.eval_tasks or None, folder, limit=recipe.eval_limit, **sizes)
+    except UserError as error:  # in the words of the command `evaluate`
+        raise UserError(re.sub("--(data|tasks)", r"--eval-\1", str(error))) from error
 
 
 def from_main(value: Any) -> Any:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Collection
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,15 @@ from transformers.trainer_utils import EvalLoopOutput
 from modeling_gqa_cli.errors import UserError
 
 from ..common.atomic import read_object
+from ..common.batches import MODEL_INPUTS
 from ..common.console import is_main, say
 from ..common.muon import MuonAdamW
 from ..common.progress import duration
 from ..costs import cache_bytes_per_token, training_flops
 from ..data.blocks import CheckedStream, PackedBlocks
+from .attention_logits import largest_logits
 from .recipe import Recipe, schedule_options
-from .results import FORMAT_VERSION, NON_FINITE, RESULTS, TIMING, Results, bigram_loss
+from .results import FORMAT_VERSION, NON_FINITE, RESULTS, TIMING, Results, bigram_loss, bytes_per_token
 from .run_folder import RunFolder, what_is_kept
 
 
@@ -64,6 +66,7 @@ class PretrainTrainer(Trainer):
     ) -> None:
         self.folder, self.seconds_before, self.began = folder, seconds_before, time.perf_counter()
         self.nothing_left = False  # to train
+        self.batch: dict[str, torch.Tensor] = {}  # inputs of the last step
         # Trainer deletes whole folders, whoever wrote what is in them; `RunFolder.rotate` deletes what runs wrote.
         self.checkpoint_limit, args.save_total_limit = args.save_total_limit, None
         # Our own callback answers SIGTERM (see SaveOnSigterm); the Trainer must not install its handler.
@@ -103,6 +106,7 @@ class PretrainTrainer(Trainer):
         loss = super().training_step(model, inputs, *args, **kwargs)
         if any_process(not math.isfinite(loss.item()), self.args):
             self.stop_non_finite("loss")
+        self.batch = {name: inputs[name] for name in MODEL_INPUTS if name in inputs}
         self.throughput.count(input_ids, self.args.world_size)
         self.state.num_input_tokens_seen += input_ids.numel() * self.args.world_size
         return loss
@@ -129,7 +133,17 @@ class PretrainTrainer(Trainer):
             if speed := logs.get("tokens_per_second"):
                 steps = self.state.max_steps - self.state.global_step
                 logs["seconds_left"] = steps * self.args.tokens_per_step / speed
+            if self.args.log_attention_logits:
+                logs.update(self.attention_logits())
         super().log(logs, *args, **kwargs)
+
+    def attention_logits(self) -> dict[str, float]:
+        """Return the largest absolute attention logit in the last batch of all processes, of the model and by layer."""
+        model: Any = self.model_wrapped
+        config, model = self.accelerator.unwrap_model(model).config, getattr(model, "_orig_mod", model)
+        found = largest_logits(model, config, self._prepare_inputs(self.batch))
+        by_layer = self.accelerator.gather(found[None]).amax(0).tolist()
+        return {"max_logit": max(by_layer)} | {f"max_logit/{layer}": x for layer, x in enumerate(by_layer)}
 
     # -- Evaluation and checkpoints
 
@@ -138,7 +152,13 @@ class PretrainTrainer(Trainer):
         # Trainer averages batches of unequal token counts; every token counts the same here.
         loss = output.metrics.pop(f"{prefix}_token_loss")
         output.metrics.update({f"{prefix}_loss": loss, f"{prefix}_perplexity": perplexity(loss)})
+        output.metrics[f"{prefix}_bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
         return output
+
+    @cached_property
+    def bytes_per_token(self) -> float:
+        """Bytes of text that a token of the validation sequences stands for."""
+        return bytes_per_token(self.eval_dataset, self.processing_class)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         # Every loader draws a seed, which would make the numbers that dropout draws depend on when one evaluates.
@@ -216,6 +236,8 @@ class PretrainTrainer(Trainer):
             "format_version": FORMAT_VERSION,
             "validation_loss": metrics["eval_loss"],
             "validation_perplexity": metrics["eval_perplexity"],
+            "validation_bits_per_byte": metrics["eval_bits_per_byte"],
+            "bytes_per_token": self.bytes_per_token,
             "validation_blocks": len(self.eval_dataset),
             "steps": state.global_step,
             "tokens_seen": state.num_input_tokens_seen,
@@ -418,9 +440,11 @@ class Resumed(TrainerCallback):
 LOGGED = {
     "eval_loss": "validation loss {:.4f}",
     "eval_perplexity": "perplexity {:.2f}",
+    "eval_bits_per_byte": "{:.4f} bits per byte",
     "eval_kl": "KL {:.4f}",
     "stage": "stage {}",
     "loss": "loss {:.4f}",
+    "max_logit": "largest logit {:.3g}",
     "learning_rate": "lr {:.1e}",
     "tokens_seen": "{:,} tokens",
     "tokens_per_second": "{:,.0f} tokens/s",

@@ -300,6 +300,7 @@ class UptrainTrainer(PretrainTrainer):
             **self.further_results(best),
             "validation_loss": best["eval_loss"],
             "validation_perplexity": best["eval_perplexity"],
+            "validation_bits_per_byte": best["eval_bits_per_byte"],
             "result_step": step,
             f"last_{name}": last,
         }

@@ -39,6 +39,17 @@ def corpus(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def yardsticks(tmp_path_factory) -> Path:
+    """Files of two yardsticks, small ones, as `evaluate --data` reads them."""
+    folder = tmp_path_factory.mktemp("yardsticks")
+    words = [text.split()[2:9] for text in make_texts(5, seed=1)]
+    rows = (json.dumps({"text": " ".join(line)}) + "\n" for line in words)
+    (folder / "lambada_openai_test.jsonl").write_text("".join(rows))
+    (folder / "wikitext2-raw-test.txt").write_text(f" = Title = \n\n\n{' '.join(make_texts(3, seed=2))}\n")
+    return folder
+
+
 class Script:
     """Runs `python -m training.pretrain` on the tiny recipe."""
 

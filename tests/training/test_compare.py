@@ -18,6 +18,7 @@ import yaml
 from modeling_gqa.common.progress import duration
 from modeling_gqa.costs import cache_bytes_per_token, count_parameters, training_flops
 from modeling_gqa.costs.speeds import Speed
+from modeling_gqa.training.comparison import estimate
 from modeling_gqa.training.comparison import report as reporting
 from modeling_gqa.training.comparison.models import CompareRecipe, candidates_of, usual_kinds
 from modeling_gqa.training.comparison.plan import EXTENSIONS, Comparison, Trial, best_rate, further_rate, plan
@@ -182,6 +183,7 @@ WRONG = {
     ),
     "no fields": ({"kinds": {"mha": None, "mqa": {}}}, "kinds has None for mha; give an object"),
     "path": ({"kinds": {"gqa-1/4": {}, "mqa": {}}}, "kinds has the name 'gqa-1/4'; names have up to 100"),
+    "evaluation": ({"options": {"eval_tasks": ["lambada"]}}, "publish false does not write"),
     "tracker": ({"report_to": ["tensorbord"]}, "report_to tensorbord: "),
 }
 
@@ -310,6 +312,44 @@ def test_the_number_of_runs_is_told_before_they_start(corpus, tmp_path):
     assert runs.time_left() == f"{models * 5 - 4} left, about {duration(60 * (models * 5 - 4) / 2)}"
     for run in runs.needed(runs.ended()):
         assert run.size == 1
+
+
+@pytest.mark.parametrize(("jobs", "gpus", "at_once"), [(1, 0, 1), (2, 0, 1), (3, 2, 2)])
+def test_a_dry_run_adds_up_the_runs(jobs, gpus, at_once, tmp_path, capsys, monkeypatch):
+    """Of a model's own length each; runs at once that have a GPU each divide the time, and others share the cores."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    took = {"mha": 2.0, "mla": 3.0}
+    kind = lambda model: model.config.per_layer_config[0].attention_kind  # noqa: E731
+    monkeypatch.setattr(
+        estimate, "measure", lambda _, model: (took[kind(model)], {"weights": 2**20, "gradients": 2**20})
+    )
+    options = {"data_files": ["/nowhere"], "tokens_per_parameter": 0.5, "sequence_length": 32}
+    fields = {"options": options, "kinds": KINDS, "match": "nothing", "seeds": 2, "learning_rates": RATES}
+    (tmp_path / "small.yaml").write_text(json.dumps(fields | {"output_dir": str(tmp_path / "out"), "jobs": jobs}))
+    compare([str(tmp_path / "small.yaml"), "--dry-run"])
+    said = capsys.readouterr().out
+    assert not (tmp_path / "out").exists() and "10 runs: 2 models" in said and "A run trains" not in said
+    candidates, pretraining, _ = candidates_of(CompareRecipe(**fields))
+    seconds = 0.0
+    for name, candidate in zip(took, candidates, strict=True):
+        steps = round(0.5 * count_parameters(candidate.config) / pretraining.tokens_per_step)
+        tokens = f"{steps * pretraining.per_device_train_batch_size * 32:,}"
+        assert f"| {name} | {steps:,} | {tokens} | {took[name]:.2g} | 2 MiB | {duration(steps * took[name])} |" in said
+        assert f"| {name} | {count_parameters(candidate.config):,} |" in said  # among the sizes
+        seconds += 5 * steps * took[name]
+    assert f"about {duration(seconds / at_once)} of training for 10 runs, {at_once} at a time" in said
+
+
+def test_a_dry_run_times_steps_and_says_where_the_text_sets_the_length(tmp_path, capsys):
+    fields = {"options": {"num_train_epochs": 1, "max_steps": -1}, "kinds": KINDS, "match": "nothing"}
+    (tmp_path / "small.yaml").write_text(json.dumps(fields | {"output_dir": str(tmp_path / "out")}))
+    compare([str(tmp_path / "small.yaml"), "--dry-run"])
+    said = capsys.readouterr().out
+    assert not (tmp_path / "out").exists() and "the text says how many steps" in said
+    for name in KINDS:
+        (row,) = re.findall(rf"^\| {name} \| - \| - \| (\S+) \| \S+ MiB \| - \|$", said, re.MULTILINE)
+        assert 0 < float(row) < 60
 
 
 def test_the_time_left_goes_by_the_length_of_runs(tmp_path):

@@ -17,17 +17,20 @@ def options() -> list[str]:
     return ["--model_overrides", model, "--max_steps", "8", "--eval_steps", "8", "--save_steps", "4"]
 
 
-def test_ddp_equals_one_process(script, losses, tmp_path, options):
+def test_ddp_equals_one_process(script, losses, tmp_path, options, yardsticks):
     # The same eight rows a step: two by two processes, twice; or two by one process, four times.
     batch = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps"]
-    two = script.run(tmp_path / "two", *options, *batch, "2", processes=2)
+    lambada = ["--eval_tasks", "lambada", "--eval_data", str(yardsticks)]
+    two = script.run(tmp_path / "two", *options, *lambada, *batch, "2", processes=2)
     one = script.run(tmp_path / "one", *options, *batch, "4")
     assert two.returncode == 0 and one.returncode == 0, two.stderr + one.stderr
     assert f"{tmp_path}/two, on 2 x cpu" in two.stdout
-    # Said, trained and saved once.
-    assert two.stdout.count("byte-level BPE tokenizer") == two.stdout.count("A clean process") == 1
+    # Said, trained, saved and evaluated once.
+    for said in ("byte-level BPE tokenizer", "A clean process", "Evaluating ", "acc "):
+        assert two.stdout.count(said) == 1, said
     results = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("two", "one")]
     assert [result["processes"] for result in results] == [2, 1]
+    assert results[0]["evaluation"]["lambada"]["items"] == 5
     assert results[0]["tokens_seen"] == results[1]["tokens_seen"] == 8 * 8 * 64
     assert {path.name for path in (tmp_path / "two" / "checkpoint-8").glob("rng_state*")} == {
         "rng_state_0.pth",

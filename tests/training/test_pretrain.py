@@ -1,6 +1,7 @@
 """The script, as users run it: results, interruption and resumption, divergence, refusals."""
 
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -12,8 +13,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from training_texts import MODEL
+from transformers import AutoTokenizer
 
 from modeling_gqa.costs.measuring import machine_name
+from modeling_gqa.data.blocks import load_blocks
 from modeling_gqa.data.source import Split, open_source, split_source
 from modeling_gqa.training import publish
 from modeling_gqa.training.recipe import Recipe, load_config, warn_of_weights
@@ -41,10 +44,28 @@ def test_finished_run(finished, losses):
     results = json.loads((output / "results.json").read_text())
     assert results["steps"] == LAST and results["tokens_seen"] == LAST * 4 * 64
     assert results["tokens_per_second"] > 0 and 0 < results["mfu"] < 1
-    for name in ("validation_loss", "bigram_loss"):
+    for name in ("validation_loss", "validation_bits_per_byte", "bigram_loss"):
         assert f"  {results[name]:.4f}\n" in printed
     assert len(losses(output)) == LAST and losses(output)[-1] < losses(output)[0] - 0.5
     assert {path.name for path in output.glob("checkpoint-*")} == {"checkpoint-21", "checkpoint-24"}
+
+
+def test_bits_per_byte(finished):
+    """Each character of a token of bytes is a byte, and the end of a text is none; at every evaluation."""
+    folder = finished[0]
+    results = json.loads((folder / "results.json").read_text())
+    tokenizer, ids = AutoTokenizer.from_pretrained(folder / "tokenizer"), load_blocks(folder / "data", "validation")
+    special = set(tokenizer.all_special_tokens)
+    tokens = tokenizer.convert_ids_to_tokens(ids.blocks[:, 0].flatten().tolist())
+    assert special & set(tokens)
+    per_token = sum(len(token) for token in tokens if token not in special) / len(tokens)
+    assert results["bytes_per_token"] == pytest.approx(per_token) and per_token > 1
+    bits = results["validation_loss"] / math.log(2) / per_token
+    assert results["validation_bits_per_byte"] == pytest.approx(bits)
+    state = json.loads((folder / "checkpoint-24" / "trainer_state.json").read_text())
+    logs = [log for log in state["log_history"] if "eval_loss" in log]
+    measured = [log["eval_bits_per_byte"] * results["validation_loss"] / log["eval_loss"] for log in logs]
+    assert measured == pytest.approx([bits] * 3)
 
 
 def test_final_folder_is_a_hub_repository(finished):
@@ -59,6 +80,7 @@ def test_final_folder_is_a_hub_repository(finished):
     results = json.loads((output / "results.json").read_text())
     for text in (
         f"{results['validation_loss']:.4f}",
+        f"bits per byte | {results['validation_bits_per_byte']:.4f}",
         f"{results['bigram_loss']:.4f}",
         "Licence of the text: not stated",
         f"tokens on {machine_name('cpu')}, fp32",

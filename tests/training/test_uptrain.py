@@ -288,8 +288,9 @@ def test_steps_of_the_recipes_in_the_repository():
     assert {name: recipe.max_steps for name, recipe in recipes.items()} == STEPS
 
 
-def test_results(here, pair, tmp_path):
-    results = here(tmp_path / "run")
+def test_results(here, pair, tmp_path, yardsticks):
+    results = here(tmp_path / "run", eval_data=str(yardsticks), eval_limit=2)
+    assert results["evaluation"]["lambada"]["items"] == 2
     validation = load_blocks(tmp_path / "run" / "data", "validation")
     batch = {name: torch.stack([row[name] for row in validation]) for name in validation[0]}
     teacher, before, after = (
@@ -469,6 +470,8 @@ def test_a_training_that_only_harms_leaves_the_student_as_it_was(teacher, here, 
     assert results["result_step"] == 0 and results["steps"] == 8
     assert results[measure] == results[f"initial_{measure}"] < results[f"last_{measure}"]
     assert results["validation_perplexity"] == results["initial_validation_perplexity"]
+    bits = results["validation_loss"] / math.log(2) / results["bytes_per_token"]
+    assert results["validation_bits_per_byte"] == pytest.approx(bits)
     ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "run" / "final", student))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert {ours[name].dtype for name in ours} == {torch.bfloat16}

@@ -111,7 +111,7 @@ def candidates_of(recipe: CompareRecipe) -> tuple[list[Candidate], Recipe, dict[
 
 def load_runs(recipe: CompareRecipe) -> tuple[Recipe, dict[str, Any]]:
     """Return the pretraining recipe of a comparison's runs, and its values."""
-    options = {**recipe.options, "preset": recipe.preset}  # type: ignore[dict-item]
+    options = {"publish": False, **recipe.options, "preset": recipe.preset}  # type: ignore[dict-item]
     return load_recipe([recipe.pretraining, *as_arguments(options)])
 
 

@@ -7,8 +7,6 @@ from math import isfinite, isinf, isnan, log, nan, sqrt
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from modeling_gqa_cli.errors import UserError
 
 from ...common.atomic import read_object, write_json, write_text
@@ -17,7 +15,6 @@ from ...common.pictures import COLORS, line_styles, name_lines, new_figure, save
 from ...common.tables import Table, with_prefix
 from ...costs import CostedModel, cache_bytes_per_token, count_parameters, training_flops
 from ...costs.speeds import Speed, measure_speeds, where_measured
-from ...data.blocks import load_blocks
 from ..recipe import trackers_in
 from ..results import RESULTS
 from ..run_folder import checkpoints
@@ -194,16 +191,9 @@ def outcome_of(comparison: Comparison, ended: Mapping[str, float], speeds: Mappi
         )
         for candidate, found in zip(comparison.candidates, comparison.plans(ended), strict=True)
     ]
-    runs = sorted(path.parent for path in comparison.folder.glob(f"runs/*/{RESULTS}"))
-    seen = {(read_object(run / RESULTS) or {}).get("tokens_seen", 0) for run in runs}
-    return Outcome(entries, bytes_per_token(runs[0]) if runs else nan, sorted(seen))
-
-
-def bytes_per_token(run: Path) -> float:
-    """Return how many bytes of text a token of a run's validation text stands for."""
-    ids = load_blocks(run / "data", "validation").blocks[:, 0]
-    texts = AutoTokenizer.from_pretrained(run / "tokenizer").batch_decode(ids, skip_special_tokens=True)
-    return sum(len(text.encode()) for text in texts) / ids.size
+    results = [read_object(path) or {} for path in sorted(comparison.folder.glob(f"runs/*/{RESULTS}"))]
+    seen = {found.get("tokens_seen", 0) for found in results}
+    return Outcome(entries, results[0].get("bytes_per_token", nan) if results else nan, sorted(seen))
 
 
 # -- The report
