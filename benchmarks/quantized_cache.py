@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     parser.add_argument("--evaluation-tokens", type=int, default=16384, help="of each text")
     parser.add_argument("--length", type=int, default=1024, help="tokens of a block")
     formats = [*FORMATS, *TURBOQUANT]
-    parser.add_argument("--formats", nargs="+", choices=formats, default=formats)
+    parser.add_argument("--formats", nargs="*", choices=formats, default=formats)
     parser.add_argument("--methods", nargs="*", choices=("plain", "ours"), default=["plain", "ours"])
     parser.add_argument("--shares", nargs="*", type=float, default=[0.266, 0.203, 0.141, 0.11], help='of "coded"')
     parser.add_argument("--polish", type=int, default=0, metavar="TOKENS", help='to train "coded" on')
