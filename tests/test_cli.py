@@ -623,15 +623,18 @@ def test_a_conversion_whose_cache_is_rounded_too(checkpoints, corpus, tmp_path):
     assert 0.15 * before < report["cache_bytes_per_token_after"] <= 0.2 * before
     assert report["cache_bytes_per_token_before"] == before
     assert f"has a KL of {report['kl_source_quantized']:.3g}" in " ".join(said.split())
-    run("convert", source, tmp_path / "half", "--attention-kind", "mla", "--cache-share", 0.5, *text, "--polish", 0)
-    half = GQAConfig.from_pretrained(tmp_path / "half")
-    assert cache_bytes_per_token(half, torch.float32) == before / 2
-    share = (0.2 * before + 0.5) / (before / 2)
-    run("quantize-cache", tmp_path / "half", tmp_path / "two", "--cache-share", share, *text)
+    run("convert", source, tmp_path / "most", "--attention-kind", "mla", "--cache-share", 0.75, *text, "--polish", 0)
+    most = GQAConfig.from_pretrained(tmp_path / "most")
+    assert cache_bytes_per_token(most, torch.float32) == 0.75 * before
+    share = (0.2 * before + 0.5) / (0.75 * before)
+    run("quantize-cache", tmp_path / "most", tmp_path / "two", "--cache-share", share, *text)
     one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     configs = [GQAConfig.from_pretrained(tmp_path / name).cache_quantization for name in ("one", "two")]
     assert configs[0]["layers"] == configs[1]["layers"]
+    sizes = GQAConfig.from_pretrained(tmp_path / "one").per_layer_config[0]
+    assert sizes.kv_lora_rank + sizes.qk_rope_head_dim == 0.75 * 2 * 2 * HEAD_DIM
+    assert "R + P = 23" in run("convert", source, tmp_path / "no", *arguments[:3], 0.05, *arguments[4:], "--dry-run")
     run("convert", source, tmp_path / "trained", *arguments, "--polish", 1280)
     trained = json.loads((tmp_path / "trained" / "conversion.json").read_text())
     assert trained["polish"]["tokens"] > 0 and trained["kl"] < report["kl"]
