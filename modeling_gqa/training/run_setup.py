@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.paths import is_in
 
+from ..common.atomic import read_object
 from ..common.console import Interrupted, failed_to_write, is_main, say
 from ..common.progress import progress_bars
 from ..common.tables import runs
@@ -220,9 +221,8 @@ class RunSetup:
             with progress_bars() as progress:
                 write_blocks(split(), tokenizer, recipe, data, progress)
 
-        files = {name: sha256_of(folder / "tokenizer" / name) for name in file_names(folder / "tokenizer")}
-        lengths = [recipe.sequence_length, recipe.max_eval_blocks]
-        make_once("Tokens", folder / "data", text and [text, files, lengths], write)
+        rest = [tokenizer_state(folder / "tokenizer"), recipe.sequence_length, recipe.max_eval_blocks]
+        make_once("Tokens", folder / "data", text and [text, *rest], write)
         check_blocks(folder / "data", recipe, source.name, recipe.train_batch_size * recipe.world_size)
 
     def resume(self) -> tuple[Path | None, dict[str, Any]]:
@@ -297,6 +297,13 @@ def text_of(source: Source, recipe: Recipe) -> Any:
     """Return what the text and its split depend on, as JSON has it; `None` where that is not known."""
     state = source.state()
     return state and [state, recipe.text_column, recipe.validation_fraction, recipe.streaming]
+
+
+def tokenizer_state(folder: Path) -> list[Any]:
+    """Return what tells a saved tokenizer from others, as JSON has it; where it was loaded from does not count."""
+    config = "tokenizer_config.json"
+    values = {name: value for name, value in (read_object(folder / config) or {}).items() if "local" not in name}
+    return [values, {name: sha256_of(folder / name) for name in file_names(folder) if name != config}]
 
 
 def write_tokenizer(folder: Path, text: Any, split: Callable[[], Split], vocab_size: int) -> None:

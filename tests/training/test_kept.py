@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import yaml
 from training_texts import MODEL, make_texts
 
+from modeling_gqa.common import progress
 from modeling_gqa.data.source import open_source
 from modeling_gqa.training import kept, run_setup
 from modeling_gqa.training.kept import make_once
@@ -205,11 +207,16 @@ def test_runs_have_the_tokens_of_the_first(run, store, tmp_path, monkeypatch):
     assert run("first") == (alone, made)
     assert run("second") == (alone, [])
     named, made = run("named", "--tokenizer", str(tmp_path / "second" / "tokenizer"))
-    assert named["train.npy"] == alone["train.npy"]
-    assert run("again", "--tokenizer", str(tmp_path / "second" / "tokenizer")) == (named, [])
+    assert named["train.npy"] == alone["train.npy"] and made == []
     for path in (tmp_path / "second" / "data").iterdir():
         path.unlink()
     assert run("second", "--resume", "--max-steps", "1") == (alone, [])
+
+
+def test_tokenizing_shows_its_progress(run, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "BETWEEN_LINES", 0.0)
+    run("first")
+    assert re.search("tokenizing for train: 0 of 1, .*tokenizing for validation: 0 of 1", capsys.readouterr().err, re.S)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +246,16 @@ def test_another_text_has_its_own_tokens(run, tmp_path, change):
         path.rename(path.with_name("zzz.txt"))
     second, made = run("second")
     assert made == everything and second["train.npy"] != first["train.npy"]
+
+
+def test_another_tokenizer_has_its_own_tokens(run, tmp_path):
+    first, _ = run("first")
+    config = tmp_path / "first" / "tokenizer" / "tokenizer_config.json"
+    shutil.copytree(config.parent, tmp_path / "tokenizer")
+    changed = json.loads(config.read_text()) | {"eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer" / config.name).write_text(json.dumps(changed))
+    second, made = run("second", "--tokenizer", str(tmp_path / "tokenizer"))
+    assert made == ["write_blocks"] and second["train.npy"] != first["train.npy"]
 
 
 def test_a_kept_text_that_is_too_short_for_a_batch_is_refused(run):
