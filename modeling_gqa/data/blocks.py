@@ -8,9 +8,10 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from ..common.progress import Progress, ShowProgress, no_progress
 from .packing import TextEncoder, pack
 from .source import SPLIT_RECORD, Split
 
+T = TypeVar("T")
 BATCH = 2**20  # characters tokenized at a time
 
 
@@ -36,12 +38,22 @@ def tokenize(
     """Yield the token ids of every piece, and whether the piece is the last of its document.
 
     The ids of a last piece end with the end-of-text token. `progress` is told of batches, and of their number where
-    that of the characters is given.
+    that of the characters is given. The next batch is tokenized while one is used.
     """
     encode = TextEncoder(tokenizer, add_special_tokens=False, return_attention_mask=False)
-    for batch in progress(Batches(pieces, characters)):
-        for ids, (_, ends) in zip(encode([text for text, _ in batch]), batch, strict=True):
+    read = progress(Batches(pieces, characters))
+    for batch, tokens in ahead((batch, encode([text for text, _ in batch])) for batch in read):
+        for ids, (_, ends) in zip(tokens, batch, strict=True):
             yield ([*ids, tokenizer.eos_token_id] if ends else ids), ends
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """Yield the items of an iterator, which makes the next one in a thread while one is used."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(next, items, None)
+        while (item := waiting.result()) is not None:
+            waiting = pool.submit(next, items, None)
+            yield item
 
 
 class Batches:
