@@ -74,7 +74,7 @@ def name_of(depends_on: Any) -> str:
     """Return the name of an entry: a hash of what it depends on, and of the code that makes it."""
     code = [sha256_of(path) for path in sorted(Path(str(data.__file__)).parent.glob("*.py"))]
     versions = [version(name) for name in ("tokenizers", "transformers")]
-    return hashlib.sha256(json.dumps([depends_on, code, versions]).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps([depends_on, code, versions], sort_keys=True).encode()).hexdigest()[:32]
 
 
 def take(entry: Path, folder: Path) -> bool:

@@ -302,7 +302,8 @@ def text_of(source: Source, recipe: Recipe) -> Any:
 def tokenizer_state(folder: Path) -> list[Any]:
     """Return what tells a saved tokenizer from others, as JSON has it; where it was loaded from does not count."""
     config = "tokenizer_config.json"
-    values = {name: value for name, value in (read_object(folder / config) or {}).items() if "local" not in name}
+    values = read_object(folder / config) or {}
+    values |= dict.fromkeys(("is_local", "local_files_only"))
     return [values, {name: sha256_of(folder / name) for name in file_names(folder) if name != config}]
 
 

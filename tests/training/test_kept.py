@@ -142,7 +142,7 @@ def test_the_oldest_make_room(maker, store, monkeypatch):
     assert maker.count == 7 and len(entries(store)) == 3
 
 
-def test_a_process_that_makes_the_same_is_waited_for(maker, store, capsys):
+def test_a_process_that_makes_the_same_is_waited_for(maker, store):
     begun, go_on = threading.Event(), threading.Event()
 
     def slowly(folder: Path) -> None:
