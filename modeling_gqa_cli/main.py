@@ -27,10 +27,10 @@ replaces a checkpoint or an empty folder, and nothing else. Exit codes: 0 done, 
 2 wrong usage, 129, 130 or 143 stopped by a signal.
 """
 FORCE = "Replace the checkpoint at TARGET once the new one is complete."
-WRITES = """A run writes only into --output-dir: recipe.yaml, model.json, tokenizer/, data/, checkpoint-N/,
-results.json, final/ (a complete Hub repository) and manifest.json, which lists these files. It deletes only listed
-files. It does not begin where files of yours have these names. --resume goes on from the newest whole checkpoint. Every
-option is a field of a recipe's YAML file, too: `max_steps: 600`. --help-all shows those of TrainingArguments."""
+WRITES = """A run writes into --output-dir: recipe.yaml, model.json, tokenizer/, data/, checkpoint-N/, results.json,
+final/ (a Hub repository) and manifest.json, which lists these files; and tokens into datasets' cache. Of the folder it
+deletes only listed files, and does not begin where files of yours have these names. --resume goes on from the newest
+whole checkpoint. Options are fields of a recipe, too: `max_steps: 600`. --help-all shows those of TrainingArguments."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ COMMANDS = {
     "compare": Command(
         "Train models that differ in their attention alone, and compare them, from a RECIPE.",
         SCRIPTS + "compare",
-        more="A comparison writes only into --output-dir: runs/NAME/, which is a pretraining run each, report.md, "
+        more="A comparison writes into --output-dir: runs/NAME/, which is a pretraining run each, report.md, "
         "comparison.json and pictures. The same command goes on where it was stopped. Several launches of it, on "
         "machines that share the folder, divide the runs.",
     ),
