@@ -1,4 +1,4 @@
-# Every target makes the virtual environment that it needs, in this directory; nothing outside it changes.
+# Every target makes the virtual environment that it needs, in this directory; outside it only caches change.
 PYTHON ?= python3
 PYTEST = python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 

@@ -27,9 +27,9 @@ replaces a checkpoint or an empty folder, and nothing else. Exit codes: 0 done, 
 2 wrong usage, 129, 130 or 143 stopped by a signal.
 """
 FORCE = "Replace the checkpoint at TARGET once the new one is complete."
-WRITES = """A run writes only into --output-dir. It deletes only files that manifest.json lists there, and does not
-begin where files of yours have the names of its own. Every option is a field of a recipe's YAML file, too:
-`max_steps: 600`. --help-all shows those of TrainingArguments."""
+WRITES = """A run writes into --output-dir, and tokens into datasets' cache. It deletes only files that manifest.json
+lists there, and does not begin where files of yours have the names of its own. Every option is a field of a recipe's
+YAML file, too: `max_steps: 600`. --help-all shows those of TrainingArguments."""
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,12 @@ COMMANDS = {
     "uptrain": Command(
         "Train back what a conversion lost, from a RECIPE.",
         SCRIPTS + "uptrain",
-        more=WRITES.replace("--output-dir.", "--output-dir (and a missing --teacher-logits).", 1),
+        more=WRITES.replace("--output-dir,", "--output-dir (and a missing --teacher-logits),", 1),
     ),
     "compare": Command(
         "Train models that differ in their attention alone, and compare them, from a RECIPE.",
         SCRIPTS + "compare",
-        more="A comparison writes only into --output-dir: runs/NAME/, which is a pretraining run each, report.md, "
+        more="A comparison writes into --output-dir: runs/NAME/, which is a pretraining run each, report.md, "
         "comparison.json and pictures. The same command goes on where it was stopped. Several launches of it, on "
         "machines that share the folder, divide the runs.",
     ),

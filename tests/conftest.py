@@ -1,14 +1,21 @@
 """Fixtures over all attention kinds and models, and the rule that a skip must be on a list."""
 
+import atexit
 import gc
 import os
 import random
 import secrets
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tokens that runs keep, of all test processes; pytest's own process makes and removes the folder.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 # `make faults` draws anew. Set here, before pytest-xdist starts its processes, so that all draw from the one printed.
 DRAWS_ANEW = "RANDOM_DRAWS" in os.environ
 os.environ.setdefault("FAULTS_SEED", str(secrets.randbits(32)) if DRAWS_ANEW else "0")

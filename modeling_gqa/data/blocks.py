@@ -8,9 +8,10 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,36 +21,61 @@ from transformers import PreTrainedTokenizerBase
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.recipes import TextOptions
 
+from ..common.progress import Progress, ShowProgress, no_progress
 from .packing import TextEncoder, pack
 from .source import SPLIT_RECORD, Split
 
+T = TypeVar("T")
 BATCH = 2**20  # characters tokenized at a time
 
 
 def tokenize(
-    pieces: Iterable[tuple[str, bool]], tokenizer: PreTrainedTokenizerBase
+    pieces: Iterable[tuple[str, bool]],
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Progress = iter,
+    characters: int = 0,
 ) -> Iterator[tuple[list[int], bool]]:
     """Yield the token ids of every piece, and whether the piece is the last of its document.
 
-    The ids of a last piece end with the end-of-text token.
+    The ids of a last piece end with the end-of-text token. `progress` is told of batches, and of their number where
+    that of the characters is given. The next batch is tokenized while one is used.
     """
     encode = TextEncoder(tokenizer, add_special_tokens=False, return_attention_mask=False)
-    for batch in batches(pieces):
-        for ids, (_, ends) in zip(encode([text for text, _ in batch]), batch, strict=True):
+    read = progress(Batches(pieces, characters))
+    for batch, tokens in ahead((batch, encode([text for text, _ in batch])) for batch in read):
+        for ids, (_, ends) in zip(tokens, batch, strict=True):
             yield ([*ids, tokenizer.eos_token_id] if ends else ids), ends
 
 
-def batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    batch: list[tuple[str, bool]] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece[0])
-        if size >= BATCH:
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """Yield the items of an iterator, which makes the next one in a thread while one is used."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(next, items, None)
+        while (item := waiting.result()) is not None:
+            waiting = pool.submit(next, items, None)
+            yield item
+
+
+class Batches:
+    """Pieces of text in batches of `BATCH` characters or more; its length is at least their number, or 0."""
+
+    def __init__(self, pieces: Iterable[tuple[str, bool]], characters: int) -> None:
+        self.pieces, self.characters = pieces, characters
+
+    def __len__(self) -> int:
+        return -(-self.characters // BATCH)
+
+    def __iter__(self) -> Iterator[list[tuple[str, bool]]]:
+        batch: list[tuple[str, bool]] = []
+        size = 0
+        for piece in self.pieces:
+            batch.append(piece)
+            size += len(piece[0])
+            if size >= BATCH:
+                yield batch
+                batch, size = [], 0
+        if batch:
             yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def example(block: np.ndarray) -> dict[str, torch.Tensor]:
@@ -102,34 +128,44 @@ def save_blocks(path: Path, blocks: Iterable[np.ndarray], length: int) -> int:
 
 
 def write_blocks(
-    split: Split, tokenizer: PreTrainedTokenizerBase, options: TextOptions, folder: Path, batch: int = 1
+    split: Split,
+    tokenizer: PreTrainedTokenizerBase,
+    options: TextOptions,
+    folder: Path,
+    progress: ShowProgress = no_progress,
 ) -> None:
     """Tokenize the text and write `train.npy`, `validation.npy` and the split's record to `folder`.
 
-    Every process maps these files into memory. `train.npy` is left out where the options say `streaming`. Raises
-    `UserError` where the text gives fewer than `batch` blocks for training.
+    Every process maps these files into memory. `train.npy` is left out where the options say `streaming`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SPLIT_RECORD).write_text(
         json.dumps({"threshold": split.threshold, "cut": split.cut}) + "\n", encoding="utf-8"
     )
     length, most = options.sequence_length, options.max_eval_blocks
-    for part, wanted in (("validation", 1),) if options.streaming else (("train", batch), ("validation", 1)):
-        path = folder / f"{part}.tmp.npy"
-        try:
-            packed = pack(tokenize(split.pieces(part), tokenizer), length)
-            count = save_blocks(path, islice(packed, most if options.streaming else None), length)
-            if count < wanted:
-                raise UserError(
-                    f"{split.source.name} is too short: {count} sequences of {length} tokens for {part}, and at least"
-                    f" {wanted} are needed; give more text, or a smaller sequence_length or batch"
-                )
-            if part == "validation" and count > most:
-                # From all documents: the first blocks would come from few documents, which are alike.
-                np.save(path, np.load(path, mmap_mode="r")[np.arange(most) * count // most])
-            path.replace(folder / f"{part}.npy")
-        finally:
-            path.unlink(missing_ok=True)
+    for part in parts_of(options):
+        path, shown = folder / f"{part}.npy", progress(f"tokenizing for {part}")
+        packed = pack(tokenize(split.pieces(part), tokenizer, shown, split.characters.get(part, 0)), length)
+        count = save_blocks(path, islice(packed, most if options.streaming else None), length)
+        if part == "validation" and count > most:
+            # From all documents: the first blocks would come from few documents, which are alike.
+            np.save(path, np.load(path, mmap_mode="r")[np.arange(most) * count // most])
+
+
+def parts_of(options: TextOptions) -> tuple[str, ...]:
+    """Return the parts of the text that are tokenized before training."""
+    return ("validation",) if options.streaming else ("train", "validation")
+
+
+def check_blocks(folder: Path, options: TextOptions, name: str, batch: int) -> None:
+    """Raise `UserError` where the text `name` gave fewer than `batch` blocks for training, or none for validation."""
+    for part in parts_of(options):
+        count, wanted = len(load_blocks(folder, part)), batch if part == "train" else 1
+        if count < wanted:
+            raise UserError(
+                f"{name} is too short: {count} sequences of {options.sequence_length} tokens for {part}, and at least "
+                f"{wanted} are needed; give more text, or a smaller sequence_length or batch"
+            )
 
 
 def load_blocks(folder: Path, part: str) -> PackedBlocks:

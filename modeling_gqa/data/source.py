@@ -12,10 +12,12 @@ import re
 import sysconfig
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,12 +48,14 @@ class Source:
         license: of the text; `None` where the options do not say.
         read: yields the documents; it raises `UserError` where it cannot.
         notes: returns a line for each reason why files are left out.
+        state: returns what is another where the text has changed, as JSON has it; `None` where that is not known.
     """
 
     name: str
     license: str | None
     read: Callable[[], Iterator[Document]]
     notes: Callable[[], list[str]] = list
+    state: Callable[[], Any] = lambda: None
 
     def documents(self) -> Iterator[Document]:
         """Yield the documents that are not blank."""
@@ -65,7 +69,9 @@ def open_source(options: TextOptions, seed: int = 0) -> Source:
     """
     column = options.text_column
     if options.dataset_name:
-        return Source(public_name(options.dataset_name), options.license, lambda: hub_documents(options, seed))
+        rows = cache(lambda: hub_rows(options, seed))
+        name, state = public_name(options.dataset_name), lambda: getattr(rows(), "_fingerprint", None)
+        return Source(name, options.license, lambda: hub_documents(options, rows), state=state)
     if options.data_files:
         name = ", ".join(os.path.basename(os.path.abspath(path)) for path in options.data_files)
         found = cache(lambda: find_files(options.data_files, column))
@@ -73,33 +79,53 @@ def open_source(options: TextOptions, seed: int = 0) -> Source:
         def read() -> Iterator[Document]:
             return chain.from_iterable(read_documents(path, column) for path in found().paths)
 
-        return Source(name, options.license, read, lambda: found().notes)
-    return Source("the Python standard library's source code", options.license or "PSF-2.0", stdlib_documents)
+        return Source(name, options.license, read, lambda: found().notes, lambda: states(found().paths))
+    name = "the Python standard library's source code"
+    return Source(name, options.license or "PSF-2.0", stdlib_documents, state=lambda: states(stdlib_files()))
+
+
+def states(paths: Iterable[Path]) -> list[list[Any]]:
+    """Return what tells files from others, and from what they were: their paths, inodes, sizes and times."""
+    found = ((os.path.abspath(path), path.stat()) for path in paths)
+    return [[path, status.st_ino, status.st_size, status.st_mtime_ns] for path, status in found]
+
+
+def stdlib_files() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return [
+        path for path in sorted(root.rglob("*.py")) if not STDLIB_SKIPPED.intersection(path.relative_to(root).parts)
+    ]
 
 
 def stdlib_documents() -> Iterator[Document]:
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        if not STDLIB_SKIPPED.intersection(path.relative_to(root).parts):
-            yield partial(iter, (path.read_bytes().decode("utf-8", errors="replace"),))
+    for path in stdlib_files():
+        yield partial(iter, (path.read_bytes().decode("utf-8", errors="replace"),))
 
 
-def hub_documents(options: TextOptions, seed: int) -> Iterator[Document]:
+def hub_rows(options: TextOptions, seed: int) -> Any:
     import datasets
 
-    name = options.dataset_name
+    name, split = options.dataset_name, options.dataset_split
+    with hub_errors(options):
+        rows = datasets.load_dataset(name, options.dataset_config_name, split=split, streaming=options.streaming)
+        return rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER) if options.streaming else rows
+
+
+def hub_documents(options: TextOptions, rows: Callable[[], Any]) -> Iterator[Document]:
+    with hub_errors(options):
+        for number, row in enumerate(rows(), 1):
+            where = f"{options.dataset_name}, row {number}"
+            yield partial(iter, (row_text(row, options.text_column, where),))
+
+
+@contextmanager
+def hub_errors(options: TextOptions) -> Iterator[None]:
     try:
-        rows = datasets.load_dataset(
-            name, options.dataset_config_name, split=options.dataset_split, streaming=options.streaming
-        )
-        if options.streaming:
-            rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-        for number, row in enumerate(rows, 1):
-            yield partial(iter, (row_text(row, options.text_column, f"{name}, row {number}"),))
+        yield
     except UserError:
         raise
     except Exception as error:  # the network, the name, access rights: each has its own class
-        raise UserError(f"cannot load the Hub data set {name}: {one_line(error)}") from error
+        raise UserError(f"cannot load the Hub data set {options.dataset_name}: {one_line(error)}") from error
 
 
 # -- Training and validation
@@ -112,11 +138,13 @@ class Split:
     Args:
         threshold: documents whose hash is smaller are held out.
         cut: of a single document, the character from which on its text is held out.
+        characters: in each part; empty where they have not been counted.
     """
 
     source: Source
     threshold: int
     cut: int | None = None
+    characters: dict[str, int] = field(default_factory=dict, compare=False)
 
     def documents(self, part: str) -> Iterator[str]:
         """Yield the texts of `train` or `validation`; a long text comes in pieces."""
@@ -128,16 +156,17 @@ class Split:
             if self.cut is not None:
                 first, stop = (0, self.cut) if part == "train" else (self.cut, None)
                 yield from cut_text(characters(document(), first, stop))
-            elif (hash_text(document()) < self.threshold) == (part == "validation"):
+            elif (hash_text(document())[0] < self.threshold) == (part == "validation"):
                 yield from cut_text(document())
 
 
-def hash_text(pieces: Iterable[str]) -> int:
-    """Return a 64-bit hash of a text."""
-    digest = hashlib.blake2b(digest_size=8)
+def hash_text(pieces: Iterable[str]) -> tuple[int, int]:
+    """Return a 64-bit hash of a text, and the number of its characters."""
+    digest, length = hashlib.blake2b(digest_size=8), 0
     for piece in pieces:
         digest.update(piece.encode())
-    return int.from_bytes(digest.digest(), "big")
+        length += len(piece)
+    return int.from_bytes(digest.digest(), "big"), length
 
 
 def characters(pieces: Iterable[str], first: int, stop: int | None) -> Iterator[str]:
@@ -170,19 +199,25 @@ def split_source(source: Source, options: TextOptions) -> Split:
     streamed = Split(source, round(fraction * 2**64))
     if options.streaming and options.dataset_name:
         return streamed
-    hashes, length = array("Q"), 0
+    hashes, lengths = array("Q"), array("Q")
     for document in source.documents():
-        hashes.append(hash_text(document()))
-        if hashes[-1] != hashes[0] and options.streaming:
+        number, length = hash_text(document())
+        hashes.append(number)
+        lengths.append(length)
+        if number != hashes[0] and options.streaming:
             return streamed
-        length = sum(map(len, document())) if hashes[-1] == hashes[0] else 0
-    distinct = np.unique(np.array(hashes, np.uint64))
+    numbers, characters = np.array(hashes, np.uint64), np.array(lengths, np.uint64)
+    distinct = np.unique(numbers)
     if not len(distinct):
         raise UserError(f"{source.name} holds no text")
     if len(distinct) == 1:
-        return Split(source, 0, round(length * (1 - fraction)))
-    held_out = min(max(1, round(len(distinct) * fraction)), len(distinct) - 1)
-    return Split(source, int(distinct[held_out]))
+        threshold, cut = 0, round(lengths[0] * (1 - fraction))
+        held_out = (lengths[0] - cut) * len(lengths)
+    else:
+        count = min(max(1, round(len(distinct) * fraction)), len(distinct) - 1)
+        threshold, cut = int(distinct[count]), None
+        held_out = int(characters[numbers < threshold].sum())
+    return Split(source, threshold, cut, {"train": sum(lengths) - held_out, "validation": held_out})
 
 
 def load_split(source: Source, folder: Path) -> Split:

@@ -5,10 +5,10 @@ import json
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +23,27 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.paths import is_in
 
+from ..common.atomic import read_object
 from ..common.console import Interrupted, failed_to_write, is_main, say
+from ..common.progress import progress_bars
 from ..common.tables import runs
-from ..data.blocks import CheckedStream, PackedBlocks, load_blocks, read_blocks, write_blocks
-from ..data.source import Source, load_split, open_source, split_source
+from ..data.blocks import CheckedStream, PackedBlocks, check_blocks, load_blocks, read_blocks, write_blocks
+from ..data.source import Source, Split, load_split, open_source, split_source
 from ..data.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
 from ..modeling_gqa import ATTENTION_CLASSES
 from .estimate import describe_length
+from .kept import make_once
 from .recipe import FREE_ON_RESUME, LENGTHS, Recipe, trackers_in
-from .run_folder import SAVED_MODEL, SAVED_RECIPE, RunFolder, checkpoints, find_resumable, sha256_of, what_is_kept
+from .run_folder import (
+    SAVED_MODEL,
+    SAVED_RECIPE,
+    RunFolder,
+    checkpoints,
+    file_names,
+    find_resumable,
+    sha256_of,
+    what_is_kept,
+)
 
 if TYPE_CHECKING:
     from ..evaluation.harness import Tasks
@@ -221,16 +233,24 @@ class RunSetup:
         """Write the tokenizer and the tokens of the run to `folder`."""
         for note in self.source.notes():
             say(f"Text    {note}")
-        split = split_source(self.source, self.recipe)
-        if self.recipe.tokenizer:
-            tokenizer = load_tokenizer(self.recipe.tokenizer)
+        recipe, source = self.recipe, self.source
+        split, text = cache(lambda: split_source(source, recipe)), text_of(source, recipe)
+        if recipe.tokenizer:
+            tokenizer = load_tokenizer(recipe.tokenizer)
+            check_tokenizer(tokenizer, self.config)
+            tokenizer.save_pretrained(folder / "tokenizer")
         else:
-            say(f"Training a byte-level BPE tokenizer on {self.source.name} ...")
-            tokenizer = train_tokenizer(split.documents("train"), self.config.vocab_size)
-        check_tokenizer(tokenizer, self.config)
-        tokenizer.save_pretrained(folder / "tokenizer")
-        batch = self.recipe.train_batch_size * self.recipe.world_size
-        write_blocks(split, tokenizer, self.recipe, folder / "data", batch)
+            write_tokenizer(folder / "tokenizer", text, split, self.config.vocab_size)
+            tokenizer = load_tokenizer(folder / "tokenizer")
+            check_tokenizer(tokenizer, self.config)
+
+        def write(data: Path) -> None:
+            with progress_bars() as progress:
+                write_blocks(split(), tokenizer, recipe, data, progress)
+
+        rest = [tokenizer_state(folder / "tokenizer"), recipe.sequence_length, recipe.max_eval_blocks]
+        make_once("Tokens", folder / "data", text and [text, *rest], write)
+        check_blocks(folder / "data", recipe, source.name, recipe.train_batch_size * recipe.world_size)
 
     def resume(self) -> tuple[Path | None, dict[str, Any]]:
         """Check that what the run reads is unchanged, and find the checkpoint to continue from.
@@ -309,6 +329,31 @@ class RunSetup:
                     "back the file, or the text as it was"
                 )
             folder.place("tokenizer", "data")
+
+
+def text_of(source: Source, recipe: Recipe) -> Any:
+    """Return what the text and its split depend on, as JSON has it; `None` where that is not known."""
+    state = source.state()
+    return state and [state, recipe.text_column, recipe.validation_fraction, recipe.streaming]
+
+
+def tokenizer_state(folder: Path) -> list[Any]:
+    """Return what tells a saved tokenizer from others, as JSON has it; where it was loaded from does not count."""
+    config = "tokenizer_config.json"
+    values = read_object(folder / config) or {}
+    values |= dict.fromkeys(("is_local", "local_files_only"))
+    return [values, {name: sha256_of(folder / name) for name in file_names(folder) if name != config}]
+
+
+def write_tokenizer(folder: Path, text: Any, split: Callable[[], Split], vocab_size: int) -> None:
+    """Write a tokenizer that is trained on the text for training; `text` is what `text_of` returns for it."""
+
+    def write(folder: Path) -> None:
+        found = split()
+        say(f"Training a byte-level BPE tokenizer on {found.source.name} ...")
+        train_tokenizer(found.documents("train"), vocab_size).save_pretrained(folder)
+
+    make_once("Tokenizer", folder, text and [text, vocab_size], write)
 
 
 def check_overlap(recipe: Recipe) -> None:

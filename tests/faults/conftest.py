@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import datasets
 import pytest
 import yaml
 
@@ -20,6 +21,12 @@ from training.pretrain import pretrain
 @pytest.fixture(autouse=True)
 def no_stranger(monkeypatch):
     monkeypatch.setattr(publish, "load_in_clean_process", lambda folder, prompt: "a sample")
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch, tmp_path_factory):
+    """Each test tokenizes its own text."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 @pytest.fixture

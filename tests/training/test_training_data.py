@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import sysconfig
+import threading
 from collections import Counter
 from itertools import chain, cycle
 from pathlib import Path
@@ -19,6 +20,7 @@ from training_texts import MODEL, make_texts
 from transformers import EvalPrediction, PreTrainedTokenizerFast
 
 from modeling_gqa.checkpoints.gguf_writing import LLAMA3_WORDS
+from modeling_gqa.data import blocks as data_blocks
 from modeling_gqa.data import packing, reading
 from modeling_gqa.data.blocks import (
     PackedBlocks,
@@ -282,6 +284,47 @@ def test_streamed_blocks_equal_stored_ones(tmp_path, corpus, tokenizer):
     assert torch.equal(streamed[7]["input_ids"], example(stored[7])["input_ids"])
     write_blocks(split, tokenizer, recipe, tmp_path / "data")
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["split.json", "validation.npy"]
+
+
+def test_the_next_batch_is_tokenized_while_one_is_used(tokenizer, monkeypatch):
+    monkeypatch.setattr(data_blocks, "BATCH", 1)
+    read = threading.Event()
+
+    def pieces():
+        yield "one", True
+        read.set()
+        yield "two", True
+        raise UserError("the text ends here")
+
+    found = tokenize(pieces(), tokenizer)
+    assert tokenizer.decode(next(found)[0][:-1]) == "one" and read.wait(60)
+    assert tokenizer.decode(next(found)[0][:-1]) == "two"
+    with pytest.raises(UserError, match="the text ends here"):
+        next(found)
+
+
+@pytest.mark.parametrize("documents", [TEXTS, TEXTS[:1] * 2], ids=["many", "one twice"])
+def test_progress_counts_the_characters_of_each_part(tmp_path, tokenizer, documents, monkeypatch):
+    monkeypatch.setattr(data_blocks, "BATCH", 10)
+    for number, text in enumerate(documents):
+        (tmp_path / f"{number:02}.txt").write_text(text)
+    recipe = Recipe(output_dir=str(tmp_path), sequence_length=8, validation_fraction=0.3)
+    split = split_source(source_of(tmp_path, tmp_path), recipe)
+    assert split.characters == {part: sum(map(len, split.documents(part))) for part in ("train", "validation")}
+    steps = {}
+
+    def progress(description):
+        def shown(items):
+            steps[description] = [len(items)]
+            for item in items:
+                steps[description].append(sum(len(text) for text, _ in item))
+                yield item
+
+        return shown
+
+    write_blocks(split, tokenizer, recipe, tmp_path / "data", progress)
+    for part, (total, *characters) in zip(("train", "validation"), steps.values(), strict=True):
+        assert sum(characters) == split.characters[part] and len(characters) <= total == -(-sum(characters) // 10)
 
 
 def test_validation_is_spread_over_all_documents(tmp_path, corpus, tokenizer):

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ...common.console import say
 from ...data.source import open_source, split_source
-from ...data.tokenizer import train_tokenizer
 from ..recipe import Recipe
+from ..run_setup import text_of, write_tokenizer
 from .models import Candidate, CompareRecipe
 from .runs import Run
 
@@ -106,12 +105,11 @@ class Comparison:
 
     def write_tokenizer(self) -> None:
         """Train the tokenizer that all runs share, unless the recipe names one."""
-        if not self.pretraining.tokenizer:
-            source = open_source(self.pretraining, self.pretraining.data_seed or self.pretraining.seed)
-            say(f"Training a byte-level BPE tokenizer on {source.name} ...")
-            documents = split_source(source, self.pretraining).documents("train")
-            tokenizer = train_tokenizer(documents, self.candidates[0].config.vocab_size)
-            tokenizer.save_pretrained(self.folder / "tokenizer")
+        recipe = self.pretraining
+        if not recipe.tokenizer:
+            source = open_source(recipe, recipe.data_seed or recipe.seed)
+            text, split = text_of(source, recipe), lambda: split_source(source, recipe)
+            write_tokenizer(self.folder / "tokenizer", text, split, self.candidates[0].config.vocab_size)
 
     def plans(self, ended: Mapping[str, float]) -> list[Plan]:
         """Return what is known of each model."""
