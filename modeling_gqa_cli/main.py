@@ -27,9 +27,9 @@ replaces a checkpoint or an empty folder, and nothing else. Exit codes: 0 done, 
 2 wrong usage, 129, 130 or 143 stopped by a signal.
 """
 FORCE = "Replace the checkpoint at TARGET once the new one is complete."
-WRITES = """A run writes into --output-dir, and tokens into datasets' cache. It deletes only files that manifest.json
-lists there, and does not begin where files of yours have the names of its own. Every option is a field of a recipe's
-YAML file, too: `max_steps: 600`. --help-all shows those of TrainingArguments."""
+WRITES = """A run writes into --output-dir, and tokens into datasets' cache. It deletes only what manifest.json lists
+there. Every option is a field of a recipe's YAML file, too: `max_steps: 600`. --help-all shows those of
+TrainingArguments."""
 
 
 @dataclass(frozen=True)
