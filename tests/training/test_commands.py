@@ -18,7 +18,7 @@ from modeling_gqa_cli.main import run_script
 from modeling_gqa_cli.recipes import CONFIGURATION, preset_names, recipe_names
 from training.pretrain import pretrain
 
-ON_CPU = ("--bf16=false", "--torch-compile=false")
+ON_CPU = ("--bf16=false", "--torch-compile=false", "--fsdp=false")
 
 
 @pytest.mark.parametrize("name", ["max-steps", "max_steps"])
