@@ -623,6 +623,11 @@ def test_a_conversion_whose_cache_is_rounded_too(checkpoints, corpus, tmp_path):
     assert 0.15 * before < report["cache_bytes_per_token_after"] <= 0.2 * before
     assert report["cache_bytes_per_token_before"] == before
     assert f"has a KL of {report['kl_source_quantized']:.3g}" in " ".join(said.split())
+    assert "No engine but generate" in (tmp_path / "one" / "README.md").read_text()
+    whole = report["cache_bytes_per_token_after"] / before + 1e-6  # what the source is compared at
+    run("quantize-cache", source, tmp_path / "source", "--cache-share", whole, *text)
+    card = " ".join((tmp_path / "source" / "README.md").read_text().split())
+    assert f"is {report['kl_source_quantized']:.4f} nats" in card
     run("convert", source, tmp_path / "most", "--attention-kind", "mla", "--cache-share", 0.75, *text, "--polish", 0)
     most = GQAConfig.from_pretrained(tmp_path / "most")
     assert cache_bytes_per_token(most, torch.float32) == 0.75 * before
@@ -641,20 +646,36 @@ def test_a_conversion_whose_cache_is_rounded_too(checkpoints, corpus, tmp_path):
     assert trained["kl_source_quantized"] == report["kl_source_quantized"]
 
 
+def test_a_rounded_conversion_of_a_model_with_windows(checkpoints, corpus, tmp_path):
+    """Its source cannot be had in as few bytes, where windowed layers stay whole; an exact conversion is not exact."""
+    text = ("--text", corpus, *TEXT_OPTIONS[:6], "--device", "cpu", "--polish", 0, "--cache-bits", "auto")
+    for name, kind, share, compared in (("mixed-window", "mqa", 0.35, False), ("mqa", "mha", 0.4, True)):
+        out = tmp_path / name
+        said = run("convert", checkpoints / name, out, "--attention-kind", kind, "--cache-share", share, *text)
+        report = json.loads((out / "conversion.json").read_text())
+        assert (report["kl_source_quantized"] is not None) == compared and not report["exact"] and report["kl"] > 0
+        assert ("rounded to as many bytes" in " ".join(said.split())) == compared
+
+
 def test_the_size_may_be_a_share(checkpoints, corpus, tmp_path):
     run("convert", checkpoints / "mha", tmp_path / "gqa", "--attention-kind", "gqa", "--cache-share", 0.5)
     assert GQAConfig.from_pretrained(tmp_path / "gqa").num_key_value_heads == HEADS // 2
     before = contents(tmp_path)
     text, bits = ("--text", corpus), ("--cache-bits", "auto")
     for more, refused in (
-        (("gqa", "--cache-share", 0.3), "would leave 1.8 key/value heads"),
+        (("gqa", "--cache-share", 0.3), "leaves 1.8 key/value heads"),
         (("mqa", "--cache-share", 0.5), "--cache-share has nothing to choose for mqa"),
         (("mla", "--cache-share", 1.5), "--cache-share=1.5 must be between 0 and 1"),
         (("mla", "--cache-share", 0.5, "--kv-lora-rank", 8), "leave --kv-lora-rank out"),
         (("mla", "--cache-share", 0.5, "--cache-size", 8), "--cache-size and --cache-share say the same"),
         (("mla", "--cache-share", 0.5, *bits), "--cache-bits needs --text"),
         (("mla", *bits, *text), "--cache-bits needs --cache-share"),
-        (("mla", "--budget", 900, *bits, *text), "--cache-share"),
+        (("mla", "--budget", 900, "--cache-share", 0.2, *bits, *text), "leave"),
+        (("mla", "--layers", 0, "--cache-share", 0.2, *bits, *text), "leave --layers out"),
+        (("mla", "--for", "vllm", "--cache-share", 0.2, *bits, *text), "leave --for out"),
+        (("gqa", "--cache-share", 0.2, *bits, *text), "--cache-bits with gqa needs --num-key-value-heads"),
+        (("mha", "--cache-share", 0.2, *bits, *text), "quantize-cache rounds its cache"),
+        (("mqa", "--cache-share", 1e-9, *bits, *text, "--dry-run"), "is too small: the least is"),
         (("mla", "--cache-share", 0.01, *bits, *text), "is too small: the least is"),
     ):
         result = call("convert", checkpoints / "mha", tmp_path / "no", "--attention-kind", *more)

@@ -8,7 +8,7 @@ M = heads times value size.
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
+from modeling_gqa_cli.errors import UserError
 from modeling_gqa_vllm.kernels import FAST_SIZES
 
 from .. import __version__
@@ -77,7 +78,8 @@ class Job(Options):
         report["layers"] = [{"layer": i, "from": describe(old), "to": new} for i, (old, new) in enumerate(pairs)]
         if goal.later:
             report["parameters_after"] = None
-        if (budget := self.rounded_bytes(config, checkpoint.dtype) or self.budget) is not None:
+        budgets = (self.rounded_bytes(config, checkpoint.dtype), self.budget)
+        for budget in (budget for budget in budgets if budget is not None):
             report["cache_bytes_per_token_after"] = budget
         return report | {"exact": goal.exact, "method": self.method}
 
@@ -155,7 +157,7 @@ class Job(Options):
         """Return what the options lead to; raises `UserError` where it cannot be had."""
         config, dtype = checkpoint.config, checkpoint.dtype
         goal = find_goal(self, config, dtype)
-        if budget := self.rounded_bytes(config, dtype):
+        if (budget := self.rounded_bytes(config, dtype)) is not None:
             from .quantizing import check_rounded
             from .transform_coding import require_bytes
 
@@ -172,7 +174,8 @@ class Job(Options):
         """Return the memory that the conversion takes, by accounting."""
         config, rows = checkpoint.config, self.batch_size if self.text else 0
         target, dtype = expected_target(goal, config, checkpoint.dtype), computing_dtype(checkpoint.dtype, self.device)
-        return count_memory(config, target, dtype, rows, text_length(self, config) if self.text else 0, polished)
+        length = text_length(self, config) if self.text else 0
+        return count_memory(config, target, dtype, rows, length, polished, rounded=self.cache_bits is not None)
 
     def choose_polish(self, checkpoint: Checkpoint, goal: Goal, say: Callable[[str], None]) -> None:
         """Set `polish` where it was not given: 0 where there is nothing to train, or not enough memory."""
@@ -198,7 +201,7 @@ class Job(Options):
             say("Computing in {}, because this CPU is slow in {}.".format(*names))
         if self.engine and self.attention_kind == "mla":
             rank, rope = goal.options.kv_lora_rank, goal.options.qk_rope_head_dim
-            sizes = "as given" if goal.options is self else f"R = {rank} and P = {rope}"
+            sizes = "as given" if rank is None or goal.options is self else f"R = {rank} and P = {rope}"
             fast = " or ".join(f"{rank} + {rope}" for rank, rope in FAST_SIZES)
             say(f"Sizes: {sizes}; vLLM's fast kernels take R + P = {fast}.")
 
@@ -264,21 +267,23 @@ class Job(Options):
     ) -> tuple[GQAForCausalLM, dict[str, Any]]:
         """Return the conversion with a cache rounded to `cache_share` of the source's, trained so, and what was done.
 
-        The source with its own cache rounded to as many bytes is measured beside it, because it may lose less.
+        The source with its own cache rounded to as many bytes is measured too, untrained, because it may lose less.
         """
         from .quantizing import train_rounded, with_cache_of
 
         text, dtype = batches["calibration"], checkpoint.dtype
         budget = self.rounded_bytes(model.config, dtype)
         rounded = with_cache_of(converted, text, {}, budget, dtype, show_progress)
-        done: dict[str, Any] = {"polish": None}
+        done: dict[str, Any] = {"polish": None, "exact": False, "kl_source_quantized": None}
+        with suppress(UserError):  # windowed layers of the source may take more than that as they are
+            source = with_cache_of(model, text, {}, cache_bytes_per_token(rounded.config, dtype), dtype, show_progress)
+            found = compare_predictions(model, source, batches["evaluation"], show_progress("measuring the source"))
+            done["kl_source_quantized"] = found["kl"]
         if self.polish:
             own = [*batches.get("polish", ()), *text]
             judges = batches["selection"]
             done["polish"] = train_rounded(model, rounded, own, judges, self.polish, dtype, show_progress)
-        source = with_cache_of(model, text, {}, budget, dtype, show_progress)
-        found = compare_predictions(model, source, batches["evaluation"], show_progress("measuring the source"))
-        return rounded, done | {"kl_source_quantized": found["kl"]}
+        return rounded, done
 
     def identity(self, model: GQAForCausalLM, target: GQAConfig | None, batches: Batches) -> list[Any]:
         """Return what decides the new layers: equal conversions may take each other's. The options say a budget."""
@@ -357,11 +362,12 @@ def count_memory(
     rows: int = 0,
     length: int = 0,
     polished: bool = False,
+    rounded: bool = False,
 ) -> Memory:
     """Count the memory of a conversion, whose new layers lie in files until all are finished.
 
     `rows` and `length` are those of a batch of text in sequences and tokens; 0 without text. `polished` says whether
-    the new layers are trained at the end.
+    the new layers are trained at the end, `rounded` whether all layers are.
     """
     old, new = ([layer.attention_parameters for layer in CostedModel(c).layers] for c in (source, target))
     changed = changed_layers(source, target)
@@ -374,7 +380,7 @@ def count_memory(
         forward = max(forward_work(layer, dtype.itemsize, rows * length) for layer in layers)
         # Log-probabilities of two models and what compares them, in float32.
         measuring = max(forward, 23 * TOKENS_AT_ONCE * source.vocab_size)
-    trained = sum(new[i] for i in changed)
+    trained = sum(new if rounded else (new[i] for i in changed))
     weights, attention = count_parameters(source) * dtype.itemsize, trained * dtype.itemsize
     if polished:
         step = min(max(round(STEP_TOKENS / length), 1), rows) * length

@@ -82,8 +82,16 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
             raise UserError("--cache-bits needs --text: without it nobody knows where bits matter")
         if self.cache_share is None:
             raise UserError("--cache-bits needs --cache-share: what the rounded cache takes by the source's")
-        if self.budget is not None:
-            raise UserError("--cache-bits takes its budget from --cache-share: leave --budget out")
+        for name, why in (
+            ("budget", "takes its budget from --cache-share"),
+            ("layers", "rounds and trains all layers"),
+            ("engine", "makes a cache that generate alone keeps"),
+        ):
+            if getattr(self, name) is not None:
+                option = "--for" if name == "engine" else spelled(name)
+                raise UserError(f"--cache-bits {why}: leave {option} out")
+        if self.attention_kind == "gqa" and self.num_key_value_heads is None:
+            raise UserError("--cache-bits with gqa needs --num-key-value-heads: --cache-share is of bytes")
 
     @property
     def is_local(self) -> bool:
@@ -170,7 +178,7 @@ def with_shared_size(options: Options, config: GQAConfig, dtype: torch.dtype) ->
     elif options.attention_kind == "gqa":
         heads = share * max(layer.num_key_value_heads for layer in layers)
         if heads < 1 or heads != int(heads):
-            raise UserError(f"--cache-share={share:g} would leave {heads:g} key/value heads: choose a whole number")
+            raise UserError(f"--cache-share={share:g} leaves {heads:g} key/value heads: choose one for a whole number")
         options.num_key_value_heads = int(heads)
     else:
         raise UserError(f"--cache-share has nothing to choose for {options.attention_kind}: give gqa or mla")

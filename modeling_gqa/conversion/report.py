@@ -36,6 +36,11 @@ QUANTIZED = (
     "0.82; --kv-cache-dtype fp8 in vLLM keeps half. No engine but generate reads the fifth. A conversion is for faster "
     "decoding, to train on from and, its own cache rounded too (--cache-bits auto), perhaps for a seventh of the bytes"
 )
+ROUNDED_SOURCE = "the source with its cache rounded to as many bytes, without training, has a KL of {:.3g}"
+NOT_SERVED = (
+    "No engine but generate rounds this cache. Others keep it whole, and the weights are trained for rounding: the "
+    "bytes and the KL above do not hold there."
+)
 NEEDED = (
     "vLLM needs this package beside it for MLA. Without it vLLM caches expanded keys and values, and refuses MLA whose "
     "layers differ. With --kv-cache-dtype fp8 it halves MLA's cache: on CPUs, on GPUs by Triton from Ada on, by "
@@ -158,6 +163,8 @@ def describe_cost(report: Report) -> str:
             parts.append(f"{name} {', '.join(f'{value:g} in {n}' for value, n in sorted(counts.items()))} layers")
     if "kl_source_quantized" in report:
         parts.append("cache rounded, with bits by layer and channel")
+        if (kl := report["kl_source_quantized"]) is not None:
+            parts.append(ROUNDED_SOURCE.format(kl))
     if polished := report["polish"]:
         found = "{kl_before:.3g} to {kl_after:.3g} on text held out".format(**polished)
         parts.append(f"polished on {polished['tokens']:,} tokens, KL {found}")
@@ -179,9 +186,11 @@ def warning(report: Report) -> str | None:
 
 def advice(report: Report) -> str | None:
     """Return what loses less for memory alone: `QUANTIZED`, or with a rounded cache the source's own, if it does."""
-    if (kl := report.get("kl_source_quantized")) is not None:
-        better = "loses less for memory alone" if kl < report["kl"] else "loses more"
-        return f"the source with its cache rounded to as many bytes (quantize-cache) has a KL of {kl:.3g}: it {better}"
+    if report["command"]["cache_bits"]:
+        kl = report.get("kl_source_quantized")
+        better = kl is not None and kl < report["kl"]
+        less = ": quantize-cache gives it, and loses less for memory alone" if better else ""
+        return kl if kl is None else ROUNDED_SOURCE.format(kl) + less
     smaller = report["cache_bytes_per_token_after"] < report["cache_bytes_per_token_before"]
     return QUANTIZED if smaller and not report["exact"] else None
 
@@ -207,6 +216,7 @@ def write_conversion_card(
     source = Path(report["source"])
     base = cards.base_metadata(None if source.exists() else report["source"])
     metadata = cards.card_metadata(config) | cards.kept_metadata(source_card) | base
+    serving = [*report["serving"], *([NOT_SERVED] if "kl_source_quantized" in report else [])]
     tokenizer = TOKENIZER.format(title=title) if (folder / "tokenizer_config.json").is_file() else "\n"
     text = CARD.format(
         tokenizer=tokenizer,
@@ -218,6 +228,6 @@ def write_conversion_card(
         table=summary(report).to_markdown(),
         layers=layers_table(report).to_markdown(),
         report=REPORT_NAME,
-        runs=RUNS + cards.serving_note(config) + "\n\n" + "\n".join(f"- {line}" for line in report["serving"]),
+        runs=RUNS + cards.serving_note(config) + "\n\n" + "\n".join(f"- {line}" for line in serving),
     )
     cards.write_card(folder, metadata, text)

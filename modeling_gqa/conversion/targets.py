@@ -315,7 +315,9 @@ def lossy_layers(source: GQAConfig, target: GQAConfig) -> list[int]:
     """
     changed = changed_layers(source, target)
     if not changed:
-        raise UserError("the target's attention is the source's: there is nothing to convert")
+        raise UserError(
+            "the target's attention is the source's: there is nothing to convert (quantize-cache rounds its cache)"
+        )
     for index in changed:
         check_linear(source.per_layer_config[index], index)
     lossy = [index for index in changed if not is_exact(source, target, index)]

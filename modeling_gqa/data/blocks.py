@@ -49,11 +49,14 @@ def tokenize(
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
     """Yield the items of an iterator, which makes the next one in a thread while one is used."""
-    with ThreadPoolExecutor(1) as pool:
+    pool = ThreadPoolExecutor(1)
+    try:
         waiting = pool.submit(next, items, None)
         while (item := waiting.result()) is not None:
             waiting = pool.submit(next, items, None)
             yield item
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # a stream may wait for the network
 
 
 class Batches:

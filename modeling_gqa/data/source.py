@@ -87,7 +87,7 @@ def open_source(options: TextOptions, seed: int = 0) -> Source:
 def states(paths: Iterable[Path]) -> list[list[Any]]:
     """Return what tells files from others, and from what they were: their paths, inodes, sizes and times."""
     found = ((os.path.abspath(path), path.stat()) for path in paths)
-    return [[path, status.st_ino, status.st_size, status.st_mtime_ns] for path, status in found]
+    return [[path, x.st_dev, x.st_ino, x.st_size, x.st_mtime_ns, x.st_ctime_ns] for path, x in found]
 
 
 def stdlib_files() -> list[Path]:

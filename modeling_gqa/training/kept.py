@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,9 @@ def make_once(what: str, folder: Path, depends_on: Any, make: Callable[[Path], N
     try:
         try:
             claim(lock, what)
-        except REFUSALS as error:
+        except REFUSALS as error:  # others may have written it
             problem = error
-        if problem is None and take(entry, folder):
+        if take(entry, folder):
             say(f"{what:<7} read from {entry}, {size_of(folder) / 1e6:,.1f} MB")
             return
         make(folder)
@@ -84,7 +85,8 @@ def take(entry: Path, folder: Path) -> bool:
         return False
     try:
         link(entry, folder, listed)
-        os.utime(entry)
+        with suppress(OSError):  # it is another user's
+            os.utime(entry)
         if first_difference(folder, listed) is None:
             return True
     except OSError:  # it is being deleted, or the disk is full
@@ -97,6 +99,7 @@ def keep(folder: Path, entry: Path) -> OSError | None:
     """Make an entry of the files in `folder`, and delete others, used longest ago, for it; return why it cannot be."""
     shutil.rmtree(entry, ignore_errors=True)
     try:
+        entry.unlink(missing_ok=True)
         room = shutil.disk_usage(entry.parent).total * SHARE - size_of(folder)
         if room < 0:
             return OSError(f"they are more than {SHARE:.0%} of the disk")
@@ -104,7 +107,7 @@ def keep(folder: Path, entry: Path) -> OSError | None:
         for other in sorted(others, key=lambda path: path.stat().st_mtime, reverse=True):
             room -= size_of(other)
             if room < 0:
-                shutil.rmtree(other)
+                shutil.rmtree(other, ignore_errors=True)
         files = {name: sha256_of(folder / name) for name in file_names(folder)}
         link(folder, entry, files)
         write_json(entry / LISTING, {"files": files})
@@ -120,6 +123,7 @@ def link(source: Path, target: Path, names: Any) -> None:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(source / name, target / name)
+            os.chmod(target / name, 0o444)  # it is the file of other runs, too
         except OSError:
             shutil.copyfile(source / name, target / name)
 

@@ -101,10 +101,12 @@ def save_run(trainer: PretrainTrainer, run: OpenRun, results: Results) -> None:
         torch.distributed.barrier()
     # The other processes end here: they would not wait for as long as the rest can take.
     if run.folder is not None:
-        if run.tasks is not None:
-            evaluate(run.folder, run.tasks, recipe, results)
-        if run.upload is not None:
-            say(f"\nUploaded: {upload(final, recipe, run.upload or None)}")
+        try:
+            if run.tasks is not None:
+                evaluate(run.folder, run.tasks, recipe, results)
+        finally:  # also where the evaluation failed, since the model is whole
+            if run.upload is not None:
+                say(f"\nUploaded: {upload(final, recipe, run.upload or None)}")
 
 
 def save_repository(

@@ -108,7 +108,11 @@ NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
         lambda number: number >= 0,
         "at least 0",
     ),
-    (("adam_epsilon", "logging_steps", "save_steps", "tokens_per_parameter"), lambda number: number > 0, "positive"),
+    (
+        ("adam_epsilon", "logging_steps", "save_steps", "tokens_per_parameter", "num_train_epochs"),
+        lambda number: number > 0,
+        "positive",
+    ),
     (("adam_beta1", "adam_beta2", "label_smoothing_factor"), lambda number: 0 <= number < 1, "at least 0 and below 1"),
     (("seed", "data_seed"), lambda number: 0 <= number < 2**32, f"from 0 to {2**32 - 1}"),
 ]  # fmt: skip
@@ -165,8 +169,6 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
         name = self.output_dir or ""
         if not name.isprintable() or any(len(part.encode()) > 255 for part in Path(name).parts):
             raise ValueError(f"output_dir is {ascii(name)[:100]}; a name must be printable and of at most 255 bytes")
-        if not any(is_set(getattr(self, name)) for name in (*self.budgets, "num_train_epochs")):
-            raise ValueError(f"num_train_epochs is {self.num_train_epochs} and max_steps is not given; set one of them")
         if self.save_strategy == "best":
             raise ValueError("save_strategy best has no effect here: the last weights are the result of a run")
         if not 0 < self.validation_fraction < 1:
@@ -183,7 +185,9 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
         if self.fsdp and self.muon and self.fsdp_plugin_args["fsdp_version"] == 1:
             raise ValueError("muon needs whole matrices, which version 1 of FSDP flattens: use version 2")
         if self.fsdp and self.world_size == 1:
-            raise ValueError("fsdp shards a model over several processes, and there is one: start it with torchrun")
+            raise ValueError(
+                "fsdp shards a model over processes, and there is one: start it with torchrun, or give --fsdp false"
+            )
         if self.fsdp and self.distributed_state.distributed_type == DistributedType.MULTI_CPU:
             raise ValueError("fsdp has no effect on CPUs, where accelerate shards nothing: leave it out")
         if self.use_liger_kernel and not is_liger_kernel_available():
@@ -207,6 +211,8 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
             raise ValueError("push_to_hub uploads final/, which publish false does not write: leave one of them out")
         if self.evaluates and not self.publish:
             raise ValueError("eval_tasks is about final/, which publish false does not write: leave one of them out")
+        if self.eval_limit is not None and not self.evaluates:
+            raise ValueError("eval_limit has no effect without eval_tasks or eval_data: leave it out")
         if "humaneval" in self.eval_tasks:
             raise ValueError(
                 "eval_tasks has humaneval, which runs code that the model writes: after training modeling-gqa evaluate "

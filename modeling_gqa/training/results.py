@@ -99,7 +99,8 @@ def bytes_per_token(data: PackedBlocks, tokenizer: PreTrainedTokenizerBase) -> f
     """Return how many bytes of text a token of these sequences stands for; one that ends a text stands for none."""
     ids = data.blocks[:, 0]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return sum(len(text.encode()) for text in texts) / ids.size
+    # A character that is cut at an end of a sequence is decoded as several others.
+    return sum(len(text.strip("\ufffd").encode()) for text in texts) / ids.size
 
 
 def bigram_loss(train: PackedBlocks, validation: PackedBlocks, vocab_size: int) -> float:

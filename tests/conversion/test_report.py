@@ -165,6 +165,7 @@ def test_layer_errors_want_one_attention_implementation():
 
 REPORT = {
     "source": "org/some-llama",
+    "command": {"cache_bits": None},
     "source_family": "llama",
     "dtype": "bfloat16",
     "exact": False,

@@ -81,7 +81,7 @@ def test_recipes(tmp_path, changes):
         "--adam_beta1 1.0": "adam_beta1 is 1.0; it must be at least 0 and below 1",
         "--torch_compile_mode absent": "torch_compile_mode is absent; there are default",
         "--save_strategy best": "save_strategy best has no effect here",
-        "--num_train_epochs 0 --max_steps -1": "num_train_epochs is 0.0 and max_steps is not given",
+        "--num_train_epochs 0 --max_steps -1": "num_train_epochs is 0.0; it must be positive",
     }.items(),
     ids=lambda value: value.split()[0].strip("-") if value.startswith("--") else "refused",
 )

@@ -24,7 +24,7 @@ MATCHED = {
 }
 # Options that the comparison sets in each run.
 SET_IN_RUNS = {"learning_rate", "seed", "data_seed", "preset", "model_overrides", "output_dir", "resume", "overwrite"}
-SET_IN_RUNS |= {"init_from", "dry_run"}
+SET_IN_RUNS |= {"init_from", "dry_run", "publish", "eval_tasks", "eval_data", "eval_limit"}
 
 
 @dataclass
