@@ -649,9 +649,15 @@ def test_a_conversion_whose_cache_is_rounded_too(checkpoints, corpus, tmp_path):
 def test_a_rounded_conversion_of_a_model_with_windows(checkpoints, corpus, tmp_path):
     """Its source cannot be had in as few bytes, where windowed layers stay whole; an exact conversion is not exact."""
     text = ("--text", corpus, *TEXT_OPTIONS[:6], "--device", "cpu", "--polish", 0, "--cache-bits", "auto")
-    for name, kind, share, compared in (("mixed-window", "mqa", 0.35, False), ("mqa", "mha", 0.4, True)):
-        out = tmp_path / name
-        said = run("convert", checkpoints / name, out, "--attention-kind", kind, "--cache-share", share, *text)
+    windows = {"sliding_window": 16, "layer_types": ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]}
+    make_model("mha", **SMALL, **windows).save_pretrained(tmp_path / "windows")
+    byte_tokenizer().save_pretrained(tmp_path / "windows")
+    for source, kind, share, compared in (
+        (tmp_path / "windows", "mqa", 0.35, False),
+        (checkpoints / "mqa", "mha", 0.4, True),
+    ):
+        out = tmp_path / kind
+        said = run("convert", source, out, "--attention-kind", kind, "--cache-share", share, *text)
         report = json.loads((out / "conversion.json").read_text())
         assert (report["kl_source_quantized"] is not None) == compared and not report["exact"] and report["kl"] > 0
         assert ("rounded to as many bytes" in " ".join(said.split())) == compared
