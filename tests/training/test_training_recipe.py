@@ -138,7 +138,7 @@ def test_preset(name, write):
     config = load_config(load_recipe([write(preset=name)])[0])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    low, high = (120e6, 128e6) if "124m" in name else (1.1e6, 1.5e6)
+    low, high = {"base-124m": (120e6, 128e6), "base-1b": (1.15e9, 1.2e9)}.get(name.rpartition("-")[0], (1.1e6, 1.5e6))
     assert low < model.num_parameters() < high
     kinds = {config.per_layer_config[i].attention_kind for i in range(config.num_hidden_layers)}
     assert kinds == ({"mha", "mqa", "gqa", "mla"} if "mixed" in name else {name.rpartition("-")[2]})
