@@ -174,6 +174,7 @@ def test_bytes_in_memory_are_those_of_the_accounting(folders, tmp_path, objects_
     expected = predicted_bytes(student.config, teacher.config)
     block = {"input_ids": torch.arange(8), "labels": torch.arange(8), "position_ids": torch.arange(8)}
     trainer = UptrainTrainer(student, recipe, teacher, train_dataset=[block] * 4, eval_dataset=[block])
+    trainer.bytes_per_token = 1.0  # without a tokenizer
     seen = []
 
     class Count(TrainerCallback):
