@@ -304,7 +304,7 @@ def test_a_killed_computation_leaves_nothing_that_looks_whole(train, tmp_path, m
 
 def test_a_full_disk(train, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1000, free=1000))
         with pytest.raises(UserError, match="1,000 B are free"):
             train("run")
     assert not (tmp_path / "logits").exists()
