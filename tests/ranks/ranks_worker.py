@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from modeling_gqa import GQAForCausalLM
+from modeling_gqa.common import muon
 from modeling_gqa.common.muon import MuonAdamW
 from modeling_gqa.training.trainer import muon_groups
 
@@ -28,13 +30,17 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(model: GQAForCausalLM, ids: torch.Tensor, group=None) -> list[float]:
-    """Losses of three steps of Muon and AdamW; the mean over the processes of `group`, whose rows differ."""
+    """Losses of three steps of Muon and AdamW; the mean over the processes of `group`, whose rows differ.
+
+    Muon computes in float32, also where the CPU is fast in bfloat16, which would round the same gradients differently.
+    """
     optimizer = MuonAdamW(muon_groups(model, (), 0.0), lr=0.01, eps=1e-4)
     losses = []
     for _ in range(3):
         loss = model(ids, labels=ids).loss
         loss.backward()
-        optimizer.step()
+        with patch.object(muon, "computing_dtype", return_value=torch.float32):
+            optimizer.step()
         optimizer.zero_grad()
         loss = loss.detach()
         if group is not None:
