@@ -8,7 +8,7 @@ M = heads times value size.
 import platform
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 
-from modeling_gqa_cli.errors import UserError
 from modeling_gqa_vllm.kernels import FAST_SIZES
 
 from .. import __version__
@@ -78,8 +77,8 @@ class Job(Options):
         report["layers"] = [{"layer": i, "from": describe(old), "to": new} for i, (old, new) in enumerate(pairs)]
         if goal.later:
             report["parameters_after"] = None
-        budgets = (self.rounded_bytes(config, checkpoint.dtype), self.budget)
-        for budget in (budget for budget in budgets if budget is not None):
+        budget = self.rounded_bytes(config, checkpoint.dtype) if self.cache_bits else self.budget
+        if budget is not None:
             report["cache_bytes_per_token_after"] = budget
         return report | {"exact": goal.exact, "method": self.method}
 
@@ -270,13 +269,15 @@ class Job(Options):
         The source with its own cache rounded to as many bytes is measured too, untrained, because it may lose less.
         """
         from .quantizing import train_rounded, with_cache_of
+        from .transform_coding import least_bytes
 
         text, dtype = batches["calibration"], checkpoint.dtype
         budget = self.rounded_bytes(model.config, dtype)
         rounded = with_cache_of(converted, text, {}, budget, dtype, show_progress)
         done: dict[str, Any] = {"polish": None, "exact": False, "kl_source_quantized": None}
-        with suppress(UserError):  # windowed layers of the source may take more than that as they are
-            source = with_cache_of(model, text, {}, cache_bytes_per_token(rounded.config, dtype), dtype, show_progress)
+        used = cache_bytes_per_token(rounded.config, dtype)
+        if least_bytes(model.config, dtype) <= used:  # windowed layers of the source take more as they are
+            source = with_cache_of(model, text, {}, used, dtype, show_progress)
             found = compare_predictions(model, source, batches["evaluation"], show_progress("measuring the source"))
             done["kl_source_quantized"] = found["kl"]
         if self.polish:

@@ -38,8 +38,7 @@ QUANTIZED = (
 )
 ROUNDED_SOURCE = "the source with its cache rounded to as many bytes, without training, has a KL of {:.3g}"
 NOT_SERVED = (
-    "No engine but generate rounds this cache. Others keep it whole, and the weights are trained for rounding: the "
-    "bytes and the KL above do not hold there."
+    "No engine but generate rounds this cache. Others keep it whole: the bytes and the KL above do not hold there."
 )
 NEEDED = (
     "vLLM needs this package beside it for MLA. Without it vLLM caches expanded keys and values, and refuses MLA whose "

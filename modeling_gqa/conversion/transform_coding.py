@@ -375,8 +375,8 @@ def choose_bits(
     return smallest
 
 
-def require_bytes(config: GQAConfig, budget: int, dtype: torch.dtype) -> None:
-    """Raise `UserError` where `budget` bytes per token are too small for `choose_bits`."""
+def least_bytes(config: GQAConfig, dtype: torch.dtype) -> int:
+    """Return the bytes per token below which `choose_bits` cannot go."""
     least = POSITION_BYTES
     for layer in CostedModel(config).layers:
         if layer.window is not None:
@@ -384,7 +384,12 @@ def require_bytes(config: GQAConfig, budget: int, dtype: torch.dtype) -> None:
             continue
         for size in ATTENTION_CLASSES[layer.config.attention_kind].cache_sizes(layer.config):
             least += CodedFormat(((min(size, STEP), 2), (max(size - STEP, 0), 0))).row_bytes
-    if least > budget:
+    return least
+
+
+def require_bytes(config: GQAConfig, budget: int, dtype: torch.dtype) -> None:
+    """Raise `UserError` where `budget` bytes per token are too small for `choose_bits`."""
+    if (least := least_bytes(config, dtype)) > budget:
         raise UserError(f"a cache of {budget:,} bytes per token is too small: the least is {least:,}")
 
 

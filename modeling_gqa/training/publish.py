@@ -101,12 +101,16 @@ def save_run(trainer: PretrainTrainer, run: OpenRun, results: Results) -> None:
         torch.distributed.barrier()
     # The other processes end here: they would not wait for as long as the rest can take.
     if run.folder is not None:
-        try:
-            if run.tasks is not None:
+        failed = None
+        if run.tasks is not None:
+            try:
                 evaluate(run.folder, run.tasks, recipe, results)
-        finally:  # also where the evaluation failed, since the model is whole
-            if run.upload is not None:
-                say(f"\nUploaded: {upload(final, recipe, run.upload or None)}")
+            except Exception as error:  # the model is whole, and is uploaded all the same
+                failed = error
+        if run.upload is not None:
+            say(f"\nUploaded: {upload(final, recipe, run.upload or None)}")
+        if failed is not None:
+            raise failed
 
 
 def save_repository(
