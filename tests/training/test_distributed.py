@@ -17,7 +17,9 @@ def options() -> list[str]:
     return ["--model_overrides", model, "--max_steps", "8", "--eval_steps", "8", "--save_steps", "4"]
 
 
-def test_ddp_equals_one_process(script, losses, tmp_path, options, yardsticks):
+def test_ddp_equals_one_process(script, losses, tmp_path, options, yardsticks, monkeypatch):
+    # Otherwise another test may have trained this tokenizer before.
+    monkeypatch.setitem(script.env, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     # The same eight rows a step: two by two processes, twice; or two by one process, four times.
     batch = ["--per_device_train_batch_size", "2", "--gradient_accumulation_steps"]
     lambada = ["--eval_tasks", "lambada", "--eval_data", str(yardsticks)]
