@@ -34,6 +34,7 @@ from .layer_store import choose_target, layers_folder, resumable_folder
 from .losses import LOGITS_AT_ONCE
 from .options import Goal, Options, expected_target, find_goal, layers_after
 from .report import FORMAT_VERSION, Report, vllm_kernels, write_conversion_card, write_report
+from .rounded import choose_size, rounded_conversion
 from .streams import IN_MEMORY
 from .targets import changed_layers, describe
 from .text import read_text, text_length
@@ -121,7 +122,11 @@ class Job(Options):
                             x.copy_(x.to(checkpoint.dtype))
             if self.cache_bits is not None:
                 with self.timed("quantizing"):
-                    converted, rounded = self.quantized(model, converted, checkpoint, batches, show_progress)
+                    budget = self.rounded_bytes(model.config, checkpoint.dtype)
+                    polish, dtype = self.polish or 0, checkpoint.dtype
+                    converted, rounded = rounded_conversion(
+                        model, converted, budget, polish, batches, dtype, show_progress
+                    )
                     done |= rounded
             report = self.begin_report(checkpoint, converted.config)
             report.update(done)
@@ -238,53 +243,31 @@ class Job(Options):
             own: dict[str, Any] = {"layers": self.layers, "dtype": checkpoint.dtype, "progress": progress}
             return allocate(model, self.attention_kind, self.budget, calibration, **own)
 
-        return convert_model(
+        how: dict[str, Any] = {"refit": self.refit, "divide_cache": goal.options.divides_cache, "seed": self.seed}
+        tried: list[dict[str, Any]] = []
+        if goal.sizes:
+            budget = self.rounded_bytes(model.config, checkpoint.dtype)
+            target, tried = choose_size(
+                model, goal.sizes, goal.target, budget, batches, checkpoint.dtype, folder, show_progress, **how
+            )
+        else:
+            target = goal.target or choose_target(folder, choose)
+        converted, done = convert_model(
             model,
-            goal.target or choose_target(folder, choose),
+            target,
             calibration,
             selection=batches.get("selection"),
             method=self.method,
             regroup=self.regroup,
-            refit=self.refit,
             refine=self.refine,
             polish=0 if self.cache_bits else self.polish or 0,
             polish_text=batches.get("polish", ()),
-            divide_cache=goal.options.divides_cache,
             share_weights=True,
-            seed=self.seed,
             folder=folder,
             show_progress=show_progress,
+            **how,
         )
-
-    def quantized(
-        self,
-        model: GQAForCausalLM,
-        converted: GQAForCausalLM,
-        checkpoint: Checkpoint,
-        batches: Batches,
-        show_progress: ShowProgress,
-    ) -> tuple[GQAForCausalLM, dict[str, Any]]:
-        """Return the conversion with a cache rounded to `cache_share` of the source's, trained so, and what was done.
-
-        The source with its own cache rounded to as many bytes is measured too, untrained, because it may lose less.
-        """
-        from .quantizing import train_rounded, with_cache_of
-        from .transform_coding import least_bytes
-
-        text, dtype = batches["calibration"], checkpoint.dtype
-        budget = self.rounded_bytes(model.config, dtype)
-        rounded = with_cache_of(converted, text, {}, budget, dtype, show_progress)
-        done: dict[str, Any] = {"polish": None, "exact": False, "kl_source_quantized": None}
-        used = cache_bytes_per_token(rounded.config, dtype)
-        if least_bytes(model.config, dtype) <= used:  # windowed layers of the source take more as they are
-            source = with_cache_of(model, text, {}, used, dtype, show_progress)
-            found = compare_predictions(model, source, batches["evaluation"], show_progress("measuring the source"))
-            done["kl_source_quantized"] = found["kl"]
-        if self.polish:
-            own = [*batches.get("polish", ()), *text]
-            judges = batches["selection"]
-            done["polish"] = train_rounded(model, rounded, own, judges, self.polish, dtype, show_progress)
-        return rounded, done
+        return converted, done | {"candidates": tried + done["candidates"]}
 
     def identity(self, model: GQAForCausalLM, target: GQAConfig | None, batches: Batches) -> list[Any]:
         """Return what decides the new layers: equal conversions may take each other's. The options say a budget."""

@@ -18,9 +18,11 @@ from ..common.atomic import read_object, replacing, write_json
 from ..configuration_gqa import GQAConfig
 from .sequential import NewLayer, Setting
 
-PLAN, TARGET, MEASURED = "plan.json", "target.json", "measured.json"
+PLAN, TARGET, SIZES, MEASURED = "plan.json", "target.json", "sizes.json", "measured.json"
 # Names of the files in a folder of layers, finished or not.
-OURS = re.compile(r"\.?((plan|target|measured)\.json|[0-9a-f]{16}-[0-9]+\.safetensors)(\.part)?")
+OURS = re.compile(r"\.?((plan|target|sizes|measured)\.json|[0-9a-f]{16}-[0-9]+\.safetensors)(\.part)?")
+# Those for which the folder is kept after an interruption.
+OF_USE = re.compile(r"(target|sizes)\.json|.*\.safetensors")
 
 
 class LayerFiles(MutableMapping[int, NewLayer]):
@@ -108,7 +110,7 @@ def resumable_folder(folder: Path, plan: Any) -> Iterator[Path]:
     """Make and yield `folder` for a conversion that is described by `plan`, in types that JSON has.
 
     What an interrupted conversion of the same plan has left there stays, that of another plan is deleted. The folder is
-    deleted when the result stands or was refused, and when no layer is finished and no sizes were chosen for a budget.
+    deleted when the result stands or was refused, and when no layer is finished and no sizes were chosen or tried.
 
     Raises:
         UserError: the folder holds other files than a conversion leaves.
@@ -127,7 +129,11 @@ def resumable_folder(folder: Path, plan: Any) -> Iterator[Path]:
         yield folder
     except BaseException as error:
         # What is refused once is refused again, but an interruption or a full disk has an end.
-        if isinstance(error, UserError) or not [*folder.glob("*.safetensors"), *folder.glob(TARGET)]:
+        if isinstance(error, UserError) or not [
+            *folder.glob("*.safetensors"),
+            *folder.glob(TARGET),
+            *folder.glob(SIZES),
+        ]:
             delete(folder)
         raise
     delete(folder)

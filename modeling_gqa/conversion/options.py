@@ -1,6 +1,8 @@
 """What a conversion is asked for: its options, and the configuration that they lead to from a source."""
 
+import math
 import warnings
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -32,13 +34,14 @@ from .targets import (
     target_config,
 )
 from .text import check_text
+from .transform_coding import least_bytes
 
 # A cache that is asked for may become larger by this share of it where a fast kernel of vLLM takes that.
 MORE = 1 / 8
-# Where the cache is rounded too and no size is given, MLA gets so many numbers that each has these bits on average, and
-# at most this share of the source's. With 3.0 and 3.5 bits SmolLM2-135M lost less than with 2.3 and 4.5.
+# Where the cache is rounded too and no size is given, MLA gets one of these shares of the source's numbers. The first
+# that is tried is the one where a number has about these bits.
+ROUNDED_SHARES = (3 / 16, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 ROUNDED_BITS = 3.25
-MOST_ROUNDED = 0.75
 
 
 @dataclass
@@ -99,6 +102,11 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
         return Path(self.source).exists()
 
     @property
+    def has_size(self) -> bool:
+        """Whether a size is given, beside a share of the source's cache."""
+        return any(getattr(self, name) is not None for name in SIZES if name != "cache_share")
+
+    @property
     def divides_cache(self) -> bool:
         """Whether the conversion divides the cache between R and P; they may be given, and a budget chooses them."""
         given = (self.kv_lora_rank, self.qk_rope_head_dim, self.budget) != (None, None, None)
@@ -120,16 +128,18 @@ class Goal(NamedTuple):
         options: the options, with the sizes in them that were chosen for `--for vllm`.
         target: the result's configuration; `None`: a budget is to be shared out.
         exact: whether it computes the source's function.
+        sizes: from small to large, the configurations one of which the result has; `target` is tried first.
     """
 
     options: Options
     target: GQAConfig | None
     exact: bool
+    sizes: Sequence[GQAConfig] = ()
 
     @property
     def later(self) -> bool:
         """Whether sizes are chosen while converting, by what the layers would lose."""
-        return self.target is None or (self.options.divides_cache and not self.exact)
+        return self.target is None or bool(self.sizes) or (self.options.divides_cache and not self.exact)
 
 
 def find_goal(options: Options, config: GQAConfig, dtype: torch.dtype) -> Goal:
@@ -141,35 +151,36 @@ def find_goal(options: Options, config: GQAConfig, dtype: torch.dtype) -> Goal:
     options = with_shared_size(options, config, dtype)
     if options.engine is not None and options.attention_kind == "mla":
         options = served_sizes(options, config, dtype)
+    target, sizes = None, list[GQAConfig]()
     if options.budget is not None:
         from .allocation import smallest_target
 
-        target, exact = None, False
+        exact = False
         least = smallest_target(config, options.attention_kind, options.budget, layers=options.layers, dtype=dtype)
         lossy_layers(config, least)  # raises where it cannot be had
         present = cache_bytes_per_token(config, dtype)
         if options.budget >= present:
             raise UserError(f"a budget of {options.budget} bytes per token changes nothing: the source takes {present}")
     else:
-        target = sized_target(options, config, dtype)
+        if options.cache_bits is not None and options.attention_kind == "mla" and not options.has_size:
+            target, sizes = sizes_to_round(options, config, dtype)
+        else:
+            target = sized_target(options, config, dtype)
         exact = not lossy_layers(config, target)
     if options.attention_kind == "mla" and not exact and options.method not in ("auto", "lowrank"):
         raise UserError(f"--method={options.method} merges heads, which MLA does not: choose auto or lowrank")
-    return Goal(options, target, exact)
+    return Goal(options, target, exact, sizes)
 
 
 def with_shared_size(options: Options, config: GQAConfig, dtype: torch.dtype) -> Options:
-    """Return the options with the size that `--cache-share` says, or that a rounded cache has by default."""
-    share, sizes = options.cache_share, [name for name in SIZES if name != "cache_share"]
-    if share is None:
+    """Return the options with the size that `--cache-share` says, if it is a share of the numbers."""
+    if (share := options.cache_share) is None:
         return options
     if not 0 < share < 1:
         raise UserError(f"--cache-share={share:g} must be between 0 and 1")
     if options.cache_bits is not None:
-        if options.attention_kind != "mla" or any(getattr(options, name) is not None for name in sizes):
-            return options
-        share = min(share * 8 * dtype.itemsize / ROUNDED_BITS, MOST_ROUNDED)
-    elif clash := [spelled(name) for name in sizes if getattr(options, name) is not None]:
+        return options
+    if clash := [spelled(name) for name in SIZES if name != "cache_share" and getattr(options, name) is not None]:
         raise UserError(f"--cache-share chooses the size: leave {' and '.join(clash)} out")
     layers = [config.per_layer_config[index] for index in chosen_layers(config, options.layers)]
     options = copy(options)
@@ -183,6 +194,26 @@ def with_shared_size(options: Options, config: GQAConfig, dtype: torch.dtype) ->
     else:
         raise UserError(f"--cache-share has nothing to choose for {options.attention_kind}: give gqa or mla")
     return options
+
+
+def sizes_to_round(options: Options, config: GQAConfig, dtype: torch.dtype) -> tuple[GQAConfig, list[GQAConfig]]:
+    """Return the MLA that is tried first, and all that may be, from small to large, where the cache is rounded too."""
+    present, share = max(map(cached_numbers, config.per_layer_config)), options.cache_share or 0
+    budget = int(share * cache_bytes_per_token(config, dtype))
+    targets, sized = dict[int, GQAConfig](), copy(options)
+    for part in ROUNDED_SHARES:
+        sized.cache_size = max(int(part * present), 1)
+        try:
+            target = sized_target(sized, config, dtype)
+        except UserError:
+            if part == ROUNDED_SHARES[-1] and not targets:
+                raise
+            continue
+        if not targets or least_bytes(target, dtype) <= budget:
+            targets[sized.cache_size] = target
+    wanted = share * present * 8 * dtype.itemsize / ROUNDED_BITS
+    first = min(targets, key=lambda size: abs(math.log(size / wanted)))
+    return targets[first], list(targets.values())
 
 
 def sized_target(options: Options, config: GQAConfig, dtype: torch.dtype) -> GQAConfig:
@@ -258,14 +289,14 @@ def layers_after(source: GQAConfig, goal: Goal) -> list[str]:
     after = [describe(layer) for layer in (target or source).per_layer_config]
     for index in chosen_layers(source, options.layers) if goal.later else ():
         layer = target.per_layer_config[index] if target else None
-        size = f"R + P = {cached_numbers(layer)}" if layer else "size chosen by loss"
+        size = f"R + P = {cached_numbers(layer)}" if layer and not goal.sizes else "size chosen by loss"
         after[index] = f"{options.attention_kind}, {size}"
     return after
 
 
 def expected_target(goal: Goal, config: GQAConfig, dtype: torch.dtype) -> GQAConfig:
     """Return the configuration that the result will have or, where its sizes are chosen later, one about as large."""
-    options, target = goal.options, goal.target
+    options, target = goal.options, goal.sizes[-1] if goal.sizes else goal.target
     if target is None and options.attention_kind == "gqa":  # whose layers are no larger than the source's
         from .allocation import smallest_target
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, Trainer
 
+from ..common.batches import free_memory
 from ..common.console import say
 from ..common.muon import MuonAdamW
 from ..common.progress import duration
@@ -35,22 +36,26 @@ def dry_run(recipe: Recipe, model: PreTrainedModel) -> None:
     say(f"Model   {recipe.model_name}: {with_prefix(model.num_parameters())} parameters")
     if recipe.max_steps > 0:
         say(f"Length  {describe_length(recipe, model, recipe.max_steps)}")
-    seconds, memory = measure(recipe, model)  # which may take more memory than there is
-    if recipe.max_steps > 0:
+    seconds, memory = measure(recipe, model)
+    needed, free = sum(memory.values()), free_memory(str(recipe.device))
+    if seconds is None:
+        say(f"Time    not measured: a step needs more than the {in_bytes(free)} that are free on {recipe.device}")
+    elif recipe.max_steps > 0:
         say(f"Time    about {duration(seconds * recipe.max_steps)} of training: {seconds:.2g} s for a step")
     else:
         say(
             f"Time    {seconds:.2g} s for a step of {recipe.tokens_per_step:,} tokens; the text says how many there are"
         )
     parts = " + ".join(f"{what} {in_bytes(part)}" for what, part in memory.items())
-    say(f"Memory  about {in_bytes(sum(memory.values()))} on each device: {parts}")
+    say(f"Memory  about {in_bytes(needed)} on each device: {parts}")
     say("Dry run: nothing was written, and no text was read.")
 
 
-def measure(recipe: Recipe, model: PreTrainedModel) -> tuple[float, dict[str, int]]:
+def measure(recipe: Recipe, model: PreTrainedModel) -> tuple[float | None, dict[str, int]]:
     """Return the seconds of a step, and the bytes of what it holds: weights, gradients, optimizer, activations.
 
-    Activations are what is saved for the backward pass of one batch; it is not compiled.
+    The seconds are `None` where that is more memory than is free. Activations are what is saved for the backward pass
+    of one batch, from what an eighth and a quarter of a row save; it is not compiled.
     """
     shape = recipe.train_batch_size, recipe.sequence_length
     ids = torch.randint(model.config.vocab_size, shape, device=model.device)
@@ -65,32 +70,44 @@ def measure(recipe: Recipe, model: PreTrainedModel) -> tuple[float, dict[str, in
             saved[storage.data_ptr()] = storage.nbytes()
         return x
 
-    def step() -> None:
+    def loss_of(tokens: torch.Tensor) -> torch.Tensor:
         with casts:
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
+            return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
+    model.train()
+    few = list[int]()
+    lengths = recipe.sequence_length // 8 + 1, recipe.sequence_length // 4 + 2
+    for length in lengths:
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss_of(ids[:1, :length])
+        few.append(sum(saved.values()))
+    of_token = (few[1] - few[0]) / (lengths[1] - lengths[0])  # casts of weights do not grow with the tokens
+    parameters = list(model.parameters())
+    trained = [x for x in parameters if x.requires_grad]
     optimizer: Any = MuonAdamW(muon_groups(model, (), 0.0), lr=0.0)
     if not recipe.muon:
         optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(recipe, model)
         optimizer = optimizer_class(model.parameters(), **options)
-    model.train()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        step()
+    memory = {
+        "weights": sum(x.nbytes for x in parameters),
+        "gradients": sum(x.nbytes for x in trained),
+        "optimizer": sum(x.nbytes for x in trained) * 2,
+        "activations": round(few[0] + of_token * (ids.numel() - lengths[0])),
+    }
+    if sum(memory.values()) - memory["weights"] > free_memory(str(recipe.device)):
+        return None, memory
     batches, updates = [], []
     for _ in range(STEPS):
         begin = time.perf_counter()
-        step()
+        loss_of(ids).backward()
         middle = finished(model)
         optimizer.step()
         optimizer.zero_grad()
         batches.append(middle - begin)
         updates.append(finished(model) - middle)
-    parameters = list(model.parameters())
-    trained = sum(x.nbytes for x in parameters if x.requires_grad)
-    states = sum(x.nbytes for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor))
-    memory = {"weights": sum(x.nbytes for x in parameters), "gradients": trained, "optimizer": states}
-    memory["activations"] = sum(saved.values())
+    states = (x for state in optimizer.state.values() for x in state.values())
+    memory["optimizer"] = sum(x.nbytes for x in states if isinstance(x, torch.Tensor))
     return min(batches) * recipe.gradient_accumulation_steps + min(updates), memory
 
 

@@ -21,6 +21,7 @@ from modeling_gqa.conversion.sequential import NewLayer, Setting
 GQA: dict[str, Any] = {"attention_kind": "gqa", "num_key_value_heads": 3}
 MLA: dict[str, Any] = {"attention_kind": "mla", "cache_size": 30}
 BUDGET: dict[str, Any] = {"attention_kind": "mla", "budget": 400}
+ROUNDED: dict[str, Any] = {"attention_kind": "mla", "cache_share": 0.2, "cache_bits": "auto"}
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +91,8 @@ CASES: dict[str, tuple[dict[str, Any], int, list[int]]] = {
     "mean": ({**GQA, "method": "mean"}, 3, [2]),
     # One of five settings is measured, and of the second one layer is finished; the best is converted with refinement.
     "auto": ({**GQA, "method": "auto"}, 5, [1, 2, *4 * [0, 1, 2]]),
+    # Of the sizes that are tried one is measured.
+    "rounded": (ROUNDED, 5, [0, 1, 2, 0, 1, 2]),
 }
 
 

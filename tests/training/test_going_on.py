@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.data.blocks import load_blocks
 from modeling_gqa.data.tokenizer import train_tokenizer
-from modeling_gqa.training import publish
+from modeling_gqa.training import estimate, publish
 from modeling_gqa.training.recipe import load_config, load_recipe, new_model, parse_tokens
 from modeling_gqa_cli.errors import UserError
 from training.pretrain import pretrain
@@ -243,7 +243,7 @@ def test_a_quantized_cache_is_not_trained_further(train, tmp_path, capsys):
     assert GQAForCausalLM.from_pretrained(tmp_path / "second" / "final").config.cache_quantization is None
 
 
-def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, tmp_path, capsys):
+def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, tmp_path, capsys, monkeypatch):
     """Twenty tokens for each parameter, and four bytes of weights."""
     for options, state in (((), 8), (("--muon",), 4), (("--optim", "sgd"), 0)):  # bytes for a parameter, mostly
         with pytest.raises(FileNotFoundError):  # of results.json
@@ -255,6 +255,11 @@ def test_a_dry_run_says_what_a_run_takes_and_writes_nothing(train, tmp_path, cap
         assert f"weights {size * 4 / 1024:.0f} KiB" in said
         found = re.search(r"optimizer ([\d.]+) (K?)i?B", said)
         assert float(found[1]) * (1024 if found[2] else 1) == pytest.approx(state * size, rel=0.5)
+    monkeypatch.setattr(estimate, "free_memory", lambda device: 2**10)
+    with pytest.raises(FileNotFoundError):
+        train("run", "--dry-run")
+    said = capsys.readouterr().out
+    assert "Time    not measured: a step needs more than the 1 KiB" in said and "Memory  about" in said
 
 
 def test_a_finished_model_can_be_finetuned_on_chats(train, tmp_path):

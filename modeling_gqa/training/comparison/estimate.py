@@ -1,5 +1,6 @@
 """What a comparison is going to take: length, memory and time of the runs, by some timed steps of each model."""
 
+import math
 from typing import Any
 
 from ...common.console import say
@@ -21,13 +22,17 @@ def dry_run(comparison: Comparison) -> None:
     for candidate in comparison.candidates:
         model: Any = new_model(pretraining, candidate.config)
         (seconds, memory), steps = measure(pretraining, model.to(pretraining.device)), pretraining.max_steps
-        total += runs * steps * seconds
-        known = f"{steps:,}", f"{steps * pretraining.tokens_per_step:,}", duration(steps * seconds)
-        length, tokens, time = known if steps > 0 else ("-", "-", "-")
-        rows.append([candidate.name, length, tokens, f"{seconds:.2g}", in_bytes(sum(memory.values())), time])
+        length = (f"{steps:,}", f"{steps * pretraining.tokens_per_step:,}") if steps > 0 else ("-", "-")
+        step, time = "more memory than is free", "-"
+        if seconds is not None:
+            step, time = f"{seconds:.2g}", duration(steps * seconds) if steps > 0 else "-"
+        total += runs * steps * (seconds or math.nan)
+        rows.append([candidate.name, *length, step, in_bytes(sum(memory.values())), time])
     say(f"{Table(HEADER, rows).to_markdown()}\n")
     at_once = len({gpu_of(worker) for worker in range(recipe.jobs)})  # without a GPU for each they share the cores
-    if total > 0:
+    if math.isnan(total):
+        say("Time    not measured: a step of one of the models needs more memory than is free")
+    elif total > 0:
         say(f"Time    about {duration(total / at_once)} of training for {runs * len(rows)} runs, {at_once} at a time")
     else:
         say("Time    the text says how many steps there are")
