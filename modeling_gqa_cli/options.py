@@ -51,7 +51,7 @@ class NewAttention:
     cache_bytes: int | None = option("MLA: the same in bytes, in the result's dtype.")
     cache_share: float | None = option("GQA and MLA: the same by what SOURCE caches, such as 0.5.")
     cache_bits: Literal["auto"] | None = option(
-        "Round the cache on --text: --cache-share is then of bytes; MLA's size follows, or is given."
+        "Round the cache on --text: --cache-share is then of bytes; MLA's size is tried out, or given."
     )
     budget: int | None = option("Bytes cached per token by the whole model, divided over layers by loss; needs --text.")
     layers: str | None = option("Layers to change, such as 0,2-5. Default: all.", metavar="LAYERS")
