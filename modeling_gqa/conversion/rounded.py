@@ -20,8 +20,8 @@ from .quantizing import train_rounded, with_cache_of
 from .targets import cached_numbers
 from .transform_coding import least_bytes
 
-# Tokens that a size is tried on, without gradient steps.
-TRIAL_TOKENS = 8192
+# Tokens that a size is tried on, without gradient steps: this number, or this many for each number of a layer's cache.
+TRIAL_TOKENS, TOKENS_BY_NUMBER = 8192, 2
 
 
 def best_neighbour(start: int, count: int, loss: Callable[[int], float]) -> int:
@@ -46,7 +46,7 @@ def choose_size(
 ) -> tuple[GQAConfig, list[dict[str, Any]]]:
     """Return the target that loses least with its cache rounded to `budget` bytes per token, and what was tried.
 
-    A target is converted to without gradient steps, on `TRIAL_TOKENS` tokens, and judged by the KL on text held out.
+    A target is converted to without gradient steps, on 8,192 tokens or more, and judged by the KL on text held out.
 
     Args:
         model: the source.
@@ -61,7 +61,8 @@ def choose_size(
     Returns:
         The target, and {"name", "kl"} of each that was tried.
     """
-    text = first_batches(batches["calibration"], TRIAL_TOKENS)
+    widest = max(map(cached_numbers, model.config.per_layer_config))
+    text = first_batches(batches["calibration"], max(TRIAL_TOKENS, TOKENS_BY_NUMBER * widest))
     tried: dict[str, float] = read_object(folder / SIZES) or {}
 
     def loss(number: int) -> float:
