@@ -135,7 +135,7 @@ class Comparison:
             "seed": trial.seed,
             "data_seed": trial.seed,
         }
-        return Run(trial.name, "pretrain", self.recipe.pretraining, options)
+        return Run(trial.name, self.recipe.pretraining, options)
 
 
 # -- The sweep
