@@ -224,17 +224,6 @@ def serving_table(rows: list[dict]) -> str:
     return markdown([*header, *(f"{count} at once" if count > 1 else "1 request" for count in counts)], lines)
 
 
-def conversion_table(rows: list[dict]) -> str:
-    """KL in nats and perplexity, by method and target."""
-    names = {
-        "lowrank (weights only)": "lowrank, weights only",
-        "mean_key (baseline)": "mean rotary key, SVD",
-        "real_rotation (baseline)": "real rotations, PCA",
-    }
-    plain = [row | {"method": row["method"].replace("lowrank regroup", "lowrank")} for row in rows]  # MLA has no choice
-    return kl_table([row | {"method": names.get(row["method"], row["method"])} for row in plain])
-
-
 def kl_table(rows: list[dict], text: str = "") -> str:
     """KL in nats and perplexity on text that nothing else saw, by method and target.
 
@@ -312,22 +301,6 @@ def quantized_decode_table(rows: list[dict]) -> str:
         )
     shown = {"own": "bfloat16", "fp8": "fp8", "coded": "by channel"}
     return markdown(["", *(shown.get(name, f"{name} bits") for name in names)], lines)
-
-
-def uptraining_table(rows: list[dict]) -> str:
-    """What a share of the pretraining tokens uptrains."""
-    lines = [
-        [
-            f"{row['target']}, {row['method']}",
-            f"{row['alpha']:.0%}",
-            f"{row['start']:.2f}",
-            f"{row['uptrained']:.2f}",
-            "" if row["closed"] is None else f"{row['closed']:.1%}",
-            f"{row['kl']:.3f}",
-        ]
-        for row in rows
-    ]
-    return markdown(["", "pretraining tokens", "perplexity before", "after", "gap closed", "KL after"], lines)
 
 
 def uptrained_tables(stored: dict) -> list[str]:
@@ -424,12 +397,11 @@ def optimizers_table(rows: list[dict]) -> str:
 
 def tables() -> list[str]:
     """The documentation's tables, and a sentence below that of norms, from the saved results."""
-    decode, gpu, conversion, earlier, *real = (
+    decode, gpu, earlier, *real = (
         json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
         for name in (
             "decode",
             "decode_h100",
-            "conversion",
             "real_conversion_earlier",
             "real_conversion",
             "real_conversion_qwen",
@@ -440,14 +412,11 @@ def tables() -> list[str]:
         for stored in real
         for row in stored["rows"]
     ]
-    conversions, uptraining = conversion["conversions"], conversion["uptraining"]
     found = [
         decode_table(decode["rows"], DECODE_CELLS),
         decode_table(gpu["rows"], GPU_CELLS),
         *(kl_table(converted, text) for text in ("", "_other", "_code")),
         kl_table(earlier["rows"]),
-        conversion_table(conversions),
-        uptraining_table(uptraining),
         *(uptrained_tables(json.loads(UPTRAINED.read_text(encoding="utf-8"))) if UPTRAINED.is_file() else []),
     ]
     if (norms := RESULTS / "decode_norms.json").is_file():
