@@ -120,8 +120,6 @@ class UptrainOptions:
     layerwise_fraction: float | None = option("Share of the steps for stage 1, by layer. Default: 0.5.")
     kl_weight: float | None = option("Stage 2: weight of KL, the rest next-token loss. Default: 0.9.")
     temperature: float = option("Stage 2: of both softmaxes in the KL. Default: 1.", 1.0)
-    pretraining_fraction: float | None = option("Tokens, as a share of the teacher's pretraining tokens.")
-    pretraining_tokens: int | None = option("The teacher's pretraining tokens. Default: its results.json.")
     keep_best: bool = option("Train to the end and keep the last weights, even if worse.", True)
 
 

@@ -17,13 +17,11 @@ from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.recipes import UptrainOptions, public_name
 
 from ..checkpoints.checkpoint import load_source
-from ..checkpoints.files import local_folder
-from ..common.atomic import read_object
 from ..common.console import warn
 from ..conversion.losses import prediction_losses, top_prediction_losses
 from .distillation import choose_parameters, layerwise_loss, model_inputs, run_teacher
 from .recipe import UNUSED, Recipe
-from .results import RESULTS, Results
+from .results import Results
 from .run_folder import is_whole
 from .teacher_logits import FIELDS
 from .trainer import PretrainTrainer, perplexity
@@ -43,8 +41,7 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
     script = "uptrain"
     unused = UNUSED | dict.fromkeys(("preset", "model_overrides", "init_from"), "the student is the model")
     unused |= {"dry_run": "uptraining is not estimated"}
-    budgets = (*Recipe.budgets, "pretraining_fraction")
-    alternatives = ((*budgets, "num_train_epochs"),)
+    alternatives = ((*Recipe.budgets, "num_train_epochs"),)
 
     # Fields of pretraining with other defaults: the model is already trained.
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of AdamW."})
@@ -104,26 +101,6 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
         """Return student, teacher and the teacher's logits beside what pretraining reads."""
         logits = [("teacher_logits", self.teacher_logits)] if self.teacher_logits else []
         return [*logits, *super().inputs()]
-
-    def token_budget(self) -> float | None:
-        """Return the number of tokens to train on: of pretraining_fraction times the teacher's (2305.13245, 2.1)."""
-        if not self.pretraining_fraction:
-            return super().token_budget()
-        if not 0 < self.pretraining_fraction <= 1:
-            raise ValueError(f"pretraining_fraction is {self.pretraining_fraction}; it must lie in [0, 1]")
-        return self.pretraining_fraction * (self.pretraining_tokens or self.tokens_of_teacher())
-
-    def tokens_of_teacher(self) -> int:
-        """Return the number of tokens that the teacher was pretrained on, from its results.json."""
-        missing = "pretraining_fraction needs pretraining_tokens: "
-        if self.teacher is None:
-            raise ValueError(f"{missing}there is no teacher whose results.json could tell")
-        self.check_models()
-        results = local_folder(self.teacher) / RESULTS
-        tokens = (read_object(results) or {}).get("tokens_seen")
-        if not isinstance(tokens, int) or tokens <= 0:
-            raise ValueError(f"{missing}no tokens_seen in {results}")
-        return tokens
 
     # -- What depends on the kind of recipe.
 

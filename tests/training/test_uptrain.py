@@ -69,7 +69,6 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
     for name, model in (("teacher", teacher), ("student", student)):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    (folder / "teacher" / "results.json").write_text(json.dumps({"tokens_seen": 20_000}))
     (folder / "student" / "README.md").write_text("---\nlicense: llama3.2\nbase_model: org/source\n---\n")
     (folder / "student" / "conversion.json").write_text('{"method": "by hand"}')
     for name in LICENCES:
@@ -258,17 +257,15 @@ def test_stages_of_the_trainer(pair, packed, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "options", "steps"),
     [
-        # The teacher's results.json has 20,000 tokens, and a step takes 4 * 64.
-        ({"max_steps": None}, "--pretraining-fraction=0.1", 2000 / 256),
-        ({"max_steps": None}, "--pretraining-fraction=0.1 --gradient-accumulation-steps=3", 2000 / 768),
-        ({"max_steps": None}, "--pretraining-fraction=0.1 --pretraining-tokens=1000000", 100_000 / 256),
+        # A step takes 4 * 64.
+        ({"max_steps": None}, "--tokens=2000", 2000 / 256),
+        ({"max_steps": None}, "--tokens=2000 --gradient-accumulation-steps=3", 2000 / 768),
         # The command line's budget replaces the recipe's.
-        ({"max_steps": None, "pretraining_fraction": 0.1}, "--max-steps=5", 5),
-        ({"max_steps": 5}, "--pretraining-fraction=0.1", 8),
-        ({"max_steps": 5}, "--pretraining-fraction=0", 5),
-        ({"max_steps": 5, "pretraining_fraction": 0.1}, "--max-steps=7", 7),
-        ({"max_steps": 5, "pretraining_fraction": 0.1}, "--max-steps=-1", 8),
-        ({"max_steps": 5, "pretraining_fraction": 0.1}, "--pretraining-fraction=0", 5),
+        ({"max_steps": None, "tokens": "2000"}, "--max-steps=5", 5),
+        ({"max_steps": 5}, "--tokens=2000", 8),
+        ({"max_steps": 5, "tokens": "2000"}, "--max-steps=7", 7),
+        ({"max_steps": 5, "tokens": "2000"}, "--max-steps=-1", 8),
+        ({"max_steps": 5, "tokens_per_parameter": 0.1}, "--max-steps=7", 7),
     ],
 )
 def test_budget(write, recipe, options, steps):
@@ -276,13 +273,13 @@ def test_budget(write, recipe, options, steps):
 
 
 def test_two_budgets_on_the_command_line_are_refused(write):
-    with pytest.raises(UserError, match="max_steps and pretraining_fraction are both given; choose one"):
-        load_recipe([write(max_steps=None), "--max-steps=5", "--pretraining-fraction=0.1"], UptrainRecipe)
+    with pytest.raises(UserError, match="max_steps and tokens are both given; choose one"):
+        load_recipe([write(max_steps=None), "--max-steps=5", "--tokens=2000"], UptrainRecipe)
 
 
 def test_steps_of_the_recipes_in_the_repository():
     recipes = {
-        name: load_recipe([name, "--student", "s", "--pretraining_tokens", "1638400", "--bf16=false"], UptrainRecipe)[0]
+        name: load_recipe([name, "--student", "s", "--bf16=false"], UptrainRecipe)[0]
         for name in recipe_names("uptrain")
     }
     assert {name: recipe.max_steps for name, recipe in recipes.items()} == STEPS
@@ -444,7 +441,7 @@ def test_a_training_whose_kl_stays_above_its_first_stops(here, pair, tmp_path, c
 
 @pytest.mark.parametrize("name", recipe_names("uptrain"))
 def test_every_recipe_evaluates_and_saves_ten_times(name):
-    recipe, _ = load_recipe([name, "--student=s", "--pretraining_tokens=1638400", "--bf16=false"], UptrainRecipe)
+    recipe, _ = load_recipe([name, "--student=s", "--bf16=false"], UptrainRecipe)
     assert recipe.eval_strategy == "steps"
     assert recipe.max_steps / recipe.eval_steps == recipe.max_steps / recipe.save_steps == 10
 
@@ -578,18 +575,10 @@ REFUSALS = [
     ({"trainable": "mlp"}, "trainable"),
     ({"preset": "tiny-mha"}, "preset has no effect here: the student is the model"),
     ({"model_overrides": {"hidden_size": 3}}, "model_overrides has no effect here: the student is the model"),
-    ({"pretraining_fraction": 0.1}, "max_steps and pretraining_fraction are both given"),
-    ({"pretraining_fraction": 1.1, "max_steps": None}, "pretraining_fraction is 1.1; it must lie in [0, 1]"),
-    (
-        {"pretraining_fraction": 1e-3, "max_steps": None},
-        "pretraining_fraction leaves 20 tokens, and a step takes 256",
-    ),
+    ({"tokens": "2000"}, "max_steps and tokens are both given"),
+    ({"tokens": "20", "max_steps": None}, "tokens leaves 20 tokens, and a step takes 256"),
     # Models come before budgets.
-    ({"pretraining_fraction": 1e-3, "max_steps": None, "teacher": "/nowhere/t"}, "cannot load the teacher /nowhere/t"),
-    (
-        {"pretraining_fraction": 0.1, "max_steps": None, "teacher": None, "layerwise_fraction": 0},
-        "pretraining_fraction needs pretraining_tokens: there is no teacher",
-    ),
+    ({"tokens": "20", "max_steps": None, "teacher": "/nowhere/t"}, "cannot load the teacher /nowhere/t"),
     ({"layerwise_fractoin": 0}, "unknown field layerwise_fractoin (did you mean layerwise_fraction?)"),
     ({"torch_compile": True}, "torch_compile cannot follow stage 1"),
 ]
@@ -621,9 +610,6 @@ def test_teachers_that_do_not_fit(write, pair, tmp_path):
     shutil.copytree(pair[0], tmp_path / "other")
     train_tokenizer(make_texts(40, seed=1), MODEL["vocab_size"]).save_pretrained(tmp_path / "other")
     assert "is not the teacher's" in refused(teacher=str(tmp_path / "other"))
-    (tmp_path / "other" / "results.json").write_text("{}")
-    values = {"teacher": str(tmp_path / "other"), "max_steps": None, "pretraining_fraction": 0.1}
-    assert "pretraining_fraction needs pretraining_tokens: no tokens_seen in" in refused(**values)
     train_tokenizer(make_texts(40), 320).save_pretrained(tmp_path / "large")
     assert "has 320 tokens and the student's vocab_size is 300" in refused(tokenizer=str(tmp_path / "large"))
     assert "are the same model" in refused(student=str(pair[0]))
