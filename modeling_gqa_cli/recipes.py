@@ -113,7 +113,7 @@ class UptrainOptions:
     _argument_group_name = "Student and teacher"
 
     student: str = option("The converted model: folder or Hub name.", "")
-    teacher: str | None = option("The model it was converted from; none: next-token loss alone.")
+    teacher: str = option("The model it was converted from: folder or Hub name.", "")
     teacher_logits: str | None = option("Folder of its top logits; made if missing, then read.")
     teacher_top_k: int = option("Most likely tokens that are kept there. Default: 64.", 64)
     trainable: Literal["attention", "all"] = option("Parameters to train. Default: attention.", "attention")
