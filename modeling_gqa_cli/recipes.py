@@ -144,7 +144,6 @@ class CompareOptions:
     jobs: int = option("Runs at once on this machine; each has a GPU of its own. Default: 1.", 1)
     launcher: str = option("What starts a run, such as `torchrun --nproc_per_node 8 -m`.", "")
     contexts: list[int] = filled("Contexts at which decoding is measured, in tokens.", [128, 512, 1024])
-    report_to: list[str] = filled("Trackers of the comparison, such as tensorboard wandb.")
     output_dir: str | None = option("Folder of the comparison. Default: runs/RECIPE.")
     dry_run: bool = option("Print models, runs, time and memory, and stop.", False)
 

@@ -184,7 +184,7 @@ WRONG = {
     "no fields": ({"kinds": {"mha": None, "mqa": {}}}, "kinds has None for mha; give an object"),
     "path": ({"kinds": {"gqa-1/4": {}, "mqa": {}}}, "kinds has the name 'gqa-1/4'; names have up to 100"),
     "evaluation": ({"options": {"eval_tasks": ["lambada"]}}, "options has eval_tasks, which the comparison sets"),
-    "tracker": ({"report_to": ["tensorbord"]}, "report_to tensorbord: "),
+    "tracker": ({"options": {"report_to": ["tensorbord"]}}, "report_to tensorbord: "),
 }
 
 

@@ -14,7 +14,7 @@ from modeling_gqa_cli.recipes import CompareOptions, as_arguments
 from ... import GQAConfig
 from ...common.tables import Table, with_prefix
 from ...costs import cache_bytes_per_token, count_parameters, training_flops
-from ..recipe import Recipe, as_object, check_trackers, check_training, load_config, load_recipe
+from ..recipe import Recipe, as_object, check_training, load_config, load_recipe
 
 MATCHED = {
     "parameters": "All models have the parameters of the first, by the width of the MLP.",
@@ -40,7 +40,6 @@ class CompareRecipe(CompareOptions):
         self.kinds = as_object("kinds", self.kinds)
         self.learning_rates = sorted({float(rate) for rate in self.learning_rates})
         self.contexts = sorted({int(tokens) for tokens in self.contexts})
-        self.report_to = [name for name in self.report_to if name != "none"]
         if len(self.learning_rates) < 3:
             raise ValueError(f"learning_rates has {len(self.learning_rates)} of them; a sweep needs at least 3")
         if not all(0 < rate < math.inf for rate in self.learning_rates):
@@ -61,7 +60,6 @@ class CompareRecipe(CompareOptions):
                 raise ValueError(f"kinds has the name {name!r}; names have up to 100 letters, digits, - _ + .")
         if taken := sorted(SET_IN_RUNS & set(self.options)):
             raise ValueError(f"options has {taken[0]}, which the comparison sets in each run: leave it out")
-        check_trackers(self.report_to, self.output_dir)
 
 
 @dataclass(frozen=True)
