@@ -133,7 +133,7 @@ class CompareOptions:
     kinds: dict | str | None = option(
         "JSON object: name of each model, and its fields; the first is what others are matched with.", metavar="JSON"
     )
-    match: Literal["parameters", "flops", "cache", "nothing"] = option(
+    match: Literal["parameters", "flops", "nothing"] = option(
         "What all models have alike. Default: parameters.", "parameters"
     )
     learning_rates: list[float] = filled(

@@ -128,24 +128,6 @@ def test_models_are_matched_by_width(corpus, match):
         assert candidate.config.intermediate_size == candidate.overrides.get("intermediate_size", 344)
 
 
-def test_models_are_matched_by_cache(corpus):
-    kinds = {
-        "gqa": {"attention_kind": "gqa", "num_key_value_heads": 4},
-        "mha": {"attention_kind": "mha"},
-        "mqa": {"attention_kind": "mqa"},
-        "mla": {"attention_kind": "mla", "qk_rope_head_dim": 8},
-    }
-    candidates, *_ = candidates_of(recipe_of(corpus, match="cache", kinds=kinds))
-    assert len({cache_bytes_per_token(candidate.config) for candidate in candidates}) == 1
-    assert [candidate.config.head_dim for candidate in candidates] == [16, 8, 64, 8]
-
-
-def test_usual_kinds_with_one_cache(corpus):
-    candidates, *_ = candidates_of(recipe_of(corpus, match="cache"))
-    assert [candidate.name for candidate in candidates] == ["gqa-quarter", "mha", "gqa-half", "mqa", "mla"]
-    assert {cache_bytes_per_token(candidate.config) for candidate in candidates} == {512}
-
-
 def test_tokens_for_each_parameter_are_those_of_the_first_model(corpus):
     """All models train on the same tokens, whatever their size; also where the recipe of the runs says it."""
     kinds = {"mha": {"attention_kind": "mha"}, "mqa": {"attention_kind": "mqa"}}
@@ -177,10 +159,6 @@ WRONG = {
         {"kinds": {"a": {}, "b": {"head_dim": 2048}}},
         "b: cannot be matched: its attention alone is larger than the first model",
     ),
-    "cache": (
-        {"match": "cache", "kinds": {"a": {}, "b": {"per_layer_config": {"1": {"attention_kind": "mqa"}}}}},
-        "b: cannot be matched by cache",
-    ),
     "no fields": ({"kinds": {"mha": None, "mqa": {}}}, "kinds has None for mha; give an object"),
     "path": ({"kinds": {"gqa-1/4": {}, "mqa": {}}}, "kinds has the name 'gqa-1/4'; names have up to 100"),
     "evaluation": ({"options": {"eval_tasks": ["lambada"]}}, "options has eval_tasks, which the comparison sets"),
@@ -199,7 +177,7 @@ def test_usual_kinds_need_heads_to_share(corpus):
     config = candidates_of(recipe_of(corpus, match="nothing"))[0][0].config
     config.num_attention_heads = config.num_key_value_heads = 6
     with pytest.raises(UserError, match="which 4 does not divide"):
-        usual_kinds(config, "parameters")
+        usual_kinds(config)
 
 
 # -- what is concluded
