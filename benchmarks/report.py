@@ -79,41 +79,6 @@ def write(path: Path, command: str, machine: dict, **results) -> None:
     write_json(path, {"command": command, "machine": machine, **results})
 
 
-def plot_decode(rows: list[dict], by_heads: list[dict], path: Path) -> None:
-    """Milliseconds per token against context length by kind, and against the number of key/value heads."""
-    cells = sorted({(row["dtype"], row["batch"]) for row in rows}, key=lambda cell: (cell[0] != "float32", cell[1]))
-    panels = len(cells) + bool(by_heads)
-    figure = new_figure(figsize=(12, 4 * -(-panels // 3)))
-    axes = figure.subplots(-(-panels // 3), 3, squeeze=False).flatten()
-    for axis, (dtype, batch) in zip(axes, cells, strict=False):
-        ends = []
-        for kind in dict.fromkeys(row["kind"] for row in rows):
-            color = COLORS[kind]
-            line = [row for row in rows if (row["dtype"], row["batch"], row["kind"]) == (dtype, batch, kind)]
-            lengths = [row["length"] for row in line]
-            axis.plot(lengths, [row["ours_ms"] for row in line], color=color, marker="o", markersize=3)
-            axis.plot(lengths, [row["theirs_ms"] for row in line], color=color, linestyle="--", linewidth=1)
-            ends.append((lengths[-1], line[-1]["ours_ms"], kind, color))
-        _scale(axis, f"{dtype}, batch {batch}", "context length (tokens)", sorted({row["length"] for row in rows}))
-        name_lines(axis, ends)
-    if by_heads:
-        first, heads = by_heads[0], [row["key_value_heads"] for row in by_heads]
-        for key, label, style in (
-            ("ours_ms", "whole step", "o-"),
-            ("theirs_ms", "whole step, Llama", "--"),
-            ("attention_ms", "attention of all layers", "s-"),
-        ):
-            axes[len(cells)].plot(heads, [row[key] for row in by_heads], style, markersize=3, label=label)
-        title = f"{first['dtype']}, batch {first['batch']}, {first['length']} tokens"
-        _scale(axes[len(cells)], title, "key/value heads", heads)
-        axes[len(cells)].legend(fontsize=8)
-    for axis in axes[panels:]:
-        axis.remove()
-    figure.supylabel("milliseconds per token (dashed: transformers)", fontsize=10)
-    save_picture(figure, path)
-    print(f"wrote {path}", flush=True)
-
-
 def _scale(axis, title: str, label: str, ticks: list) -> None:
     """Logarithmic axes with the measured numbers on the horizontal one, and plain numbers on the vertical one."""
     axis.set(xscale="log", yscale="log", title=title, xlabel=label)

@@ -79,7 +79,6 @@ def test_decode(tmp_path):
     assert_times(results["rows"] + results["by_heads"])
     assert {row["kind"] for row in results["memory"]} == {"mha", "gqa", "mqa", "mla"}
     assert all(1 <= row["over_theoretical"] <= 1.3 for row in results["memory"])
-    assert (tmp_path / "decode.png").stat().st_size > 1000
 
 
 def test_attention(tmp_path):
