@@ -207,8 +207,7 @@ def find_recipe(name: str, script: str, prog: str) -> Path:
     for other in SCRIPTS:
         if other != script and name in recipe_names(other):
             raise UsageError(f"{name} is a recipe for {other}: {prog.replace(script, other)} {name}")
-    others = f"; there are {', '.join(names)}, and paths of YAML files" if names else "; give the path of a YAML file"
-    hint = did_you_mean(Path(name).stem, names) or others
+    hint = did_you_mean(Path(name).stem, names) or f"; there are {', '.join(names)}, and paths of YAML files"
     raise UsageError(f"no recipe at {name}{hint}")
 
 
@@ -222,19 +221,17 @@ def public_name(name: str) -> str:
 # -- Values
 
 
-def check_usage(script: str, argv: list[str], prog: str, groups: Iterable[Any], others: bool) -> None:
+def check_usage(script: str, argv: list[str], prog: str) -> None:
     """Raise `UsageError` for what is wrong in a script's arguments, as far as it is seen without transformers' Trainer.
 
     Args:
         script: its name.
         argv: a recipe's name or path, and options.
         prog: how the script was started.
-        groups: dataclasses of its options.
-        others: whether fields of `TrainingArguments` are options, too.
     """
-    path = first_argument(script, argv, prog)
+    path, groups = first_argument(script, argv, prog), GROUPS[script]
     known = {name for group in groups for name in names_of(group)}
-    if others:  # of a new model as well: uptraining says itself that it has none
+    if script != "compare":  # also of a new model: uptraining says itself that it has none
         known |= {*names_of(ModelOptions), *names_of(PretrainOptions), *training_arguments()}
     read_yaml(path, known)
     parser = Parser(groups, prog, "RECIPE [options]", "")
