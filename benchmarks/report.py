@@ -23,7 +23,7 @@ from modeling_gqa.common.tables import Table
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 RESULTS = Path("benchmarks/results")
 PICTURE = Path("docs/assets/decode_mla.png")
-UPTRAINED, UPTRAINING_PICTURE = RESULTS / "uptraining.json", Path("docs/assets/uptraining.png")
+UPTRAINING_PICTURE = Path("docs/assets/uptraining.png")
 # Pictures of what smaller caches lose, by the results of quantized caches and of conversions.
 CACHES = {
     ("quantized_cache", "real_conversion"): Path("docs/assets/cache_smollm2.png"),
@@ -205,7 +205,7 @@ def kl_table(rows: list[dict], text: str = "") -> str:
 
 def quantized_table(models: list[dict]) -> str:
     """KL of models with quantized caches on pages of the same books, another book and code, by format and method."""
-    found = [{(row["cache"], row["method"]): row for row in stored["rows"]} for stored in models]
+    found = [{(row["cache"], row["method"]): row for row in results["rows"]} for results in models]
     lines = []
     for key in dict.fromkeys(key for rows in found for key in rows):
         shares = [f"{rows[key]['share']:.2f}" for rows in found if key in rows]
@@ -214,7 +214,7 @@ def quantized_table(models: list[dict]) -> str:
             for rows in found
         ]
         lines.append([", ".join(key).replace(", coded", ""), ", ".join(dict.fromkeys(shares)), *losses])
-    names = [stored["settings"]["model"].split("-")[0] for stored in models]
+    names = [results["settings"]["model"].split("-")[0] for results in models]
     return markdown(["cache", "bytes, of bfloat16's", *names], lines)
 
 
@@ -268,10 +268,10 @@ def quantized_decode_table(rows: list[dict]) -> str:
     return markdown(["", *(shown.get(name, f"{name} bits") for name in names)], lines)
 
 
-def uptrained_tables(stored: dict) -> list[str]:
+def uptrained_tables(results: dict) -> list[str]:
     """The sweep, the curve and the answers of `benchmarks.uptraining`, as far as there are rows."""
     found = []
-    if swept := [row for row in stored["sweep"] if row["kl"] is not None]:
+    if swept := [row for row in results["sweep"] if row["kl"] is not None]:
         header = ["", "learning rate", "stage 1", "trained", "KL", "perplexity"]
         lines = [
             [
@@ -285,7 +285,7 @@ def uptrained_tables(stored: dict) -> list[str]:
             for row in swept
         ]
         found.append(markdown(header, lines))
-    if curve := by_model(stored["curve"]):
+    if curve := by_model(results["curve"]):
         points = sorted({row["tokens"] for line in curve.values() for row in line})
         cells = {(row["model"], row["tokens"]): row for line in curve.values() for row in line}
         header = ["perplexity (KL, top-1) after", *(f"{tokens:,} tokens" for tokens in points)]
@@ -360,48 +360,38 @@ def optimizers_table(rows: list[dict]) -> str:
     return markdown(["", "steps", *(f"{rate:g}" for rate in rates)], lines)
 
 
+def stored(name: str) -> dict:
+    """The results of a benchmark in the repository."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
 def tables() -> list[str]:
     """The documentation's tables, and a sentence below that of norms, from the saved results."""
-    decode, gpu, earlier, *real = (
-        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        for name in (
-            "decode",
-            "decode_h100",
-            "real_conversion_earlier",
-            "real_conversion",
-            "real_conversion_qwen",
-        )
-    )
+    real = stored("real_conversion"), stored("real_conversion_qwen")
     converted = [
-        row | {"target": f"{stored['settings']['model'].split('-')[0]}, {row['target']}"}
-        for stored in real
-        for row in stored["rows"]
+        row | {"target": f"{results['settings']['model'].split('-')[0]}, {row['target']}"}
+        for results in real
+        for row in results["rows"]
     ]
-    found = [
-        decode_table(decode["rows"], DECODE_CELLS),
-        decode_table(gpu["rows"], GPU_CELLS),
+    norms = stored("decode_norms")["rows"]
+    return [
+        decode_table(stored("decode")["rows"], DECODE_CELLS),
+        decode_table(stored("decode_h100")["rows"], GPU_CELLS),
         *(kl_table(converted, text) for text in ("", "_other", "_code")),
-        kl_table(earlier["rows"]),
-        *(uptrained_tables(json.loads(UPTRAINED.read_text(encoding="utf-8"))) if UPTRAINED.is_file() else []),
+        kl_table(stored("real_conversion_earlier")["rows"]),
+        *uptrained_tables(stored("uptraining")),
+        norms_table(norms),
+        norms_sentence(norms),
+        quantized_table([stored("quantized_cache"), stored("quantized_qwen")]),
+        quantized_decode_table(stored("quantized_decode")["rows"]),
+        optimizers_table(stored("optimizers")["rows"]),
+        serving_table(stored("serving")["rows"]),
     ]
-    if (norms := RESULTS / "decode_norms.json").is_file():
-        rows = json.loads(norms.read_text(encoding="utf-8"))["rows"]
-        found += [norms_table(rows), norms_sentence(rows)]
-    quantized = [RESULTS / f"{name}.json" for name in ("quantized_cache", "quantized_qwen")]
-    found.append(quantized_table([json.loads(path.read_text(encoding="utf-8")) for path in quantized]))
-    found.append(quantized_decode_table(json.loads((RESULTS / "quantized_decode.json").read_text("utf-8"))["rows"]))
-    if (optimizers := RESULTS / "optimizers.json").is_file():
-        found.append(optimizers_table(json.loads(optimizers.read_text(encoding="utf-8"))["rows"]))
-    if (served := RESULTS / "serving.json").is_file():
-        found.append(serving_table(json.loads(served.read_text(encoding="utf-8"))["rows"]))
-    return found
 
 
 if __name__ == "__main__":
-    plot_mla(json.loads((RESULTS / "decode.json").read_text(encoding="utf-8"))["rows"], PICTURE)
-    if UPTRAINED.is_file():
-        plot_uptraining(json.loads(UPTRAINED.read_text(encoding="utf-8"))["curve"], UPTRAINING_PICTURE)
-    for names, picture in CACHES.items():
-        quantized, conversions = (json.loads((RESULTS / f"{name}.json").read_text("utf-8")) for name in names)
-        plot_caches(quantized, conversions["rows"], picture)
+    plot_mla(stored("decode")["rows"], PICTURE)
+    plot_uptraining(stored("uptraining")["curve"], UPTRAINING_PICTURE)
+    for (quantized, conversions), picture in CACHES.items():
+        plot_caches(stored(quantized), stored(conversions)["rows"], picture)
     print("\n\n".join(tables()))
