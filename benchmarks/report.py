@@ -114,8 +114,8 @@ def plot_mla(rows: list[dict], path: Path) -> None:
     print(f"wrote {path}", flush=True)
 
 
-def markdown(header: list[str], rows: list[list[str]], words: int = 1) -> str:
-    return Table(header, rows, words=words).to_markdown()
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    return Table(header, rows).to_markdown()
 
 
 def times(value: float) -> str:
