@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from modeling_gqa.costs.measuring import filled_cache
 from . import attention
 from .measure import describe_machine, floor_milliseconds, milliseconds, ratio
 from .models import BASELINES, Sizes, make_config, make_pair, normed_models
-from .report import parse_arguments, plot_decode, print_machine, print_table, save
+from .report import parse_arguments, print_machine, print_table, save
 
 COLUMNS = {
     "kind": "",
@@ -258,7 +257,6 @@ def main(arguments: DecodeArguments, sizes: Sizes) -> None:
     print_table("cache storage over the bytes of its tokens", memory, MEMORY_COLUMNS)
     results = {"rows": rows, "by_heads": by_heads, "memory": memory}
     save(arguments.output, "decode", " ".join(sys.argv), machine, sizes=vars(sizes), **results)
-    plot_decode(rows, by_heads, Path(arguments.output) / "decode.png")
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from modeling_gqa.common.tables import Table
 Parser = TypeVar("Parser", bound=argparse.ArgumentParser)
 RESULTS = Path("benchmarks/results")
 PICTURE = Path("docs/assets/decode_mla.png")
-UPTRAINED, UPTRAINING_PICTURE = RESULTS / "uptraining.json", Path("docs/assets/uptraining.png")
+UPTRAINING_PICTURE = Path("docs/assets/uptraining.png")
 # Pictures of what smaller caches lose, by the results of quantized caches and of conversions.
 CACHES = {
     ("quantized_cache", "real_conversion"): Path("docs/assets/cache_smollm2.png"),
@@ -79,41 +79,6 @@ def write(path: Path, command: str, machine: dict, **results) -> None:
     write_json(path, {"command": command, "machine": machine, **results})
 
 
-def plot_decode(rows: list[dict], by_heads: list[dict], path: Path) -> None:
-    """Milliseconds per token against context length by kind, and against the number of key/value heads."""
-    cells = sorted({(row["dtype"], row["batch"]) for row in rows}, key=lambda cell: (cell[0] != "float32", cell[1]))
-    panels = len(cells) + bool(by_heads)
-    figure = new_figure(figsize=(12, 4 * -(-panels // 3)))
-    axes = figure.subplots(-(-panels // 3), 3, squeeze=False).flatten()
-    for axis, (dtype, batch) in zip(axes, cells, strict=False):
-        ends = []
-        for kind in dict.fromkeys(row["kind"] for row in rows):
-            color = COLORS[kind]
-            line = [row for row in rows if (row["dtype"], row["batch"], row["kind"]) == (dtype, batch, kind)]
-            lengths = [row["length"] for row in line]
-            axis.plot(lengths, [row["ours_ms"] for row in line], color=color, marker="o", markersize=3)
-            axis.plot(lengths, [row["theirs_ms"] for row in line], color=color, linestyle="--", linewidth=1)
-            ends.append((lengths[-1], line[-1]["ours_ms"], kind, color))
-        _scale(axis, f"{dtype}, batch {batch}", "context length (tokens)", sorted({row["length"] for row in rows}))
-        name_lines(axis, ends)
-    if by_heads:
-        first, heads = by_heads[0], [row["key_value_heads"] for row in by_heads]
-        for key, label, style in (
-            ("ours_ms", "whole step", "o-"),
-            ("theirs_ms", "whole step, Llama", "--"),
-            ("attention_ms", "attention of all layers", "s-"),
-        ):
-            axes[len(cells)].plot(heads, [row[key] for row in by_heads], style, markersize=3, label=label)
-        title = f"{first['dtype']}, batch {first['batch']}, {first['length']} tokens"
-        _scale(axes[len(cells)], title, "key/value heads", heads)
-        axes[len(cells)].legend(fontsize=8)
-    for axis in axes[panels:]:
-        axis.remove()
-    figure.supylabel("milliseconds per token (dashed: transformers)", fontsize=10)
-    save_picture(figure, path)
-    print(f"wrote {path}", flush=True)
-
-
 def _scale(axis, title: str, label: str, ticks: list) -> None:
     """Logarithmic axes with the measured numbers on the horizontal one, and plain numbers on the vertical one."""
     axis.set(xscale="log", yscale="log", title=title, xlabel=label)
@@ -149,8 +114,8 @@ def plot_mla(rows: list[dict], path: Path) -> None:
     print(f"wrote {path}", flush=True)
 
 
-def markdown(header: list[str], rows: list[list[str]], words: int = 1) -> str:
-    return Table(header, rows, words=words).to_markdown()
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    return Table(header, rows).to_markdown()
 
 
 def times(value: float) -> str:
@@ -224,17 +189,6 @@ def serving_table(rows: list[dict]) -> str:
     return markdown([*header, *(f"{count} at once" if count > 1 else "1 request" for count in counts)], lines)
 
 
-def conversion_table(rows: list[dict]) -> str:
-    """KL in nats and perplexity, by method and target."""
-    names = {
-        "lowrank (weights only)": "lowrank, weights only",
-        "mean_key (baseline)": "mean rotary key, SVD",
-        "real_rotation (baseline)": "real rotations, PCA",
-    }
-    plain = [row | {"method": row["method"].replace("lowrank regroup", "lowrank")} for row in rows]  # MLA has no choice
-    return kl_table([row | {"method": names.get(row["method"], row["method"])} for row in plain])
-
-
 def kl_table(rows: list[dict], text: str = "") -> str:
     """KL in nats and perplexity on text that nothing else saw, by method and target.
 
@@ -251,7 +205,7 @@ def kl_table(rows: list[dict], text: str = "") -> str:
 
 def quantized_table(models: list[dict]) -> str:
     """KL of models with quantized caches on pages of the same books, another book and code, by format and method."""
-    found = [{(row["cache"], row["method"]): row for row in stored["rows"]} for stored in models]
+    found = [{(row["cache"], row["method"]): row for row in results["rows"]} for results in models]
     lines = []
     for key in dict.fromkeys(key for rows in found for key in rows):
         shares = [f"{rows[key]['share']:.2f}" for rows in found if key in rows]
@@ -260,7 +214,7 @@ def quantized_table(models: list[dict]) -> str:
             for rows in found
         ]
         lines.append([", ".join(key).replace(", coded", ""), ", ".join(dict.fromkeys(shares)), *losses])
-    names = [stored["settings"]["model"].split("-")[0] for stored in models]
+    names = [results["settings"]["model"].split("-")[0] for results in models]
     return markdown(["cache", "bytes, of bfloat16's", *names], lines)
 
 
@@ -314,26 +268,10 @@ def quantized_decode_table(rows: list[dict]) -> str:
     return markdown(["", *(shown.get(name, f"{name} bits") for name in names)], lines)
 
 
-def uptraining_table(rows: list[dict]) -> str:
-    """What a share of the pretraining tokens uptrains."""
-    lines = [
-        [
-            f"{row['target']}, {row['method']}",
-            f"{row['alpha']:.0%}",
-            f"{row['start']:.2f}",
-            f"{row['uptrained']:.2f}",
-            "" if row["closed"] is None else f"{row['closed']:.1%}",
-            f"{row['kl']:.3f}",
-        ]
-        for row in rows
-    ]
-    return markdown(["", "pretraining tokens", "perplexity before", "after", "gap closed", "KL after"], lines)
-
-
-def uptrained_tables(stored: dict) -> list[str]:
+def uptrained_tables(results: dict) -> list[str]:
     """The sweep, the curve and the answers of `benchmarks.uptraining`, as far as there are rows."""
     found = []
-    if swept := [row for row in stored["sweep"] if row["kl"] is not None]:
+    if swept := [row for row in results["sweep"] if row["kl"] is not None]:
         header = ["", "learning rate", "stage 1", "trained", "KL", "perplexity"]
         lines = [
             [
@@ -347,7 +285,7 @@ def uptrained_tables(stored: dict) -> list[str]:
             for row in swept
         ]
         found.append(markdown(header, lines))
-    if curve := by_model(stored["curve"]):
+    if curve := by_model(results["curve"]):
         points = sorted({row["tokens"] for line in curve.values() for row in line})
         cells = {(row["model"], row["tokens"]): row for line in curve.values() for row in line}
         header = ["perplexity (KL, top-1) after", *(f"{tokens:,} tokens" for tokens in points)]
@@ -422,52 +360,38 @@ def optimizers_table(rows: list[dict]) -> str:
     return markdown(["", "steps", *(f"{rate:g}" for rate in rates)], lines)
 
 
+def stored(name: str) -> dict:
+    """The results of a benchmark in the repository."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
 def tables() -> list[str]:
     """The documentation's tables, and a sentence below that of norms, from the saved results."""
-    decode, gpu, conversion, earlier, *real = (
-        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        for name in (
-            "decode",
-            "decode_h100",
-            "conversion",
-            "real_conversion_earlier",
-            "real_conversion",
-            "real_conversion_qwen",
-        )
-    )
+    real = stored("real_conversion"), stored("real_conversion_qwen")
     converted = [
-        row | {"target": f"{stored['settings']['model'].split('-')[0]}, {row['target']}"}
-        for stored in real
-        for row in stored["rows"]
+        row | {"target": f"{results['settings']['model'].split('-')[0]}, {row['target']}"}
+        for results in real
+        for row in results["rows"]
     ]
-    conversions, uptraining = conversion["conversions"], conversion["uptraining"]
-    found = [
-        decode_table(decode["rows"], DECODE_CELLS),
-        decode_table(gpu["rows"], GPU_CELLS),
+    norms = stored("decode_norms")["rows"]
+    return [
+        decode_table(stored("decode")["rows"], DECODE_CELLS),
+        decode_table(stored("decode_h100")["rows"], GPU_CELLS),
         *(kl_table(converted, text) for text in ("", "_other", "_code")),
-        kl_table(earlier["rows"]),
-        conversion_table(conversions),
-        uptraining_table(uptraining),
-        *(uptrained_tables(json.loads(UPTRAINED.read_text(encoding="utf-8"))) if UPTRAINED.is_file() else []),
+        kl_table(stored("real_conversion_earlier")["rows"]),
+        *uptrained_tables(stored("uptraining")),
+        norms_table(norms),
+        norms_sentence(norms),
+        quantized_table([stored("quantized_cache"), stored("quantized_qwen")]),
+        quantized_decode_table(stored("quantized_decode")["rows"]),
+        optimizers_table(stored("optimizers")["rows"]),
+        serving_table(stored("serving")["rows"]),
     ]
-    if (norms := RESULTS / "decode_norms.json").is_file():
-        rows = json.loads(norms.read_text(encoding="utf-8"))["rows"]
-        found += [norms_table(rows), norms_sentence(rows)]
-    quantized = [RESULTS / f"{name}.json" for name in ("quantized_cache", "quantized_qwen")]
-    found.append(quantized_table([json.loads(path.read_text(encoding="utf-8")) for path in quantized]))
-    found.append(quantized_decode_table(json.loads((RESULTS / "quantized_decode.json").read_text("utf-8"))["rows"]))
-    if (optimizers := RESULTS / "optimizers.json").is_file():
-        found.append(optimizers_table(json.loads(optimizers.read_text(encoding="utf-8"))["rows"]))
-    if (served := RESULTS / "serving.json").is_file():
-        found.append(serving_table(json.loads(served.read_text(encoding="utf-8"))["rows"]))
-    return found
 
 
 if __name__ == "__main__":
-    plot_mla(json.loads((RESULTS / "decode.json").read_text(encoding="utf-8"))["rows"], PICTURE)
-    if UPTRAINED.is_file():
-        plot_uptraining(json.loads(UPTRAINED.read_text(encoding="utf-8"))["curve"], UPTRAINING_PICTURE)
-    for names, picture in CACHES.items():
-        quantized, conversions = (json.loads((RESULTS / f"{name}.json").read_text("utf-8")) for name in names)
-        plot_caches(quantized, conversions["rows"], picture)
+    plot_mla(stored("decode")["rows"], PICTURE)
+    plot_uptraining(stored("uptraining")["curve"], UPTRAINING_PICTURE)
+    for (quantized, conversions), picture in CACHES.items():
+        plot_caches(stored(quantized), stored(conversions)["rows"], picture)
     print("\n\n".join(tables()))

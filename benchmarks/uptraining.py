@@ -88,23 +88,25 @@ class Uptraining:
     def tuning(self) -> Bench:
         return self.bench({"": "tuning"})
 
-    def student(self, target: Target) -> Path:
-        """Return the folder of the conversion, which is made where there is none."""
-        name = f"{self.source.name}-{target.name.replace('/', '-')}-{self.options.calibration_tokens}"
+    def student(self, target: Target | None) -> Path:
+        """Return the folder of a conversion, or of a copy of the source for the control; made where there is none."""
+        kind = f"{target.name.replace('/', '-')}-{self.options.calibration_tokens}" if target else CONTROL
+        name = f"{self.source.name}-{kind}"
         folder = self.options.work / "converted" / name
         if not (folder / "config.json").is_file():
             partial = folder.with_name(f"{name}.partial")
-            ours(self.test, target).save_pretrained(partial)
+            model = ours(self.test, target) if target else load_source(self.source)
+            model.save_pretrained(partial)
             AutoTokenizer.from_pretrained(self.source).save_pretrained(partial)
             partial.rename(folder)
         return folder
 
     def uptrain(self, student: Path, tokens: int, setting: dict[str, Any]) -> tuple[Path, dict]:
         """Train by the script, or go on with a run that was stopped; return the model's folder and its results."""
-        options, alone = self.options, student == self.source
+        options = self.options
         values = setting | {
             "student": student,
-            "teacher": "none" if alone else self.source,
+            "teacher": self.source,
             "data_files": self.text / "calibration.jsonl",
             "max_steps": max(1, round(tokens / (options.train_length * options.train_batch))),
             "sequence_length": options.train_length,
@@ -112,7 +114,7 @@ class Uptraining:
             "max_eval_blocks": 1,  # what is uptrained is measured here
             "keep_best": False,
         }
-        if alone:
+        if student == self.student(None):
             values |= {"layerwise_fraction": 0, "kl_weight": 0}
         values |= dict(pair.split("=", 1) for pair in options.set)
         digest = hashlib.sha256(repr((options.recipe, values)).encode()).hexdigest()
@@ -173,7 +175,7 @@ class Uptraining:
         """Return the best settings by model."""
         *others, target = self.options.targets
         models: dict[str, Callable[[], Path]] = {x.name: partial(self.student, x) for x in self.options.targets}
-        models[CONTROL] = lambda: self.source
+        models[CONTROL] = partial(self.student, None)
 
         def best(model: str, settings: Iterator[dict[str, Any]], measure: str = "kl") -> tuple[float, dict[str, Any]]:
             folder, tokens = models[model](), self.options.sweep_tokens
@@ -197,7 +199,7 @@ class Uptraining:
 
     def curve(self, settings: dict[str, dict[str, Any]]) -> None:
         """Measure the source and each conversion before training, and after each number of tokens."""
-        models = {CONTROL: self.source, **{target.name: self.student(target) for target in self.options.targets}}
+        models = {CONTROL: self.student(None), **{target.name: self.student(target) for target in self.options.targets}}
         for name, folder in models.items():
 
             def untrained(folder: Path = folder) -> dict:

@@ -4,7 +4,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -180,9 +180,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
-def run_script(
-    name: str, argv: list[str], prog: str, script: Callable[..., None] | None = None, groups: Sequence[type] = ()
-) -> NoReturn:
+def run_script(name: str, argv: list[str], prog: str, script: Callable[..., None] | None = None) -> NoReturn:
     """Run a training script; ends the process by its exit code.
 
     Args:
@@ -190,14 +188,13 @@ def run_script(
         argv: its arguments.
         prog: how it was started.
         script: the function, where it is imported already.
-        groups: dataclasses of its options, of a script that is no command.
     """
     # OpenMP reads this when torch is imported. Threads that wait actively slow each other down several times over as
     # soon as another program wants a core, and gain little on an idle machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with no_traceback_of_ctrl_c():
         try:
-            check_script(name, argv, prog, groups)
+            check_script(name, argv, prog)
         except UsageError as error:
             stop(str(error), 2)
         script = script or imported(SCRIPTS + name, name)
@@ -268,20 +265,19 @@ def read_options(name: str, argv: list[str]) -> dict[str, Any]:
     return values
 
 
-def check_script(name: str, argv: list[str], prog: str, groups: Sequence[type]) -> None:
+def check_script(name: str, argv: list[str], prog: str) -> None:
     """Show the help of a script, or raise `UsageError` where its arguments are wrong."""
     from . import recipes
     from .parser import Parser
 
-    command = COMMANDS.get(name, Command("", ""))
+    command, groups = COMMANDS[name], recipes.GROUPS[name]
     trains = name in ("pretrain", "uptrain")
-    groups = groups or recipes.GROUPS[name]
     if {"--help", "-h", "--help-all"} & set(argv):
         if trains and "--help-all" in argv:
             from modeling_gqa.training.recipe import recipe_class
 
-            groups = [recipe_class(name)]
+            groups = (recipe_class(name),)
         more = f"RECIPE: {', '.join(recipes.recipe_names(name))}, or the path of a YAML file. {command.more}"
         print(Parser(groups, prog, "RECIPE [options]", command.summary, more).format_help())
         sys.exit()
-    recipes.check_usage(name, argv, prog, groups, others=trains)
+    recipes.check_usage(name, argv, prog)

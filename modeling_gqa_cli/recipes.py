@@ -113,15 +113,13 @@ class UptrainOptions:
     _argument_group_name = "Student and teacher"
 
     student: str = option("The converted model: folder or Hub name.", "")
-    teacher: str | None = option("The model it was converted from; none: next-token loss alone.")
+    teacher: str = option("The model it was converted from: folder or Hub name.", "")
     teacher_logits: str | None = option("Folder of its top logits; made if missing, then read.")
     teacher_top_k: int = option("Most likely tokens that are kept there. Default: 64.", 64)
     trainable: Literal["attention", "all"] = option("Parameters to train. Default: attention.", "attention")
     layerwise_fraction: float | None = option("Share of the steps for stage 1, by layer. Default: 0.5.")
     kl_weight: float | None = option("Stage 2: weight of KL, the rest next-token loss. Default: 0.9.")
     temperature: float = option("Stage 2: of both softmaxes in the KL. Default: 1.", 1.0)
-    pretraining_fraction: float | None = option("Tokens, as a share of the teacher's pretraining tokens.")
-    pretraining_tokens: int | None = option("The teacher's pretraining tokens. Default: its results.json.")
     keep_best: bool = option("Train to the end and keep the last weights, even if worse.", True)
 
 
@@ -135,7 +133,7 @@ class CompareOptions:
     kinds: dict | str | None = option(
         "JSON object: name of each model, and its fields; the first is what others are matched with.", metavar="JSON"
     )
-    match: Literal["parameters", "flops", "cache", "nothing"] = option(
+    match: Literal["parameters", "flops", "nothing"] = option(
         "What all models have alike. Default: parameters.", "parameters"
     )
     learning_rates: list[float] = filled(
@@ -146,7 +144,6 @@ class CompareOptions:
     jobs: int = option("Runs at once on this machine; each has a GPU of its own. Default: 1.", 1)
     launcher: str = option("What starts a run, such as `torchrun --nproc_per_node 8 -m`.", "")
     contexts: list[int] = filled("Contexts at which decoding is measured, in tokens.", [128, 512, 1024])
-    report_to: list[str] = filled("Trackers of the comparison, such as tensorboard wandb.")
     output_dir: str | None = option("Folder of the comparison. Default: runs/RECIPE.")
     dry_run: bool = option("Print models, runs, time and memory, and stop.", False)
 
@@ -210,8 +207,7 @@ def find_recipe(name: str, script: str, prog: str) -> Path:
     for other in SCRIPTS:
         if other != script and name in recipe_names(other):
             raise UsageError(f"{name} is a recipe for {other}: {prog.replace(script, other)} {name}")
-    others = f"; there are {', '.join(names)}, and paths of YAML files" if names else "; give the path of a YAML file"
-    hint = did_you_mean(Path(name).stem, names) or others
+    hint = did_you_mean(Path(name).stem, names) or f"; there are {', '.join(names)}, and paths of YAML files"
     raise UsageError(f"no recipe at {name}{hint}")
 
 
@@ -225,19 +221,17 @@ def public_name(name: str) -> str:
 # -- Values
 
 
-def check_usage(script: str, argv: list[str], prog: str, groups: Iterable[Any], others: bool) -> None:
+def check_usage(script: str, argv: list[str], prog: str) -> None:
     """Raise `UsageError` for what is wrong in a script's arguments, as far as it is seen without transformers' Trainer.
 
     Args:
         script: its name.
         argv: a recipe's name or path, and options.
         prog: how the script was started.
-        groups: dataclasses of its options.
-        others: whether fields of `TrainingArguments` are options, too.
     """
-    path = first_argument(script, argv, prog)
+    path, groups = first_argument(script, argv, prog), GROUPS[script]
     known = {name for group in groups for name in names_of(group)}
-    if others:  # of a new model as well: uptraining says itself that it has none
+    if script != "compare":  # also of a new model: uptraining says itself that it has none
         known |= {*names_of(ModelOptions), *names_of(PretrainOptions), *training_arguments()}
     read_yaml(path, known)
     parser = Parser(groups, prog, "RECIPE [options]", "")

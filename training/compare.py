@@ -54,7 +54,7 @@ def compare(argv: list[str], prog: str | None = None) -> None:
     # Runs that are left are trained here or by other launches; the last to end writes the report
     runs = Runs(comparison.folder, comparison.needed, recipe.jobs, recipe.launcher, comparison.later)
     with runs.writing():
-        runs.begin("comparison", values, values_of_runs, FREE, comparison.write_tokenizer)
+        runs.begin(values, values_of_runs, FREE, comparison.write_tokenizer)
         runs.run_all()
         runs.finish(comparison.folder / REPORT, lambda: write_outcome(comparison, runs))
 

@@ -6,7 +6,7 @@
 The *student* is the converted model, the *teacher* the model that it was converted from. Stage 1 regresses every
 layer's attention output on the teacher's, given the teacher's input; stage 2 trains on the KL divergence from the
 teacher's predictions and on the next-token loss. With `--teacher-logits` these predictions are read from a folder, and
-there is no stage 1. Without a teacher it is the uptraining of the GQA paper (2305.13245).
+there is no stage 1.
 
 `--help` shows every option and ends with what a run writes, deletes and refuses. Text, run folder, `--resume` and the
 result are as in pretraining.

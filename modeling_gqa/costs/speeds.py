@@ -32,7 +32,7 @@ class Speed:
     """How fast a model is, with random weights.
 
     Args:
-        decode_milliseconds: of one token of all sequences, by context.
+        decode_milliseconds: of one token of one sequence, by context.
         prompt_tokens_per_second: of a prompt; nan where it was not measured.
         training_tokens_per_second: of forward and backward, without the optimizer; nan where it was not measured.
     """
@@ -46,8 +46,7 @@ def measure_speeds(
     configs: Mapping[str, GQAConfig],
     contexts: Sequence[int],
     prompt_tokens: int,
-    rows: int = 1,
-    training_block: tuple[int, int] | None = None,
+    training_block: tuple[int, int],
 ) -> dict[str, Speed]:
     """Measure models in turn in a new process: on a GPU in bfloat16, else on the CPU in float32.
 
@@ -55,8 +54,7 @@ def measure_speeds(
         configs: of the models, by name.
         contexts: tokens in the cache at which decoding is measured.
         prompt_tokens: length of the prompt.
-        rows: sequences that decode at once.
-        training_block: sequences and tokens of a training step; `None`: it is not measured.
+        training_block: sequences and tokens of a training step.
 
     Raises:
         UserError: they cannot be measured here.
@@ -65,7 +63,6 @@ def measure_speeds(
         "configs": {name: config.to_json_string(use_diff=False) for name, config in configs.items()},
         "contexts": list(contexts),
         "prompt_tokens": prompt_tokens,
-        "rows": rows,
         "training_block": training_block,
     }
     environment = {name: value for name, value in os.environ.items() if name != POLICY}
@@ -102,7 +99,7 @@ def measure_here(told: dict[str, Any]) -> dict[str, Speed]:
     """Measure in this process what `measure_speeds` was told."""
     device, dtype = device_and_dtype()
     models = [CostedModel(GQAConfig.from_dict(json.loads(text)), name) for name, text in told["configs"].items()]
-    decoded = measure_decoding(models, told["contexts"], [told["rows"]], dtype, device, no_progress)
+    decoded = measure_decoding(models, told["contexts"], [1], dtype, device, no_progress)
 
     def read(model: Any, ids: torch.Tensor) -> float:
         with torch.no_grad():
@@ -119,8 +116,8 @@ def measure_here(told: dict[str, Any]) -> dict[str, Speed]:
         medians, _ = in_turn({name: partial(step, model, ids) for name, model in built.items()}, budget=6.0)
         return {name: rows * tokens / median for name, median in medians.items()}
 
-    prompts, block = tokens_per_second(read, 1, told["prompt_tokens"]), told["training_block"]
-    training = tokens_per_second(train, *block) if block else dict.fromkeys(prompts, math.nan)
+    prompts = tokens_per_second(read, 1, told["prompt_tokens"])
+    training = tokens_per_second(train, *told["training_block"])
     return {
         name: Speed({token.context: token.milliseconds[name] for token in decoded}, prompts[name], training[name])
         for name in prompts

@@ -79,11 +79,11 @@ def standard_error(shares: np.ndarray) -> float | None:
     return float(shares.std(ddof=1) / math.sqrt(len(shares))) if len(shares) > 1 else None
 
 
-def mean_score(values: Sequence[float] | np.ndarray, higher_is_better: bool = True) -> Score:
+def mean_score(values: Sequence[float] | np.ndarray) -> Score:
     """Return the mean of the items' scores."""
     found = np.array(values, dtype=np.float64)
     shares = found - found.mean()
-    return Score(float(found.mean()), standard_error(shares), higher_is_better, shares)
+    return Score(float(found.mean()), standard_error(shares), True, shares)
 
 
 def perplexity_score(losses: Sequence[float] | np.ndarray) -> Score:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from modeling_gqa_cli.errors import UserError, listed, one_line
+from modeling_gqa_cli.errors import UserError, one_line
 
 from ..cache_quantized import rounds_cache
 from ..common.batches import evaluating
@@ -221,12 +221,3 @@ def window_losses(model: PreTrainedModel, windows: torch.Tensor, progress: Progr
             )
             losses.append(total / (len(window) - 1))
     return np.array(losses)
-
-
-def check_data(names: Sequence[str], folder: Path | None) -> list[str]:
-    """Return those of the yardsticks `names` whose files are in `folder`; raises `UserError` where it is no folder."""
-    if folder is None:
-        return []
-    if not folder.is_dir():
-        raise UserError(f"--data {folder} is no folder: give one with {listed(FILES.values())}")
-    return [name for name in names if (folder / FILES[name]).is_file()]

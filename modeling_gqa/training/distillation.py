@@ -40,13 +40,11 @@ def choose_parameters(model: PreTrainedModel, trainable: str) -> None:
 
 
 def load_pair(recipe: "UptrainRecipe") -> tuple[PreTrainedModel, PreTrainedModel | None]:
-    """Load student and teacher, which is `None` where the recipe names none, or its logits; raises `UserError`."""
-    if recipe.teacher is None:
-        return load_model("student", recipe.student, recipe, recipe.trainable), None
+    """Load student and teacher, which is `None` where the recipe names its logits; raises `UserError`."""
     if recipe.n_gpu > 1:
         raise UserError("one process drives one GPU: start it with torchrun, or set CUDA_VISIBLE_DEVICES")
     if Path(recipe.student).resolve() == Path(recipe.teacher).resolve():
-        raise UserError(f"student and teacher are the same model, {recipe.student}; set teacher none to train it alone")
+        raise UserError(f"student and teacher are the same model, {recipe.student}: name the one that it was made from")
     student = load_model("student", recipe.student, recipe, recipe.trainable)
     if recipe.teacher_logits:
         recipe.check_models()
@@ -128,7 +126,7 @@ def check_tokenizers(recipe: "UptrainRecipe", config: PreTrainedConfig) -> None:
             f"the tokenizer {name} has {len(tokenizer)} tokens and the student's vocab_size is {config.vocab_size};"
             " give the one that it was trained with"
         )
-    if recipe.teacher and any(local_folder(recipe.teacher).glob("tokenizer*")):
+    if any(local_folder(recipe.teacher).glob("tokenizer*")):
         vocabulary = load_tokenizer(recipe.teacher).get_vocab()
         if vocabulary != tokenizer.get_vocab():
             raise UserError(

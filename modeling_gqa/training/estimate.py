@@ -14,7 +14,7 @@ from ..common.progress import duration
 from ..common.tables import in_bytes, with_prefix
 from ..costs import training_flops
 from .recipe import Recipe
-from .trainer import muon_groups
+from .trainer import muon_groups, synchronize
 
 STEPS = 3  # that are timed
 
@@ -101,18 +101,13 @@ def measure(recipe: Recipe, model: PreTrainedModel) -> tuple[float | None, dict[
     for _ in range(STEPS):
         begin = time.perf_counter()
         loss_of(ids).backward()
-        middle = finished(model)
+        synchronize(model.device)
+        middle = time.perf_counter()
         optimizer.step()
         optimizer.zero_grad()
         batches.append(middle - begin)
-        updates.append(finished(model) - middle)
+        synchronize(model.device)
+        updates.append(time.perf_counter() - middle)
     states = (x for state in optimizer.state.values() for x in state.values())
     memory["optimizer"] = sum(x.nbytes for x in states if isinstance(x, torch.Tensor))
     return min(batches) * recipe.gradient_accumulation_steps + min(updates), memory
-
-
-def finished(model: PreTrainedModel) -> float:
-    """Return the time when the device has done what it was given."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter()

@@ -86,7 +86,7 @@ FREE_ON_RESUME = {
 DECAY_SHARE = 0.2  # of a run of warmup_stable_decay
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}  # of tokens
 # What sets the length of a run. A resumption may change it where the schedule does not depend on it until near the end.
-LENGTHS = {"max_steps", "num_train_epochs", "tokens", "tokens_per_parameter", "pretraining_fraction"}
+LENGTHS = {"max_steps", "num_train_epochs", "tokens", "tokens_per_parameter"}
 EXTENDABLE = ("constant", "constant_with_warmup", "inverse_sqrt", "warmup_stable_decay")
 # Bounds: TrainingArguments accepts more, and training then fails when it has begun, or at its end.
 NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [

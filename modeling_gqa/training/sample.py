@@ -14,9 +14,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repository", help="folder or Hub name")
     parser.add_argument("prompt", nargs="?", default="")
-    parser.add_argument("--max-new-tokens", "--max_new_tokens", type=int, default=120)
-    parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
     # An import of the package now fails, wherever it is installed.
@@ -28,14 +25,14 @@ def main() -> None:
     if not type(model).__module__.startswith("transformers_modules."):
         sys.exit(f"error: {type(model).__module__} was loaded in place of the repository's own code")
     inputs = tokenizer(arguments.prompt or tokenizer.bos_token or tokenizer.eos_token, return_tensors="pt")
-    set_seed(arguments.seed)
+    set_seed(0)
     tokens = model.generate(
         inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         do_sample=True,
-        temperature=arguments.temperature,
+        temperature=0.7,
         top_k=50,
-        max_new_tokens=arguments.max_new_tokens,
+        max_new_tokens=120,
     )
     print(tokenizer.decode(tokens[0], skip_special_tokens=True))
 

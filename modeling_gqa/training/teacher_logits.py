@@ -153,7 +153,7 @@ def write_folder(
 
     try:
         with written_aside(folder, refuse) as aside, progress_bars() as show_progress:
-            teacher: Any = load_model("teacher", recipe.teacher or "", recipe).eval()
+            teacher: Any = load_model("teacher", recipe.teacher, recipe).eval()
             teacher.to(recipe.device)
             for part, blocks in parts.items():
                 with (aside / f"{part}.npy").open("wb") as file:

@@ -17,13 +17,11 @@ from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.recipes import UptrainOptions, public_name
 
 from ..checkpoints.checkpoint import load_source
-from ..checkpoints.files import local_folder
-from ..common.atomic import read_object
 from ..common.console import warn
 from ..conversion.losses import prediction_losses, top_prediction_losses
 from .distillation import choose_parameters, layerwise_loss, model_inputs, run_teacher
 from .recipe import UNUSED, Recipe
-from .results import RESULTS, Results
+from .results import Results
 from .run_folder import is_whole
 from .teacher_logits import FIELDS
 from .trainer import PretrainTrainer, perplexity
@@ -43,8 +41,7 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
     script = "uptrain"
     unused = UNUSED | dict.fromkeys(("preset", "model_overrides", "init_from"), "the student is the model")
     unused |= {"dry_run": "uptraining is not estimated"}
-    budgets = (*Recipe.budgets, "pretraining_fraction")
-    alternatives = ((*budgets, "num_train_epochs"),)
+    alternatives = ((*Recipe.budgets, "num_train_epochs"),)
 
     # Fields of pretraining with other defaults: the model is already trained.
     learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate of AdamW."})
@@ -58,17 +55,16 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
     def __post_init__(self) -> None:
         if not self.student:
             raise ValueError("no student given: name the converted model, --student FOLDER or a Hub name")
-        if self.teacher in ("", "none"):
-            self.teacher = None
-        if self.teacher is None:
-            for name in ("layerwise_fraction", "kl_weight"):
-                if getattr(self, name):
-                    raise ValueError(f"{name} is {getattr(self, name)} and there is no teacher; give one, or {name} 0")
+        if not self.teacher:
+            raise ValueError(
+                "no teacher given: name the model that the student was converted from, --teacher FOLDER or a Hub name; "
+                "modeling-gqa pretrain RECIPE --init-from STUDENT trains without one"
+            )
         if self.teacher_logits:
             self.check_teacher_logits()
         for name, default in (("layerwise_fraction", LAYERWISE_FRACTION), ("kl_weight", KL_WEIGHT)):
             if getattr(self, name) is None:
-                setattr(self, name, default if self.teacher else 0.0)
+                setattr(self, name, default)
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must lie between 0 and 1")
         if self.temperature <= 0:
@@ -83,8 +79,6 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
 
     def check_teacher_logits(self) -> None:
         """Raise `ValueError` for options that do not go with `teacher_logits`, which stage 1 cannot use."""
-        if self.teacher is None:
-            raise ValueError("teacher_logits is given and there is no teacher: name the one that they are of")
         if self.streaming:
             raise ValueError(
                 "teacher_logits needs all of the text before training, and streaming tokenizes it meanwhile: leave one "
@@ -105,26 +99,6 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
         logits = [("teacher_logits", self.teacher_logits)] if self.teacher_logits else []
         return [*logits, *super().inputs()]
 
-    def token_budget(self) -> float | None:
-        """Return the number of tokens to train on: of pretraining_fraction times the teacher's (2305.13245, 2.1)."""
-        if not self.pretraining_fraction:
-            return super().token_budget()
-        if not 0 < self.pretraining_fraction <= 1:
-            raise ValueError(f"pretraining_fraction is {self.pretraining_fraction}; it must lie in [0, 1]")
-        return self.pretraining_fraction * (self.pretraining_tokens or self.tokens_of_teacher())
-
-    def tokens_of_teacher(self) -> int:
-        """Return the number of tokens that the teacher was pretrained on, from its results.json."""
-        missing = "pretraining_fraction needs pretraining_tokens: "
-        if self.teacher is None:
-            raise ValueError(f"{missing}there is no teacher whose results.json could tell")
-        self.check_models()
-        results = local_folder(self.teacher) / RESULTS
-        tokens = (read_object(results) or {}).get("tokens_seen")
-        if not isinstance(tokens, int) or tokens <= 0:
-            raise ValueError(f"{missing}no tokens_seen in {results}")
-        return tokens
-
     # -- What depends on the kind of recipe.
 
     @property
@@ -132,7 +106,7 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
         return self.student
 
     def models(self) -> dict[str, str]:
-        return {"student": self.student} | ({"teacher": self.teacher} if self.teacher else {})
+        return {"student": self.student, "teacher": self.teacher}
 
     def bound_to_length(self) -> str | None:
         if self.layerwise_fraction:
@@ -140,7 +114,7 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
         return super().bound_to_length()
 
     def origin(self, results: Results) -> str:
-        source = f", a conversion of `{public_name(self.teacher)}`," if self.teacher else ""
+        source = f", a conversion of `{public_name(self.teacher)}`,"
         if results.get("result_step") == 0:
             return f"`{self.model_name}`{source} as it was, which uptraining with `modeling_gqa` did not improve"
         return f"`{self.model_name}`{source} uptrained with `modeling_gqa` on {results['tokens_seen']:,} tokens"
@@ -150,7 +124,7 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
 
 
 class UptrainTrainer(PretrainTrainer):
-    """`PretrainTrainer` with a teacher, or with blocks that hold its logits; else the next-token loss is all."""
+    """`PretrainTrainer` with a teacher, or with blocks that hold its logits."""
 
     args: UptrainRecipe
 
@@ -163,9 +137,8 @@ class UptrainTrainer(PretrainTrainer):
         self.teacher = teacher
         if teacher is not None:
             teacher.to(device=args.device).eval().requires_grad_(False)
-        if args.teacher is not None:
-            self.preprocess_logits_for_metrics = None
-            self.add_callback(WatchStages(self))
+        self.preprocess_logits_for_metrics = None
+        self.add_callback(WatchStages(self))
         if teacher is not None or args.trainable != "all":
             self.throughput.config = None
 
@@ -176,7 +149,7 @@ class UptrainTrainer(PretrainTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        if self.args.teacher is None or not model.training:
+        if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         assert not return_outputs
         if self.state.global_step < self.layerwise_steps:
@@ -210,8 +183,6 @@ class UptrainTrainer(PretrainTrainer):
             return prediction_losses(logits, teacher[0], self.teacher.lm_head, labels, temperature)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.args.teacher is None:
-            return super().prediction_step(model, inputs, *args, **kwargs)
         inputs = self._prepare_inputs(inputs)
         teacher = self.teacher_predictions(inputs)
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
@@ -222,8 +193,7 @@ class UptrainTrainer(PretrainTrainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         output = super().evaluation_loop(*args, **kwargs)
-        if "eval_teacher_loss" in output.metrics:
-            output.metrics["eval_teacher_perplexity"] = perplexity(output.metrics["eval_teacher_loss"])
+        output.metrics["eval_teacher_perplexity"] = perplexity(output.metrics["eval_teacher_loss"])
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -326,17 +296,13 @@ class UptrainTrainer(PretrainTrainer):
         results: Results = {
             "initial_validation_loss": before["eval_loss"],
             "initial_validation_perplexity": before["eval_perplexity"],
-        }
-        if self.args.teacher is None:
-            return results
-        if self.args.teacher_logits:
-            results["kl_top_k"] = self.eval_dataset.top_k
-        results |= {
             "teacher_validation_loss": metrics["eval_teacher_loss"],
             "teacher_validation_perplexity": metrics["eval_teacher_perplexity"],
             "kl": metrics["eval_kl"],
             "initial_kl": before["eval_kl"],
         }
+        if self.args.teacher_logits:
+            results["kl_top_k"] = self.eval_dataset.top_k
         gap = before["eval_perplexity"] - metrics["eval_teacher_perplexity"]
         if gap > 0:
             results["gap_closed"] = (before["eval_perplexity"] - metrics["eval_perplexity"]) / gap

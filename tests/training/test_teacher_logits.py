@@ -157,7 +157,6 @@ def test_bytes_of_a_token():
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"teacher": "none"}, ["teacher_logits"]),
         ({"layerwise_fraction": 0.5}, ["layerwise_fraction", "0.5", "teacher_logits"]),
         ({"streaming": True}, ["teacher_logits", "streaming"]),
         ({"teacher_top_k": 0}, ["teacher_top_k", "0"]),

@@ -69,7 +69,6 @@ def pair(tmp_path_factory) -> tuple[Path, Path]:
     for name, model in (("teacher", teacher), ("student", student)):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    (folder / "teacher" / "results.json").write_text(json.dumps({"tokens_seen": 20_000}))
     (folder / "student" / "README.md").write_text("---\nlicense: llama3.2\nbase_model: org/source\n---\n")
     (folder / "student" / "conversion.json").write_text('{"method": "by hand"}')
     for name in LICENCES:
@@ -258,17 +257,15 @@ def test_stages_of_the_trainer(pair, packed, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "options", "steps"),
     [
-        # The teacher's results.json has 20,000 tokens, and a step takes 4 * 64.
-        ({"max_steps": None}, "--pretraining-fraction=0.1", 2000 / 256),
-        ({"max_steps": None}, "--pretraining-fraction=0.1 --gradient-accumulation-steps=3", 2000 / 768),
-        ({"max_steps": None}, "--pretraining-fraction=0.1 --pretraining-tokens=1000000", 100_000 / 256),
+        # A step takes 4 * 64.
+        ({"max_steps": None}, "--tokens=2000", 2000 / 256),
+        ({"max_steps": None}, "--tokens=2000 --gradient-accumulation-steps=3", 2000 / 768),
         # The command line's budget replaces the recipe's.
-        ({"max_steps": None, "pretraining_fraction": 0.1}, "--max-steps=5", 5),
-        ({"max_steps": 5}, "--pretraining-fraction=0.1", 8),
-        ({"max_steps": 5}, "--pretraining-fraction=0", 5),
-        ({"max_steps": 5, "pretraining_fraction": 0.1}, "--max-steps=7", 7),
-        ({"max_steps": 5, "pretraining_fraction": 0.1}, "--max-steps=-1", 8),
-        ({"max_steps": 5, "pretraining_fraction": 0.1}, "--pretraining-fraction=0", 5),
+        ({"max_steps": None, "tokens": "2000"}, "--max-steps=5", 5),
+        ({"max_steps": 5}, "--tokens=2000", 8),
+        ({"max_steps": 5, "tokens": "2000"}, "--max-steps=7", 7),
+        ({"max_steps": 5, "tokens": "2000"}, "--max-steps=-1", 8),
+        ({"max_steps": 5, "tokens_per_parameter": 0.1}, "--max-steps=7", 7),
     ],
 )
 def test_budget(write, recipe, options, steps):
@@ -276,13 +273,13 @@ def test_budget(write, recipe, options, steps):
 
 
 def test_two_budgets_on_the_command_line_are_refused(write):
-    with pytest.raises(UserError, match="max_steps and pretraining_fraction are both given; choose one"):
-        load_recipe([write(max_steps=None), "--max-steps=5", "--pretraining-fraction=0.1"], UptrainRecipe)
+    with pytest.raises(UserError, match="max_steps and tokens are both given; choose one"):
+        load_recipe([write(max_steps=None), "--max-steps=5", "--tokens=2000"], UptrainRecipe)
 
 
 def test_steps_of_the_recipes_in_the_repository():
     recipes = {
-        name: load_recipe([name, "--student", "s", "--pretraining_tokens", "1638400", "--bf16=false"], UptrainRecipe)[0]
+        name: load_recipe([name, "--student", "s", "--teacher", "t", "--bf16=false"], UptrainRecipe)[0]
         for name in recipe_names("uptrain")
     }
     assert {name: recipe.max_steps for name, recipe in recipes.items()} == STEPS
@@ -444,7 +441,7 @@ def test_a_training_whose_kl_stays_above_its_first_stops(here, pair, tmp_path, c
 
 @pytest.mark.parametrize("name", recipe_names("uptrain"))
 def test_every_recipe_evaluates_and_saves_ten_times(name):
-    recipe, _ = load_recipe([name, "--student=s", "--pretraining_tokens=1638400", "--bf16=false"], UptrainRecipe)
+    recipe, _ = load_recipe([name, "--student=s", "--teacher=t", "--bf16=false"], UptrainRecipe)
     assert recipe.eval_strategy == "steps"
     assert recipe.max_steps / recipe.eval_steps == recipe.max_steps / recipe.save_steps == 10
 
@@ -457,16 +454,15 @@ def test_evaluation_can_be_switched_off(here, tmp_path):
     assert results["result_step"] == 0 and "stopped_step" not in results
 
 
-@pytest.mark.parametrize("teacher", [True, False], ids=["teacher", "alone"])
-def test_a_training_that_only_harms_leaves_the_student_as_it_was(teacher, here, pair, tmp_path, capsys):
+@pytest.mark.parametrize("measure", ["kl", "validation_loss"])
+def test_a_training_that_only_harms_leaves_the_student_as_it_was(measure, here, pair, tmp_path, capsys):
     """Bit for bit in its dtype, with a warning, and with results and a card that say so."""
     student = shutil.copytree(pair[1], tmp_path / "student")
     AutoModelForCausalLM.from_pretrained(student, dtype=torch.bfloat16).save_pretrained(student)
-    alone = {} if teacher else {"teacher": None, "layerwise_fraction": None, "trainable": "all"}
+    alone = {} if measure == "kl" else {"kl_weight": 0, "layerwise_fraction": 0, "trainable": "all"}
     options = {"student": str(student), "learning_rate": RUINOUS, "eval_strategy": "steps", "eval_steps": 5} | alone
     results = here(tmp_path / "run", **options)
     assert "training made the model worse" in warnings(capsys.readouterr().err)[-1]
-    measure = "kl" if teacher else "validation_loss"
     assert results["result_step"] == 0 and results["steps"] == 8
     assert results[measure] == results[f"initial_{measure}"] < results[f"last_{measure}"]
     assert results["validation_perplexity"] == results["initial_validation_perplexity"]
@@ -534,12 +530,12 @@ def test_the_last_weights_can_be_kept(here, pair, tmp_path, capsys):
     assert any(not torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def test_without_a_teacher(here, pair, tmp_path):
-    values = {"teacher": None, "layerwise_fraction": None, "max_steps": 2, "trainable": "all"}
+def test_the_next_token_loss_alone(here, pair, tmp_path):
+    values = {"kl_weight": 0, "layerwise_fraction": 0, "max_steps": 2, "trainable": "all"}
     results = here(tmp_path / "run", **values)
-    assert "kl" not in results and results["initial_validation_loss"] > results["validation_loss"]
+    assert results["initial_validation_loss"] > results["validation_loss"]
     card = (tmp_path / "run" / "final" / "README.md").read_text()
-    assert "Parameters trained: all" in card and "1 times" in card and "a conversion of" not in card
+    assert "Parameters trained: all" in card and "1 times" in card
     ours, theirs = (load_file(path / "model.safetensors") for path in (tmp_path / "run" / "final", pair[1]))
     assert not any(torch.equal(ours[name], theirs[name]) for name in ours)
     # The first logged loss is the next-token loss of the first batch, which a teacher would have changed.
@@ -572,24 +568,16 @@ REFUSALS = [
     ({"student": "/nowhere/model"}, "cannot load the student /nowhere/model"),
     ({"teacher": "/nowhere/model"}, "cannot load the teacher /nowhere/model"),
     ({"student": "a/model.gguf"}, "the student a/model.gguf is a GGUF file: write it as a folder first"),
-    ({"teacher": "none", "layerwise_fraction": 0, "kl_weight": 0.5}, "kl_weight is 0.5 and there is no teacher"),
+    ({"teacher": None}, "no teacher given: name the model that the student was converted from, --teacher FOLDER"),
     ({"kl_weight": -1}, "kl_weight is -1.0; it must lie between 0 and 1"),
     ({"temperature": 0}, "temperature is 0.0; it must be positive"),
     ({"trainable": "mlp"}, "trainable"),
     ({"preset": "tiny-mha"}, "preset has no effect here: the student is the model"),
     ({"model_overrides": {"hidden_size": 3}}, "model_overrides has no effect here: the student is the model"),
-    ({"pretraining_fraction": 0.1}, "max_steps and pretraining_fraction are both given"),
-    ({"pretraining_fraction": 1.1, "max_steps": None}, "pretraining_fraction is 1.1; it must lie in [0, 1]"),
-    (
-        {"pretraining_fraction": 1e-3, "max_steps": None},
-        "pretraining_fraction leaves 20 tokens, and a step takes 256",
-    ),
+    ({"tokens": "2000"}, "max_steps and tokens are both given"),
+    ({"tokens": "20", "max_steps": None}, "tokens leaves 20 tokens, and a step takes 256"),
     # Models come before budgets.
-    ({"pretraining_fraction": 1e-3, "max_steps": None, "teacher": "/nowhere/t"}, "cannot load the teacher /nowhere/t"),
-    (
-        {"pretraining_fraction": 0.1, "max_steps": None, "teacher": None, "layerwise_fraction": 0},
-        "pretraining_fraction needs pretraining_tokens: there is no teacher",
-    ),
+    ({"tokens": "20", "max_steps": None, "teacher": "/nowhere/t"}, "cannot load the teacher /nowhere/t"),
     ({"layerwise_fractoin": 0}, "unknown field layerwise_fractoin (did you mean layerwise_fraction?)"),
     ({"torch_compile": True}, "torch_compile cannot follow stage 1"),
 ]
@@ -621,9 +609,6 @@ def test_teachers_that_do_not_fit(write, pair, tmp_path):
     shutil.copytree(pair[0], tmp_path / "other")
     train_tokenizer(make_texts(40, seed=1), MODEL["vocab_size"]).save_pretrained(tmp_path / "other")
     assert "is not the teacher's" in refused(teacher=str(tmp_path / "other"))
-    (tmp_path / "other" / "results.json").write_text("{}")
-    values = {"teacher": str(tmp_path / "other"), "max_steps": None, "pretraining_fraction": 0.1}
-    assert "pretraining_fraction needs pretraining_tokens: no tokens_seen in" in refused(**values)
     train_tokenizer(make_texts(40), 320).save_pretrained(tmp_path / "large")
     assert "has 320 tokens and the student's vocab_size is 300" in refused(tokenizer=str(tmp_path / "large"))
     assert "are the same model" in refused(student=str(pair[0]))

@@ -1,4 +1,4 @@
-"""The models that are compared: the recipe, and configurations matched in parameters, FLOPs or bytes of cache."""
+"""The models that are compared: the recipe, and configurations matched in parameters or FLOPs."""
 
 import copy
 import math
@@ -14,12 +14,11 @@ from modeling_gqa_cli.recipes import CompareOptions, as_arguments
 from ... import GQAConfig
 from ...common.tables import Table, with_prefix
 from ...costs import cache_bytes_per_token, count_parameters, training_flops
-from ..recipe import Recipe, as_object, check_trackers, check_training, load_config, load_recipe
+from ..recipe import Recipe, as_object, check_training, load_config, load_recipe
 
 MATCHED = {
     "parameters": "All models have the parameters of the first, by the width of the MLP.",
     "flops": "All models take the training FLOPs of the first, by the width of the MLP.",
-    "cache": "All models cache as many bytes as the first, by the size of their heads or of their latent.",
     "nothing": "Nothing but the preset is matched: models differ in parameters, FLOPs and cache.",
 }
 # Options that the comparison sets in each run.
@@ -40,7 +39,6 @@ class CompareRecipe(CompareOptions):
         self.kinds = as_object("kinds", self.kinds)
         self.learning_rates = sorted({float(rate) for rate in self.learning_rates})
         self.contexts = sorted({int(tokens) for tokens in self.contexts})
-        self.report_to = [name for name in self.report_to if name != "none"]
         if len(self.learning_rates) < 3:
             raise ValueError(f"learning_rates has {len(self.learning_rates)} of them; a sweep needs at least 3")
         if not all(0 < rate < math.inf for rate in self.learning_rates):
@@ -61,7 +59,6 @@ class CompareRecipe(CompareOptions):
                 raise ValueError(f"kinds has the name {name!r}; names have up to 100 letters, digits, - _ + .")
         if taken := sorted(SET_IN_RUNS & set(self.options)):
             raise ValueError(f"options has {taken[0]}, which the comparison sets in each run: leave it out")
-        check_trackers(self.report_to, self.output_dir)
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ def candidates_of(recipe: CompareRecipe) -> tuple[list[Candidate], Recipe, dict[
         changed.model_overrides = overrides
         return load_config(changed)  # type: ignore[return-value]
 
-    kinds: Any = recipe.kinds or usual_kinds(build({}), recipe.match)
+    kinds: Any = recipe.kinds or usual_kinds(build({}))
     made: list[Candidate] = []
     for name, overrides in kinds.items():
         try:
@@ -101,10 +98,6 @@ def candidates_of(recipe: CompareRecipe) -> tuple[list[Candidate], Recipe, dict[
             check_training(pretraining, config)
         except UserError as error:
             raise UserError(f"{name}: {error}") from error
-        if made and recipe.match == "cache" and len({cache_bytes_per_token(x) for x in (config, made[0].config)}) > 1:
-            raise UserError(
-                f"{name}: cannot be matched by cache: what its heads take does not divide the first model's"
-            )
         made.append(Candidate(name, overrides, config))
     return made, pretraining, values
 
@@ -122,21 +115,13 @@ def matching_field(
     build: Callable[[dict[str, Any]], GQAConfig],
     pretraining: Recipe,
 ) -> dict[str, int]:
-    """Return the field by which a model gets the parameters, FLOPs or cache of the first; raises `UserError`.
+    """Return the field by which a model gets the parameters or FLOPs of the first; raises `UserError`.
 
-    Parameters and FLOPs are linear in the width of the MLP, of which the nearest is taken. The cache goes by the size
-    of heads, or of the latent in MLA.
+    Both are linear in the width of the MLP, of which the nearest is taken.
     """
-    config = build(overrides)
     if match == "nothing":
         return {}
-    if match == "cache":
-        if config.is_heterogeneous or first.is_heterogeneous:
-            raise UserError("cannot be matched by cache: its layers, or the first model's, differ")
-        numbers = cache_bytes_per_token(first) // first.num_hidden_layers // 2  # per token and layer
-        if config.attention_kind == "mla":
-            return {"kv_lora_rank": numbers - config.qk_rope_head_dim}
-        return {"head_dim": numbers // (2 * config.num_key_value_heads)}
+    config = build(overrides)
     flops = partial(training_flops, batch_size=1, sequence_length=pretraining.sequence_length)
     count: Callable[[GQAConfig], float] = count_parameters if match == "parameters" else flops
     width = config.intermediate_size
@@ -170,10 +155,10 @@ def sizes_table(candidates: Sequence[Candidate], sequence_length: int) -> Table:
     return Table(header, rows)
 
 
-def usual_kinds(config: GQAConfig, match: str) -> dict[str, dict[str, Any]]:
+def usual_kinds(config: GQAConfig) -> dict[str, dict[str, Any]]:
     """Return the kinds that are compared by default: MHA, GQA at 1/2 and 1/4 of its cache, MQA, MLA at 1/4 and 1/8.
 
-    The last one mixes GQA and MLA at 1/4. Matched by cache, GQA at 1/4 comes first, and one MLA last.
+    The last one mixes GQA and MLA at 1/4.
 
     Raises:
         UserError: 4 does not divide the heads of `config`, or they are too small for an eighth of the cache.
@@ -192,7 +177,7 @@ def usual_kinds(config: GQAConfig, match: str) -> dict[str, dict[str, Any]]:
         return {"attention_kind": "mla", "kv_lora_rank": numbers - rotary, "qk_rope_head_dim": rotary}
 
     grouped = {"attention_kind": "gqa", "num_key_value_heads": heads // 4}
-    kinds: dict[str, dict[str, Any]] = {
+    return {
         "mha": {"attention_kind": "mha"},
         "gqa-half": {"attention_kind": "gqa", "num_key_value_heads": heads // 2},
         "gqa-quarter": grouped,
@@ -201,6 +186,3 @@ def usual_kinds(config: GQAConfig, match: str) -> dict[str, dict[str, Any]]:
         "mla-eighth": latent(quarter // 2),
         "mixed": {**grouped, "per_layer_config": {str(index): latent(quarter) for index in range(1, layers, 2)}},
     }
-    if match == "cache":  # no latent is as large as MHA's keys and values
-        return {name: kinds[name] for name in ("gqa-quarter", "mha", "gqa-half", "mqa")} | {"mla": kinds["mla-quarter"]}
-    return kinds

@@ -15,7 +15,7 @@ from .models import Candidate, CompareRecipe
 from .runs import Run
 
 # What may differ when a comparison goes on: none of it changes what a finished run has found.
-FREE = {"learning_rates", "seeds", "jobs", "launcher", "contexts", "report_to", "output_dir"}
+FREE = {"learning_rates", "seeds", "jobs", "launcher", "contexts", "output_dir"}
 EXTENSIONS = 4  # rates beyond either edge of those that are asked for, at most
 
 
@@ -135,7 +135,7 @@ class Comparison:
             "seed": trial.seed,
             "data_seed": trial.seed,
         }
-        return Run(trial.name, "pretrain", self.recipe.pretraining, options)
+        return Run(trial.name, self.recipe.pretraining, options)
 
 
 # -- The sweep

@@ -1,4 +1,4 @@
-"""What a comparison has found, and its report: a line of verdict, tables, pictures, JSON, and trackers."""
+"""What a comparison has found, and its report: a line of verdict, tables, pictures and JSON."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,6 @@ from ...common.pictures import COLORS, line_styles, name_lines, new_figure, save
 from ...common.tables import Table, with_prefix
 from ...costs import CostedModel, cache_bytes_per_token, count_parameters, training_flops
 from ...costs.speeds import Speed, measure_speeds, where_measured
-from ..recipe import trackers_in
 from ..results import RESULTS
 from ..run_folder import checkpoints
 from .models import MATCHED, CompareRecipe
@@ -200,7 +199,7 @@ def outcome_of(comparison: Comparison, ended: Mapping[str, float], speeds: Mappi
 
 
 def write_outcome(comparison: Comparison, runs: Runs) -> None:
-    """Measure speeds; write `comparison.json`, `report.md` and the pictures; tell the trackers."""
+    """Measure speeds; write `comparison.json`, `report.md` and the pictures."""
     recipe, folder = comparison.recipe, comparison.folder
     batch, tokens = comparison.pretraining.per_device_train_batch_size, comparison.pretraining.sequence_length
     prompt, machine = max(recipe.contexts), where_measured()
@@ -218,8 +217,6 @@ def write_outcome(comparison: Comparison, runs: Runs) -> None:
     plot_comparison(outcome, curves(comparison, outcome), folder)
     write_text(folder / REPORT, comparison_report(recipe, outcome, measured, failures))
     say(verdict(outcome))
-    if recipe.report_to:
-        track(recipe, outcome)
 
 
 def comparison_report(recipe: CompareRecipe, outcome: Outcome, measured: str, failures: Mapping[str, str]) -> str:
@@ -364,19 +361,3 @@ def plot_lines(entries: Sequence[Entry], lines: Mapping[str, Points], xlabel: st
     tidy(axis)
     name_lines(axis, [(*points[-1], name, styles[name]["color"]) for name, points in drawn.items()], least=0.06)
     return figure
-
-
-def track(recipe: CompareRecipe, outcome: Outcome) -> None:
-    """Write the outcome to the trackers that the recipe names."""
-    from accelerate import Accelerator
-
-    folder = Path(str(recipe.output_dir))
-    accelerator = Accelerator(log_with=list(recipe.report_to), project_dir=str(folder))
-    config = {name: value for name, value in asdict(recipe).items() if isinstance(value, str | int | float)}
-    with trackers_in(folder):
-        accelerator.init_trackers("comparison", config=config)
-    for entry in outcome.finished:
-        numbers = {name: getattr(entry, name) for name in ("loss", "cache_bytes_per_token", "parameters")}
-        numbers["learning_rate"] = entry.rate
-        accelerator.log({f"{entry.name}/{name}": value for name, value in numbers.items()})
-    accelerator.end_training()

@@ -21,6 +21,7 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from ..results import NON_FINITE, RESULTS
 from ..run_folder import SAVED_RECIPE
 
 RECIPE = "recipe.json"
-LIBRARIES = ("run_setup", "trainer", "uptraining", "publish")  # that the server imports
+LIBRARIES = ("run_setup", "trainer", "publish")  # that the server imports
 WAIT = 2.0  # seconds between looks at runs that other launches have claimed
 LAST_LINES = 5  # of a failed run's log, which are shown
 ELSEWHERE = " is writing to "  # what a run says whose folder another process has open
@@ -50,17 +51,13 @@ class Run:
 
     Args:
         name: of its folder.
-        script: "pretrain" or "uptrain".
-        recipe: that it runs.
+        recipe: of pretraining.
         options: of the recipe, without output_dir and resume.
-        size: how long it trains, in any unit that all runs of a folder share.
     """
 
     name: str
-    script: str
     recipe: str
     options: dict[str, Any]
-    size: float = 1.0
 
 
 class Runs:
@@ -71,7 +68,7 @@ class Runs:
             have; a loss is nan where the run failed, and inf where it diverged.
         jobs: number of runs at once.
         launcher: what starts each; "": a fork of this process.
-        later: returns, of the same losses, how many runs of size 1 will be needed beyond these.
+        later: returns, of the same losses, how many runs will be needed beyond these.
     """
 
     def __init__(
@@ -83,7 +80,7 @@ class Runs:
         later: Callable[[Mapping[str, float]], int] = lambda ended: 0,
     ) -> None:
         self.folder, self.needed, self.jobs, self.launcher, self.later = folder, needed, jobs, launcher, later
-        self.seconds: list[tuple[float, float]] = []  # that runs of this launch took, each with their size
+        self.seconds: list[float] = []  # that runs of this launch took
         self.started = time.time()  # runs that failed before are tried again
         self.processes: set[subprocess.Popen | ForkServerProcess] = set()
         self.stopped = 0  # the signal that has stopped this launch
@@ -92,16 +89,14 @@ class Runs:
 
     def begin(
         self,
-        what: str,
         values: dict[str, Any],
         values_of_runs: Mapping[str, Any],
         free: Collection[str],
-        prepare: Callable[[], None] = lambda: None,
+        prepare: Callable[[], None],
     ) -> None:
         """Open the folder: prepare an empty one, or check that it holds the same recipe.
 
         Args:
-            what: the folder holds, such as "comparison".
             values: of the recipe.
             values_of_runs: of the recipe of its runs; those that may change when a run resumes may change here.
             free: fields of the recipe that may differ when a launch goes on.
@@ -114,14 +109,14 @@ class Runs:
         kept = {name: value for name, value in values_of_runs.items() if name not in FREE_ON_RESUME}
         folder, values = self.folder, values | {f"runs.{name}": value for name, value in kept.items()}
         present = set(os.listdir(folder)) if folder.is_dir() else set()
-        ours = {f".{RECIPE}.part", "claims", "tokenizer", "students"} if "claims" in present else set()
+        ours = {f".{RECIPE}.part", "claims", "tokenizer"} if "claims" in present else set()
         if RECIPE not in present and (foreign := sorted(present - ours)):
-            raise UserError(f"{folder} holds {foreign[0]} and no {what}: choose another --output-dir")
+            raise UserError(f"{folder} holds {foreign[0]} and no comparison: choose another --output-dir")
         with self.claim("begin").acquire(timeout=-1):
             saved = read_object(folder / RECIPE)
             if saved is None:
                 if (folder / RECIPE).exists():
-                    raise UserError(f"{folder / RECIPE} is damaged, or of no {what}: choose another --output-dir")
+                    raise UserError(f"{folder / RECIPE} is damaged, or of no comparison: choose another --output-dir")
                 prepare()
                 write_text(folder / RECIPE, json.dumps(values, indent=1) + "\n")
                 return
@@ -132,8 +127,8 @@ class Runs:
         ]
         if changed:
             raise UserError(
-                f"{folder} holds a {what} with another recipe: {', '.join(changed)}; go on with the earlier values, or "
-                "choose another --output-dir"
+                f"{folder} holds a comparison with another recipe: {', '.join(changed)}; go on with the earlier "
+                "values, or choose another --output-dir"
             )
 
     def finish(self, report: Path, write: Callable[[], None]) -> None:
@@ -190,18 +185,17 @@ class Runs:
         said = {name: str(note.get("said", "")) for name, note in recent.items()}
         return {name: words for name, words in said.items() if not diverges(words)}
 
-    def left(self) -> tuple[int, float] | None:
-        """Return how many runs are left, and the sum of their sizes; `None` where none is."""
+    def left(self) -> int:
+        """Return how many runs are left."""
         ended = self.ended()
-        needed, later = self.needed(ended), self.later(ended)
-        return (len(needed) + later, sum(run.size for run in needed) + later) if needed else None
+        needed = len(self.needed(ended))
+        return needed + self.later(ended) if needed else 0
 
     def time_left(self) -> str:
         """Return how many runs are left and about how long they take, at the pace of those of this launch."""
-        if (left := self.left()) is None:
+        if not (left := self.left()):
             return "the last"
-        spent, size = map(sum, zip(*self.seconds, strict=True))
-        return f"{left[0]} left, about {duration(spent / size * left[1] / min(self.jobs, left[0]))}"
+        return f"{left} left, about {duration(fmean(self.seconds) * left / min(self.jobs, left))}"
 
     # -- running
 
@@ -212,7 +206,7 @@ class Runs:
             Interrupted: by Ctrl-C; runs that have begun are kept.
         """
         if left := self.left():
-            say(f"{left[0]} runs to go, {len(self.ended())} have ended; the time that is left follows after the first")
+            say(f"{left} runs to go, {len(self.ended())} have ended; the time that is left follows after the first")
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             for number in handlers:
@@ -271,7 +265,7 @@ class Runs:
         threads = max(1, torch.get_num_threads() // self.jobs) if self.jobs > 1 else 0
         options = {**run.options, "output_dir": str(path), "resume": (path / SAVED_RECIPE).is_file()}
         arguments = [run.recipe, *as_arguments(options)]
-        process = start_process(run.script, arguments, self.launcher, log, threads, gpu_of(worker))
+        process = start_process(arguments, self.launcher, log, threads, gpu_of(worker))
         self.processes.add(process)
         if self.stopped:  # a signal that came while it was started
             process.terminate()
@@ -279,7 +273,7 @@ class Runs:
         self.processes.discard(process)
         loss, seconds = self.loss(run.name), time.perf_counter() - begin
         if code == 0 and loss is not None:
-            self.seconds.append((seconds, run.size))
+            self.seconds.append(seconds)
             say(f"{run.name:<40} validation loss {loss:.4f}, {seconds:.0f} s; {self.time_left()}")
             return
         said = last_words(log, before)
@@ -312,13 +306,12 @@ def is_finite(loss: Any) -> bool:
 
 
 def start_process(
-    script: str, arguments: list[str], launcher: str, log: Path, threads: int, gpu: str
+    arguments: list[str], launcher: str, log: Path, threads: int, gpu: str
 ) -> subprocess.Popen | ForkServerProcess:
     """Start a run.
 
     Args:
-        script: "pretrain" or "uptrain".
-        arguments: of the script.
+        arguments: of `pretrain`.
         launcher: what starts it, such as `torchrun -m`; "": a fork, which saves the seconds that imports take.
         log: file to which what it prints is added.
         threads: of torch, in a fork; 0 leaves them as they are.
@@ -327,10 +320,10 @@ def start_process(
     if not launcher:
         context = get_context("forkserver")
         context.set_forkserver_preload([f"modeling_gqa.training.{name}" for name in LIBRARIES])
-        process = context.Process(target=run_here, args=(script, arguments, str(log), threads, gpu))
+        process = context.Process(target=run_here, args=(arguments, str(log), threads, gpu))
         process.start()
         return process
-    command = [*shlex.split(launcher), f"modeling_gqa.scripts.{script}", *arguments]
+    command = [*shlex.split(launcher), "modeling_gqa.scripts.pretrain", *arguments]
     with log.open("ab") as output:
         streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
         # In a session of its own: Ctrl-C reaches the comparison alone, which lets the run save.
@@ -345,8 +338,8 @@ def wait_for(process: subprocess.Popen | ForkServerProcess) -> int:
     return process.exitcode or 0
 
 
-def run_here(script: str, arguments: list[str], log: str, threads: int, gpu: str) -> None:
-    """Run a script in this process, which ends itself where the comparison that started it is killed."""
+def run_here(arguments: list[str], log: str, threads: int, gpu: str) -> None:
+    """Pretrain in this process, which ends itself where the comparison that started it is killed."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for number in (1, 2):
@@ -358,7 +351,7 @@ def run_here(script: str, arguments: list[str], log: str, threads: int, gpu: str
 
     if threads:
         torch.set_num_threads(threads)
-    run_script(script, arguments, f"modeling-gqa {script}")
+    run_script("pretrain", arguments, "modeling-gqa pretrain")
 
 
 def end_with_parent() -> None:
