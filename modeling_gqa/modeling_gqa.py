@@ -24,7 +24,7 @@ from .integrations import (
     choose_rows,
     divide_over_ranks,
     offer_name,
-    offer_to_tools,
+    offer_to_peft,
     parallel_styles,
     with_rows,
 )
@@ -160,7 +160,7 @@ class GQAPreTrainedModel(PreTrainedModel):
     def __init__(self, config: GQAConfig, *args, **kwargs):
         # Attribute writes since the configuration was built have skipped its checks.
         config.validate()
-        offer_to_tools(config.model_type)
+        attempt("PEFT asks for target_modules", offer_to_peft, config.model_type)
         super().__init__(config, *args, **kwargs)
 
     @torch.no_grad()
