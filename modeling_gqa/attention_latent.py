@@ -101,16 +101,11 @@ class LatentAttention(Attention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        key_value_states: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend over the latent, or over what is rebuilt from it; arguments and results as in `Attention.forward`."""
-        crosses = key_value_states is not None
-        source = key_value_states if crosses else hidden_states
-        if crosses:
-            position_embeddings = past_key_values = None
         query, query_rope = self.project_query(hidden_states)  # (B, H, T, N), (B, H, T, P)
-        latent, key_rope = self.project_latent(source)  # (B, 1, T, R), (B, 1, T, P)
+        latent, key_rope = self.project_latent(hidden_states)  # (B, 1, T, R), (B, 1, T, P)
         if position_embeddings is not None:
             position_embeddings = select_frequencies(position_embeddings, self.frequency_indices)
             query_rope = rotate(query_rope, *position_embeddings, interleaved=self.rope_interleave)
@@ -120,7 +115,7 @@ class LatentAttention(Attention):
         if basis is not None:
             latent, key_rope = basis.store(latent, key_rope)
         latent, key_rope, attention_mask, options = self.attend_to(
-            hidden_states, latent, key_rope, attention_mask, past_key_values, crosses, kwargs, **held_by(basis)
+            hidden_states, latent, key_rope, attention_mask, past_key_values, kwargs, **held_by(basis)
         )  # (B, 1, S, R), (B, 1, S, P); of a quantized cache their bytes
         absorbs = cached and self.absorbs(query.shape[2], latent.shape[2], attention_mask)
         absorbs = absorbs and not (basis is not None and basis.learns)

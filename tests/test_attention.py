@@ -217,38 +217,14 @@ def test_a_layer_alone_computes_its_formula(name, case, rotary, backend):
 @pytest.mark.parametrize("padding", [None, "right"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_flex_attention_alone_is_causal_too(name, padding):
-    """Under flex attention a lone layer builds a causal mask, and none in cross-attention, to 1e-4 of the formula."""
+    """Under flex attention a lone layer builds a causal mask, to 1e-4 of the formula."""
     layer, x = make_layer(name, "flex_attention", torch.float32), make_input(9)
     mask = None if padding is None else padding_mask(9, padding)
     # Flex attention has no gradients on a CPU, and compiling it takes long.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         output, _ = layer(x.float(), attention_mask=mask)
-        crossed, _ = layer(
-            x.float(), key_value_states=x[:, 1:].float(), attention_mask=None if mask is None else mask[:, 1:]
-        )
     allowed = who_sees_whom(9, padding=mask)
     assert_same(output.double(), formula(name, layer.double(), x, allowed), allowed, tolerance=1e-4)
-    allowed = who_sees_whom(9, 8, causal=False, padding=None if mask is None else mask[:, 1:])
-    assert_same(crossed.double(), formula(name, layer, x, allowed, source=x[:, 1:]), tolerance=1e-4)
-
-
-@compat
-@pytest.mark.parametrize("backend", [None, "sdpa"])
-@pytest.mark.parametrize("padding", [None, "none", "left", "right"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_cross_attention_sees_all_keys_that_are_not_padding(name, padding, backend):
-    """Cross-attention is the formula over all unpadded keys, for more and for fewer queries than keys; no window
-    applies."""
-    layer = make_layer(name, backend, sliding_window=WINDOW)
-    for queries, keys in [(1, 8), (5, 8), (8, 8), (9, 8), (13, 8), (3, 4), (9, 4), (4, 3)]:
-        x, source = make_input(queries), make_input(keys, seed=1)
-        mask = None if padding is None else padding_mask(keys, padding)
-        output, weights = layer(x, key_value_states=source, attention_mask=mask)
-        allowed = who_sees_whom(queries, keys, causal=False, padding=mask)
-        assert_same(output, formula(name, layer, x, allowed, source=source))
-        if backend is None:
-            assert weights.shape == (BATCH, layer.config.num_attention_heads, queries, keys)
-            assert ((weights > 0) == allowed[:, None]).all()
 
 
 @pytest.mark.parametrize("backend", [None, "sdpa"])
