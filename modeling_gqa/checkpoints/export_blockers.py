@@ -75,21 +75,18 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         yield (
             f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads={config.num_attention_heads}"
         )
-    if attention is LatentAttention and not config.latent_norm and config.dtype == torch.float16:
-        yield "float16 cannot hold the weights of a latent without a norm: save the model in float32 first"
+    if attention is LatentAttention and not config.latent_norm:
+        yield "latent_norm=False, and the class has a norm on its latent"
     if engine is None:
-        # The export evens the epsilon out, which weights of a half dtype are too coarse for.
-        epsilon = config.rms_norm_eps if half else LATENT_NORM_EPS
-        yield from (reason + FOR_TRANSFORMERS for reason in misreadings(config, family, epsilon))
+        yield from (reason + FOR_TRANSFORMERS for reason in misreadings(config, family))
 
 
-def misreadings(config: GQAConfig, family: str, epsilon: float) -> list[str]:
+def misreadings(config: GQAConfig, family: str) -> list[str]:
     """Return what engines read otherwise than transformers, without a word, by classes of their own; one phrase each.
 
     Args:
         config: of a model that `family` expresses.
         family: that it is exported as.
-        epsilon: `rms_norm_eps` of the export.
     """
     rope, rope_type = config.rope_parameters, config.rope_parameters["rope_type"]
     if EXPORT_FAMILIES[family] is LatentAttention:
@@ -102,8 +99,8 @@ def misreadings(config: GQAConfig, family: str, epsilon: float) -> list[str]:
             "ignore truncate in rope_parameters": yarn and rope.get("truncate") is False,
             "ignore attention_factor in rope_parameters": yarn and rope.get("attention_factor") is not None,
             "ignore mscale or mscale_all_dim without the other": yarn and one_mscale,
-            f"use rms_norm_eps={epsilon} in the norm of a latent, where transformers uses {LATENT_NORM_EPS} (an export "
-            "of float32 weights for every engine evens that out)": epsilon != LATENT_NORM_EPS,
+            f"use rms_norm_eps={config.rms_norm_eps} in the norm of a latent, where transformers uses "
+            f"{LATENT_NORM_EPS}": config.rms_norm_eps != LATENT_NORM_EPS,
         }
         return [f"{VLLM} and {SGLANG} {phrase}" for phrase, holds in phrases.items() if holds]
     phrases = {
