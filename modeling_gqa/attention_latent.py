@@ -21,7 +21,7 @@ from .attention_functions import (
 )
 from .cache_layers import is_paged
 from .cache_quantized import CacheBasis, held_by, tiled_attention
-from .compatibility import is_tracing, logger
+from .compatibility import is_tracing
 from .configuration_gqa import GQAConfig
 from .layers import GQAHeadLinear, GQARMSNorm, is_plain_linear, multiply_by_head, rotate, select_frequencies
 
@@ -273,26 +273,6 @@ class LatentAttention(Attention):
         projections = cls.parameter_counts(layer)[0] - up_projection
         pair = 2 * rank + rope if absorbed else layer.qk_head_dim + layer.v_head_dim
         return queries * projections + (queries if absorbed else keys) * up_projection + queries * keys * heads * pair
-
-
-def say_how_requests_decode(model: nn.Module) -> None:
-    """Log once which of the two ways the MLA layers of `model` decode by; transformers shows warnings by default."""
-    layers = [layer for layer in model.modules() if isinstance(layer, LatentAttention)]
-    if not layers:
-        return
-    absorbing = sum(layer.can_absorb for layer in layers)
-    sizes = sorted({layer.kv_lora_rank + layer.qk_rope_head_dim for layer in layers})
-    line = (
-        f"{absorbing} of {len(layers)} MLA layers decode by attention over their cached latent "
-        f"(R + P = {' or '.join(map(str, sizes))} numbers per token and layer)"
-    )
-    if absorbing < len(layers):
-        backend = layers[0].backend
-        reason = "their kv_b_proj is adapted, quantized or divided over ranks"
-        if backend not in ("eager", "sdpa"):
-            reason = f"{backend} takes no latent"
-        line += f"; the others rebuild keys and values from it at every token, because {reason}"
-    logger.warning_once(line)
 
 
 def yarn_scale(rope_parameters: dict) -> float:

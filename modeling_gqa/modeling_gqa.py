@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .attention import Attention, GroupedAttention
-from .attention_latent import LatentAttention, say_how_requests_decode
+from .attention_latent import LatentAttention
 from .cache_formats import CACHE_BUFFERS
 from .cache_layers import grow_in_place
 from .cache_quantized import GQAQuantizedCache, rounds_cache, turns_back
@@ -484,9 +484,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         layers = self.config.per_layer_config
         numbers = [sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer)) for layer in layers]
         at_peak = max(2 * layer.num_attention_heads * (layer.qk_head_dim or layer.head_dim) for layer in layers)
-        manager = with_rows(manager, choose_rows(numbers), at_peak)
-        say_how_requests_decode(self)  # now that the manager has chosen the attention
-        return manager
+        return with_rows(manager, choose_rows(numbers), at_peak)
 
 
 # transformers' generic heads build their base model through AutoModel, which asks for trust in remote code.

@@ -257,17 +257,13 @@ def cache_bytes(
 # -- operations
 
 
-def training_flops(
-    model: GQAConfig | CostedModel, batch_size: int, sequence_length: int, gradient_checkpointing: bool = False
-) -> float:
+def training_flops(model: GQAConfig | CostedModel, batch_size: int, sequence_length: int) -> float:
     """FLOPs of one training step: forward, and twice that backward (gradients of inputs and of weights).
 
     Args:
         model: a configuration, or a `CostedModel`.
         batch_size: number of sequences.
         sequence_length: tokens of each; logits are computed for all of them.
-        gradient_checkpointing: count the decoder layers' second forward too, as hardware utilisation does and model
-            utilisation does not. Without reentry, transformers' default, it stops short of each `down_proj`.
 
     Example:
         ```python
@@ -277,29 +273,17 @@ def training_flops(
         ```
     """
     model = as_costed(model)
-    layers = _layers_flops(model, sequence_length, sequence_length)
-    total = 3 * (layers + _head_flops(model, sequence_length))
-    if gradient_checkpointing:
-        total += layers - 2 * sequence_length * model.total(lambda layer: layer.mlp_matrices // 3)
-    return float(batch_size * total)
+    forward = _layers_flops(model, sequence_length, sequence_length) + _head_flops(model, sequence_length)
+    return float(batch_size * 3 * forward)
 
 
-def prefill_flops(
-    model: GQAConfig | CostedModel,
-    batch_size: int,
-    sequence_length: int,
-    logits_to_keep: int = 1,
-    absorbed: bool = False,
-) -> float:
+def prefill_flops(model: GQAConfig | CostedModel, batch_size: int, sequence_length: int) -> float:
     """FLOPs of one forward over `batch_size` prompts of `sequence_length` tokens, on an empty cache.
 
     Args:
         model: a configuration, or a `CostedModel`.
         batch_size: number of prompts.
-        sequence_length: tokens of each prompt.
-        logits_to_keep: positions of each prompt whose logits are computed, 0 for all; `generate` needs 1.
-        absorbed: MLA attends over the latent. Off by default because prompts usually expand; a masked prompt (eager
-            attention, padding) is absorbed in layers with 2 R <= N + V.
+        sequence_length: tokens of each prompt, of whose last one the logits are computed.
 
     Example:
         ```python
@@ -308,9 +292,8 @@ def prefill_flops(
         print(costs.prefill_flops(GQAConfig(), batch_size=1, sequence_length=1024) / 1e9, "GFLOP")
         ```
     """
-    model, positions = as_costed(model), min(logits_to_keep or sequence_length, sequence_length)
-    layers = _layers_flops(model, sequence_length, sequence_length, absorbed)
-    return float(batch_size * (layers + _head_flops(model, positions)))
+    model = as_costed(model)
+    return float(batch_size * (_layers_flops(model, sequence_length, sequence_length) + _head_flops(model, 1)))
 
 
 def decode_flops(model: GQAConfig | CostedModel, batch_size: int, cache_length: int, absorbed: bool = True) -> float:
