@@ -13,7 +13,7 @@ from modeling_gqa.common.progress import progress_bars
 from modeling_gqa.common.tables import Table
 from modeling_gqa.costs import CostedModel, Machine
 from modeling_gqa.costs import report as cost_report
-from modeling_gqa.costs.comparison import Costs, plot_costs
+from modeling_gqa.costs.comparison import plot_costs, sections
 from modeling_gqa.costs.configurations import changed, find_model
 from modeling_gqa.costs.measuring import measure_decoding, measure_machine
 
@@ -63,13 +63,12 @@ def report(
         if measure:
             with progress_bars() as show_progress:
                 measured = measure_decoding(models, **asked, device=where, show_progress=show_progress)
-        costs = Costs(models, reports, measured)
         if plot:
             save(plot_costs(models, machine, max(rows), max(contexts), precision), plot)
         if json:
-            print(to_json(costs.to_dict()), end="", flush=True)
+            print(to_json({"models": reports, "measured": measured}), end="", flush=True)
             return
-        for section in costs.sections():
+        for section in sections(models, reports, measured):
             out.print(section.to_rich() if isinstance(section, Table) else f"{printable(section)}\n", soft_wrap=False)
         if plot:
             out.print(f"Wrote {printable(plot)}.", soft_wrap=True)

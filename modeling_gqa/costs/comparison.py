@@ -1,8 +1,7 @@
-"""What models cost beside each other: the tables, the picture and the JSON of `modeling-gqa report`."""
+"""What models cost beside each other: the tables and the picture of `modeling-gqa report`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,41 +22,22 @@ BOUNDS = (
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Models beside each other.
-
-    Args:
-        models: the configurations.
-        reports: what each costs.
-        measured: decoded tokens that were measured here; empty without.
-    """
-
-    models: Sequence[CostedModel]
-    reports: Sequence[CostReport]
-    measured: Sequence[MeasuredToken]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it in types that JSON has."""
-        return {
-            "models": [report.to_dict() for report in self.reports],
-            "measured": [asdict(token) for token in self.measured],
-        }
-
-    def sections(self) -> list[Table | str]:
-        """Return what people read: tables, and a line on what two of them mean."""
-        reports, machine = self.reports, self.reports[0].machine
-        found: list[Table | str] = [parameters_table(reports)]
-        found += [layer_costs_table(*pair) for pair in zip(self.models, reports, strict=True)]
-        found.append(operations_table(reports))
-        if any(cost.decode_flops != cost.decode_flops_expanded for report in reports for cost in report.contexts):
-            found.append(EXPANDED)
-        found.append(decoding_table(reports))
-        if reports[0].memory:
-            found.append(memory_table(reports))
-        if machine:
-            found += [bounds_table(reports, machine), BOUNDS]
-        return [*found, measured_table(self.measured)] if self.measured else found
+def sections(
+    models: Sequence[CostedModel], reports: Sequence[CostReport], measured: Sequence[MeasuredToken]
+) -> list[Table | str]:
+    """Return what people read of models, what each costs and what was measured: tables, and lines on two of them."""
+    machine = reports[0].machine
+    found: list[Table | str] = [parameters_table(reports)]
+    found += [layer_costs_table(*pair) for pair in zip(models, reports, strict=True)]
+    found.append(operations_table(reports))
+    if any(cost.decode_flops != cost.decode_flops_expanded for report in reports for cost in report.contexts):
+        found.append(EXPANDED)
+    found.append(decoding_table(reports))
+    if reports[0].memory:
+        found.append(memory_table(reports))
+    if machine:
+        found += [bounds_table(reports, machine), BOUNDS]
+    return [*found, measured_table(measured)] if measured else found
 
 
 def parameters_table(reports: Sequence[CostReport]) -> Table:
