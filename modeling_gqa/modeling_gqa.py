@@ -37,7 +37,6 @@ from .layers import (
     can_chunk_loss,
     chunked_causal_lm_loss,
     frequency_indices,
-    kept_positions,
     refuse_without_tokens,
 )
 from .masks import model_masks
@@ -388,8 +387,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
 
         Args:
             labels: (B, T) token ids, -100 where there is no loss; shifted here, so usually `input_ids` themselves.
-            logits_to_keep: number of last positions whose logits are computed, 0 for all; or the positions, (n,) or
-                (B, n), or a boolean choice (B, T).
+            logits_to_keep: number of last positions whose logits are computed, 0 for all; or the positions, (n,).
             output_logits: return logits from large training steps too; see the class.
 
         Returns:
@@ -406,7 +404,8 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
             return_dict=True,  # whatever the configuration says; the decorator makes the tuple
             **kwargs,
         )
-        hidden_states = kept_positions(outputs.last_hidden_state, logits_to_keep)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden_states = outputs.last_hidden_state[:, kept]
         logits = loss = None
         output_class = CausalLMOutputWithPast
         if labels is not None and not output_logits and self._chunks_loss(hidden_states):
