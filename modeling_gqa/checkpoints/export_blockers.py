@@ -18,9 +18,6 @@ EXPORT_FAMILIES: dict[str, type[Attention]] = {
     "qwen3": GroupedAttention,
     "deepseek_v3": LatentAttention,
 }
-# Rotary types with which the frequencies of a smaller head are some of those of a larger one. With the others they
-# depend on the head's size by more than the exponent of each plane ("dynamic" changes the base with the length).
-STRIDE_TYPES = ("default", "linear", "llama3")
 # The releases whose source was read, and the first of them run.
 VLLM, SGLANG = "vLLM 0.32", "SGLang 0.5.23"
 FOR_TRANSFORMERS = ": --for transformers (in Python engine='transformers') exports it for transformers alone"
@@ -113,16 +110,9 @@ def misreadings(config: GQAConfig, family: str) -> list[str]:
 
 def _standard_frequencies(config: GQAConfig, attention: type[Attention]) -> bool:
     """Return whether the rotary planes have the frequencies that a head of their size has by default."""
-    indices, size = config.rope_frequency_indices, config.rope_frequency_dim
-    if indices is None or size is None:
-        return True
     rotary = config.qk_rope_head_dim if attention is LatentAttention else config.head_dim
-    if 2 * len(indices) != rotary or size % rotary:
-        return False
-    stride = size // rotary
-    if stride > 1 and config.rope_parameters["rope_type"] not in STRIDE_TYPES:
-        return False
-    return list(indices) == list(range(0, size // 2, stride))
+    usual = config.rope_frequency_dim == rotary and config.rope_frequency_indices == list(range(rotary // 2))
+    return config.rope_frequency_indices is None or usual
 
 
 def scale_ratio(config: GQAConfig) -> float:

@@ -9,7 +9,6 @@ from command import call
 from huggingface_hub import metadata_load
 from small_models import make_config, make_model
 from stock_models import (
-    DYNAMIC,
     LINEAR,
     LLAMA3,
     MODELS,
@@ -128,11 +127,6 @@ def test_import_then_export_gives_the_same_bits(name, tmp_path):
     assert close(logits(loaded), logits(original))
 
 
-def test_a_stride_of_frequencies_is_a_smaller_heads():
-    config = own_config(rope_frequency_indices=list(range(0, 14, 2)), rope_frequency_dim=28)
-    assert export_config(config).head_dim == 14
-
-
 def test_a_family_can_be_chosen(tmp_path):
     model = own_model()
     assert export_config(model.config).model_type == "llama"
@@ -176,15 +170,6 @@ EXPORTED = {
         "deepseek_v3",
     ),
     "mla-nothing-unrotated": ({"attention_kind": "mla", "qk_nope_head_dim": 0}, "deepseek_v3"),
-    "mla-stride": (
-        {
-            "attention_kind": "mla",
-            "rope_frequency_indices": [0, 3, 6],
-            "rope_frequency_dim": 18,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-        },
-        "deepseek_v3",
-    ),
 }
 
 
@@ -230,8 +215,7 @@ ALONE = {
     "mla-one-bias": ({"attention_kind": "mla", "output_bias": True}, "drop the biases of the attention"),
     **{
         f"mla-{name}": (
-            {"attention_kind": "mla", "rope_frequency_indices": [0, 3, 6], "rope_frequency_dim": 18}
-            | {"rope_parameters": rope},
+            {"attention_kind": "mla", "rope_parameters": rope},
             f"rope_type='{name}' for those of 'yarn'",
         )
         for name, rope in ROPES.items()
@@ -339,18 +323,6 @@ REFUSED = {
         {"attention_kind": "mla", "rope_frequency_indices": [0, 2, 4], "rope_frequency_dim": 18},
         "are not the frequencies that a head",
     ),
-    **{
-        f"mla-stride-{rope['rope_type']}": (
-            {
-                "attention_kind": "mla",
-                "rope_frequency_indices": [0, 3, 6],
-                "rope_frequency_dim": 18,
-                "rope_parameters": rope,
-            },
-            "are not the frequencies that a head",
-        )
-        for rope in (YARN, DYNAMIC)
-    },
 }
 
 
