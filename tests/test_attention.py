@@ -82,9 +82,9 @@ def attend(query, key, value, allowed, bias=0.0):
     return torch.einsum("bts,bsv->btv", weights / weights.sum(-1, keepdim=True), value)
 
 
-def grouped_formula(layer, x, source, allowed, angles=None, bias=0.0):
+def grouped_formula(layer, x, allowed, angles=None, bias=0.0):
     size = layer.head_dim
-    query, key, value = linear(layer.q_proj, x), linear(layer.k_proj, source), linear(layer.v_proj, source)
+    query, key, value = (linear(projection, x) for projection in (layer.q_proj, layer.k_proj, layer.v_proj))
     heads, groups = query.shape[-1] // size, key.shape[-1] // size
     outputs = []
     for head in range(heads):
@@ -115,16 +115,16 @@ def normed_keys_and_values(layer, x):
     return torch.cat((*normed, linear(layer.v_proj, x)), -1)
 
 
-def latent_formula(layer, x, source, allowed, angles=None, bias=0.0):
+def latent_formula(layer, x, allowed, angles=None, bias=0.0):
     config = layer.config
     rank, nope, rope, v = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     if config.qk_norm:
-        query, source = normed_queries(layer, x), normed_keys_and_values(layer, source)
+        query, x = normed_queries(layer, x), normed_keys_and_values(layer, x)
     elif config.q_lora_rank is None:
         query = linear(layer.q_proj, x)
     else:
         query = linear(layer.q_b_proj, norm(layer.q_a_layernorm, linear(layer.q_a_proj, x)))
-    compressed = linear(layer.kv_a_proj_with_mqa, source)
+    compressed = linear(layer.kv_a_proj_with_mqa, x)
     latent = compressed[..., :rank] if config.qk_norm else norm(layer.kv_a_layernorm, compressed[..., :rank])
     rebuilt = linear(layer.kv_b_proj, latent)
     key_rope = turn(compressed[..., rank:], angles, config.rope_interleave)
@@ -141,9 +141,9 @@ def latent_formula(layer, x, source, allowed, angles=None, bias=0.0):
 FORMULAS = {"mha": grouped_formula, "mqa": grouped_formula, "gqa": grouped_formula, "mla": latent_formula}
 
 
-def formula(name, layer, x, allowed, source=None, **kwargs):
+def formula(name, layer, x, allowed, **kwargs):
     with torch.no_grad():
-        return FORMULAS[LAYERS[name][0]](layer, x, x if source is None else source, allowed, **kwargs)
+        return FORMULAS[LAYERS[name][0]](layer, x, allowed, **kwargs)
 
 
 def who_sees_whom(length, keys=None, causal=True, window=None, padding=None) -> torch.Tensor:
