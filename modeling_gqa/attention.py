@@ -120,7 +120,6 @@ class Attention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        key_value_states: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend from each token to itself and the tokens before it.
@@ -130,8 +129,6 @@ class Attention(nn.Module):
             position_embeddings: cosine and sine (B, T, rotary size); no rotation where `None`.
             attention_mask: padding mask (B, S), or a finished mask (B, 1, T, S); a layer alone builds its own.
             past_key_values: cache to extend by the new keys and values.
-            key_value_states: (B, S, hidden). Cross-attention: attend to all of these that `attention_mask` (B, S)
-                marks, without rotation and without a cache.
             kwargs: passed to the attention function; `is_causal=False` lets every token see all tokens.
 
         Returns:
@@ -153,7 +150,6 @@ class Attention(nn.Module):
         value: torch.Tensor,
         attention_mask: Any,
         past_key_values: Cache | None,
-        crosses: bool,
         kwargs: Any,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, Any, dict[str, Any]]:
@@ -161,7 +157,6 @@ class Attention(nn.Module):
 
         Args:
             key, value: those of the new tokens, as they are cached.
-            crosses: cross-attention, which sees all keys.
             kwargs: the keyword arguments of `forward`.
             options: of the cache's `update`.
 
@@ -175,9 +170,7 @@ class Attention(nn.Module):
         elif past_key_values is not None:
             refuse_other_heads(past_key_values, key, self.layer_idx)
             key, value = past_key_values.update(key, value, self.layer_idx, **options)
-        if crosses:
-            kwargs = {**kwargs, "is_causal": False}
-        window = None if crosses else self.sliding_window
+        window = self.sliding_window
         causal = kwargs.get("is_causal") is not False
         attention_mask, key, value = attended_part(
             self, hidden_states, attention_mask, key, value, past_key_values, causal, window
@@ -315,17 +308,12 @@ class GroupedAttention(Attention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        key_value_states: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend with softmax(Q K^T scaling) V per head; arguments and results as in `Attention.forward`."""
-        crosses = key_value_states is not None
-        source = key_value_states if crosses else hidden_states
-        if crosses:
-            position_embeddings = past_key_values = None
         query = self.split_heads(self.q_proj(hidden_states), self.head_dim, self.q_norm)  # (B, H, T, D)
-        key = self.split_heads(self.k_proj(source), self.head_dim, self.k_norm)  # (B, G, T, D)
-        value = self.split_heads(self.v_proj(source), self.head_dim)  # (B, G, T, D)
+        key = self.split_heads(self.k_proj(hidden_states), self.head_dim, self.k_norm)  # (B, G, T, D)
+        value = self.split_heads(self.v_proj(hidden_states), self.head_dim)  # (B, G, T, D)
         if position_embeddings is not None:
             position_embeddings = select_frequencies(position_embeddings, self.frequency_indices)
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
@@ -333,7 +321,7 @@ class GroupedAttention(Attention):
         if basis is not None:
             key, value = basis.store(key, value)
         key, value, attention_mask, options = self.attend_to(
-            hidden_states, key, value, attention_mask, past_key_values, crosses, kwargs, **held_by(basis)
+            hidden_states, key, value, attention_mask, past_key_values, kwargs, **held_by(basis)
         )  # (B, G, S, D); of a quantized cache their bytes
         tiled = basis is not None and not (self.training or basis.learns) and self.backend == "sdpa"
         if basis is not None and tiled and reads_tiles(query, attention_mask):

@@ -21,7 +21,7 @@ from .attention_functions import (
 )
 from .cache_layers import is_paged
 from .cache_quantized import CacheBasis, held_by, tiled_attention
-from .compatibility import is_tracing, logger
+from .compatibility import is_tracing
 from .configuration_gqa import GQAConfig
 from .layers import GQAHeadLinear, GQARMSNorm, is_plain_linear, multiply_by_head, rotate, select_frequencies
 
@@ -101,16 +101,11 @@ class LatentAttention(Attention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        key_value_states: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend over the latent, or over what is rebuilt from it; arguments and results as in `Attention.forward`."""
-        crosses = key_value_states is not None
-        source = key_value_states if crosses else hidden_states
-        if crosses:
-            position_embeddings = past_key_values = None
         query, query_rope = self.project_query(hidden_states)  # (B, H, T, N), (B, H, T, P)
-        latent, key_rope = self.project_latent(source)  # (B, 1, T, R), (B, 1, T, P)
+        latent, key_rope = self.project_latent(hidden_states)  # (B, 1, T, R), (B, 1, T, P)
         if position_embeddings is not None:
             position_embeddings = select_frequencies(position_embeddings, self.frequency_indices)
             query_rope = rotate(query_rope, *position_embeddings, interleaved=self.rope_interleave)
@@ -120,7 +115,7 @@ class LatentAttention(Attention):
         if basis is not None:
             latent, key_rope = basis.store(latent, key_rope)
         latent, key_rope, attention_mask, options = self.attend_to(
-            hidden_states, latent, key_rope, attention_mask, past_key_values, crosses, kwargs, **held_by(basis)
+            hidden_states, latent, key_rope, attention_mask, past_key_values, kwargs, **held_by(basis)
         )  # (B, 1, S, R), (B, 1, S, P); of a quantized cache their bytes
         absorbs = cached and self.absorbs(query.shape[2], latent.shape[2], attention_mask)
         absorbs = absorbs and not (basis is not None and basis.learns)
@@ -278,26 +273,6 @@ class LatentAttention(Attention):
         projections = cls.parameter_counts(layer)[0] - up_projection
         pair = 2 * rank + rope if absorbed else layer.qk_head_dim + layer.v_head_dim
         return queries * projections + (queries if absorbed else keys) * up_projection + queries * keys * heads * pair
-
-
-def say_how_requests_decode(model: nn.Module) -> None:
-    """Log once which of the two ways the MLA layers of `model` decode by; transformers shows warnings by default."""
-    layers = [layer for layer in model.modules() if isinstance(layer, LatentAttention)]
-    if not layers:
-        return
-    absorbing = sum(layer.can_absorb for layer in layers)
-    sizes = sorted({layer.kv_lora_rank + layer.qk_rope_head_dim for layer in layers})
-    line = (
-        f"{absorbing} of {len(layers)} MLA layers decode by attention over their cached latent "
-        f"(R + P = {' or '.join(map(str, sizes))} numbers per token and layer)"
-    )
-    if absorbing < len(layers):
-        backend = layers[0].backend
-        reason = "their kv_b_proj is adapted, quantized or divided over ranks"
-        if backend not in ("eager", "sdpa"):
-            reason = f"{backend} takes no latent"
-        line += f"; the others rebuild keys and values from it at every token, because {reason}"
-    logger.warning_once(line)
 
 
 def yarn_scale(rope_parameters: dict) -> float:

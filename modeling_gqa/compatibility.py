@@ -1,7 +1,7 @@
 """What these files use of transformers without its promise, each part of which may be missing in another release.
 
 Everything else that they import when they are loaded is exported by `transformers` itself or documented. What one tool
-alone needs (continuous batching, tensor parallelism, PEFT, Liger Kernel) is in `integrations.py`, imported when used.
+alone needs (continuous batching, tensor parallelism, PEFT) is in `integrations.py`, imported when used.
 """
 
 import importlib

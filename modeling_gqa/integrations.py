@@ -1,4 +1,4 @@
-"""What other tools need of these models: tensor parallelism, continuous batching, PEFT, Liger Kernel, tables of names.
+"""What other tools need of these models: tensor parallelism, continuous batching, PEFT, tables of names.
 
 Loading and generating need nothing of it. What a tool does not promise is imported in the function that uses it, so
 that a release that has changed it breaks that tool alone.
@@ -14,9 +14,7 @@ cache B is 1, T counts the new tokens of all requests, and S those held and new.
 
 import importlib
 import inspect
-import os
 import sys
-import warnings
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -29,13 +27,10 @@ from torch import distributed, nn
 from .attention import SHARED_BY_RANKS, SPLIT_BY_HEADS
 from .cache_formats import CACHE_BUFFERS
 from .cache_layers import rows_of
-from .compatibility import attempt
 
 # What PEFT adapts by default: queries, and values or MLA's latent; a layer has some of these. An adapter of `kv_b_proj`
 # would keep MLA from attending over its latent.
 ADAPTED_MODULES = ["q_proj", "v_proj", "q_b_proj", "kv_a_proj_with_mqa"]
-# Liger Kernel's module of its functions by model type, and of the hooks that change a module.
-LIGER = "liger_kernel.transformers.monkey_patch"
 # Where transformers' own tools look the names of classes up: `Trainer` shifts labels under label smoothing, pipelines,
 # model cards and `transformers serve` tell the task. Registering with an Auto class does not fill these.
 NAME_TABLES = {
@@ -57,59 +52,12 @@ def offer_name(model_type: str, auto_class: str, model_class: type) -> None:
     getattr(tables, NAME_TABLES[auto_class])[model_type] = model_class.__name__
 
 
-def offer_to_tools(model_type: str) -> None:
-    """Tell the tools that are there of a model that is being built."""
-    attempt("PEFT asks for target_modules", offer_to_peft, model_type)
-    attempt("Liger Kernel changes nothing", offer_to_liger, model_type)
-
-
 def offer_to_peft(model_type: str) -> None:
     """Tell PEFT, if it is imported, what to adapt by default, where of Llama it adapts queries and values."""
     constants = sys.modules.get("peft.utils.constants")
     for table in list(vars(constants).values()) if constants else ():
         if isinstance(table, dict) and table.get("llama") == ["q_proj", "v_proj"]:
             table.setdefault(model_type, ADAPTED_MODULES)
-
-
-def offer_to_liger(model_type: str) -> None:
-    """Tell Liger Kernel, if it is installed, how `Trainer(use_liger_kernel=True)` is to change our models."""
-    try:
-        # By its name: transformers refuses remote code whose imports are missing.
-        liger = importlib.import_module(LIGER)
-    except ImportError:  # not installed, or broken, which Trainer says if it is asked for Liger
-        return
-    liger.MODEL_TYPE_TO_APPLY_LIGER_FN[model_type] = apply_liger_kernels
-
-
-def apply_liger_kernels(
-    model: Any = None,
-    rms_norm: bool = True,
-    swiglu: bool = True,
-    rope: bool = False,
-    cross_entropy: bool = False,
-    fused_linear_cross_entropy: bool = False,
-) -> None:
-    """Let Liger Kernel compute a model's MLPs and its norms of hidden states, and warn of what it does not compute.
-
-    The names of the arguments are those of `liger_kernel_config`; those that are false by default are never applied.
-    """
-    if model is None or not (torch.accelerator.is_available() or os.environ.get("TRITON_INTERPRET") == "1"):
-        needed = "a GPU" if model is not None else "a model that is built, such as Trainer has"
-        warnings.warn(f"no Liger kernels were applied: they need {needed}", stacklevel=2)
-        return
-    silu, epsilon = model.config.hidden_act in ("silu", "swish"), model.config.rms_norm_eps
-    asked = {"rope": rope, "cross_entropy": cross_entropy, "fused_linear_cross_entropy": fused_linear_cross_entropy}
-    for name, wanted in {**asked, "swiglu": swiglu and not silu}.items():
-        if wanted:
-            warnings.warn(f"Liger's {name} was not applied: it does not fit this model", stacklevel=2)
-    liger, base = importlib.import_module(LIGER), getattr(model, model.base_model_prefix, model)
-    layers, norms = list(base.layers), [base.norm]
-    norms += [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    for norm in norms if rms_norm else ():
-        # Rounded once, as here. In place it would overwrite gradients that others may hold.
-        liger._patch_rms_norm_module(norm, eps=epsilon, casting_mode="gemma", in_place=False)
-    for layer in layers if swiglu and silu else ():
-        liger._patch_swiglu_module(layer.mlp, liger.LigerSwiGLUMLP)
 
 
 class SumGradient(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""The parts of a model beside attention: norm, MLP, maps by head, rotary embedding, chunked loss, choice of positions.
+"""The parts of a model beside attention: norm, MLP, maps by head, rotary embedding, chunked loss.
 
 Rotary embedding is that of Su et al. (2104.09864, eq. 34), half-split and interleaved.
 
@@ -271,17 +271,6 @@ def chunked_causal_lm_loss(
     if torch.is_tensor(num_items_in_batch):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
-
-
-def kept_positions(hidden_states: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
-    """Select from `hidden_states` (B, T, hidden) what `logits_to_keep` names, as `GQAForCausalLM.forward` says."""
-    if isinstance(positions, int):
-        return hidden_states[:, -positions:] if positions else hidden_states
-    if positions.ndim == 1:
-        return hidden_states[:, positions]
-    if positions.dtype == torch.bool:
-        return hidden_states[positions]  # (n, hidden), rows may keep different numbers
-    return hidden_states.take_along_dim(positions[..., None], dim=1)
 
 
 def refuse_without_tokens(name: str, inputs: torch.Tensor, bos_token_id: int | None) -> None:

@@ -47,7 +47,7 @@ def attended_part(
 
     Args:
         module: the layer; without an attention implementation in its configuration it uses eager.
-        hidden_states: (B, T, hidden), the last T of the tokens seen; in cross-attention, other tokens.
+        hidden_states: (B, T, hidden), the last T of the tokens seen.
         attention_mask: `None`, a padding mask (B, S) with 1 or True for tokens to attend to, or a finished mask.
         key, value: (B, G, S, D) and (B, G, S, V); with a cache what its `update` has returned.
         past_key_values: cache that holds the keys, the T new ones included.
@@ -129,8 +129,7 @@ def _lone_layer_mask(
         padding_mask = padding_mask[:, -keys:]  # (B, seen)
     if padding_mask is not None:
         padding_mask = padding_mask.to(hidden_states.device, torch.bool)
-    # Cross-attention may have more queries than keys.
-    span = Span(batch, length, keys, max(seen - length, 0), 0)
+    span = Span(batch, length, keys, seen - length, 0)
     return built_mask(backend, attention_rule(is_causal, window, filled_up(padding_mask, keys)), span, hidden_states)
 
 

@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .attention import Attention, GroupedAttention
-from .attention_latent import LatentAttention, say_how_requests_decode
+from .attention_latent import LatentAttention
 from .cache_formats import CACHE_BUFFERS
 from .cache_layers import grow_in_place
 from .cache_quantized import GQAQuantizedCache, rounds_cache, turns_back
@@ -24,7 +24,7 @@ from .integrations import (
     choose_rows,
     divide_over_ranks,
     offer_name,
-    offer_to_tools,
+    offer_to_peft,
     parallel_styles,
     with_rows,
 )
@@ -37,7 +37,6 @@ from .layers import (
     can_chunk_loss,
     chunked_causal_lm_loss,
     frequency_indices,
-    kept_positions,
     refuse_without_tokens,
 )
 from .masks import model_masks
@@ -160,7 +159,7 @@ class GQAPreTrainedModel(PreTrainedModel):
     def __init__(self, config: GQAConfig, *args, **kwargs):
         # Attribute writes since the configuration was built have skipped its checks.
         config.validate()
-        offer_to_tools(config.model_type)
+        attempt("PEFT asks for target_modules", offer_to_peft, config.model_type)
         super().__init__(config, *args, **kwargs)
 
     @torch.no_grad()
@@ -388,8 +387,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
 
         Args:
             labels: (B, T) token ids, -100 where there is no loss; shifted here, so usually `input_ids` themselves.
-            logits_to_keep: number of last positions whose logits are computed, 0 for all; or the positions, (n,) or
-                (B, n), or a boolean choice (B, T).
+            logits_to_keep: number of last positions whose logits are computed, 0 for all; or the positions, (n,).
             output_logits: return logits from large training steps too; see the class.
 
         Returns:
@@ -406,7 +404,8 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
             return_dict=True,  # whatever the configuration says; the decorator makes the tuple
             **kwargs,
         )
-        hidden_states = kept_positions(outputs.last_hidden_state, logits_to_keep)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        hidden_states = outputs.last_hidden_state[:, kept]
         logits = loss = None
         output_class = CausalLMOutputWithPast
         if labels is not None and not output_logits and self._chunks_loss(hidden_states):
@@ -484,9 +483,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         layers = self.config.per_layer_config
         numbers = [sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer)) for layer in layers]
         at_peak = max(2 * layer.num_attention_heads * (layer.qk_head_dim or layer.head_dim) for layer in layers)
-        manager = with_rows(manager, choose_rows(numbers), at_peak)
-        say_how_requests_decode(self)  # now that the manager has chosen the attention
-        return manager
+        return with_rows(manager, choose_rows(numbers), at_peak)
 
 
 # transformers' generic heads build their base model through AutoModel, which asks for trust in remote code.

@@ -80,15 +80,10 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     return f" (did you mean {near[0]}?)" if near else ""
 
 
-def listed(items: Iterable[Any], word: str = "or") -> str:
-    """Return `1, 2 or 3`, and `1` of one.
-
-    Args:
-        items: at least one; shown by `str`.
-        word: before the last one.
-    """
+def listed(items: Iterable[Any]) -> str:
+    """Return `1, 2 or 3`, and `1` of one, of at least one item."""
     *others, last = map(str, items)
-    return f"{', '.join(others)} {word} {last}" if others else last
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def printable(text: str | Path) -> str:

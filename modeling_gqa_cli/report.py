@@ -13,7 +13,7 @@ from modeling_gqa.common.progress import progress_bars
 from modeling_gqa.common.tables import Table
 from modeling_gqa.costs import CostedModel, Machine
 from modeling_gqa.costs import report as cost_report
-from modeling_gqa.costs.comparison import Costs, compare_costs, plot_costs
+from modeling_gqa.costs.comparison import plot_costs, sections
 from modeling_gqa.costs.configurations import changed, find_model
 from modeling_gqa.costs.measuring import measure_decoding, measure_machine
 
@@ -63,13 +63,12 @@ def report(
         if measure:
             with progress_bars() as show_progress:
                 measured = measure_decoding(models, **asked, device=where, show_progress=show_progress)
-        costs = Costs(models, reports, compare_costs(models, machine, **asked), measured)
         if plot:
             save(plot_costs(models, machine, max(rows), max(contexts), precision), plot)
         if json:
-            print(to_json(costs.to_dict()), end="", flush=True)
+            print(to_json({"models": reports, "measured": measured}), end="", flush=True)
             return
-        for section in costs.sections():
+        for section in sections(models, reports, measured):
             out.print(section.to_rich() if isinstance(section, Table) else f"{printable(section)}\n", soft_wrap=False)
         if plot:
             out.print(f"Wrote {printable(plot)}.", soft_wrap=True)
@@ -78,7 +77,7 @@ def report(
 def find_models(sources: list[str], sizes: dict[str, Any]) -> tuple[list[CostedModel], torch.dtype | None]:
     """Return the models that the command line names, each under a name of its own, and the first one's dtype."""
     found = [find_model(source) for source in sources]
-    models = [CostedModel(model.config, printable(model.name), model.experts) for model, _ in found]
+    models = [CostedModel(model.config, printable(model.name)) for model, _ in found]
     if sizes or not models:
         models.append(changed(models[0] if models else None, sizes))
     names: list[str] = []
@@ -87,7 +86,7 @@ def find_models(sources: list[str], sizes: dict[str, Any]) -> tuple[list[CostedM
         name = f"{model.name} ({printable(sources[index])})" if alike and index < len(sources) else model.name
         again = sum(earlier == name or earlier.startswith(f"{name} no. ") for earlier in names)
         names.append(f"{name} no. {again + 1}" if again else name)
-    models = [CostedModel(model.config, name, model.experts) for model, name in zip(models, names, strict=True)]
+    models = [CostedModel(model.config, name) for model, name in zip(models, names, strict=True)]
     return models, found[0][1] if found else None
 
 

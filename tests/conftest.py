@@ -51,7 +51,6 @@ PERMITTED_SKIPS = {
     "needs CUDA: conversions",
     "needs a torch release with backends in Python",
     "needs make real",
-    "needs liger-kernel and triton",
     "needs a transformers release with an fp8 quantized cache",
 }
 

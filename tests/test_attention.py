@@ -82,9 +82,9 @@ def attend(query, key, value, allowed, bias=0.0):
     return torch.einsum("bts,bsv->btv", weights / weights.sum(-1, keepdim=True), value)
 
 
-def grouped_formula(layer, x, source, allowed, angles=None, bias=0.0):
+def grouped_formula(layer, x, allowed, angles=None, bias=0.0):
     size = layer.head_dim
-    query, key, value = linear(layer.q_proj, x), linear(layer.k_proj, source), linear(layer.v_proj, source)
+    query, key, value = (linear(projection, x) for projection in (layer.q_proj, layer.k_proj, layer.v_proj))
     heads, groups = query.shape[-1] // size, key.shape[-1] // size
     outputs = []
     for head in range(heads):
@@ -115,16 +115,16 @@ def normed_keys_and_values(layer, x):
     return torch.cat((*normed, linear(layer.v_proj, x)), -1)
 
 
-def latent_formula(layer, x, source, allowed, angles=None, bias=0.0):
+def latent_formula(layer, x, allowed, angles=None, bias=0.0):
     config = layer.config
     rank, nope, rope, v = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     if config.qk_norm:
-        query, source = normed_queries(layer, x), normed_keys_and_values(layer, source)
+        query, x = normed_queries(layer, x), normed_keys_and_values(layer, x)
     elif config.q_lora_rank is None:
         query = linear(layer.q_proj, x)
     else:
         query = linear(layer.q_b_proj, norm(layer.q_a_layernorm, linear(layer.q_a_proj, x)))
-    compressed = linear(layer.kv_a_proj_with_mqa, source)
+    compressed = linear(layer.kv_a_proj_with_mqa, x)
     latent = compressed[..., :rank] if config.qk_norm else norm(layer.kv_a_layernorm, compressed[..., :rank])
     rebuilt = linear(layer.kv_b_proj, latent)
     key_rope = turn(compressed[..., rank:], angles, config.rope_interleave)
@@ -141,9 +141,9 @@ def latent_formula(layer, x, source, allowed, angles=None, bias=0.0):
 FORMULAS = {"mha": grouped_formula, "mqa": grouped_formula, "gqa": grouped_formula, "mla": latent_formula}
 
 
-def formula(name, layer, x, allowed, source=None, **kwargs):
+def formula(name, layer, x, allowed, **kwargs):
     with torch.no_grad():
-        return FORMULAS[LAYERS[name][0]](layer, x, x if source is None else source, allowed, **kwargs)
+        return FORMULAS[LAYERS[name][0]](layer, x, allowed, **kwargs)
 
 
 def who_sees_whom(length, keys=None, causal=True, window=None, padding=None) -> torch.Tensor:
@@ -217,38 +217,14 @@ def test_a_layer_alone_computes_its_formula(name, case, rotary, backend):
 @pytest.mark.parametrize("padding", [None, "right"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_flex_attention_alone_is_causal_too(name, padding):
-    """Under flex attention a lone layer builds a causal mask, and none in cross-attention, to 1e-4 of the formula."""
+    """Under flex attention a lone layer builds a causal mask, to 1e-4 of the formula."""
     layer, x = make_layer(name, "flex_attention", torch.float32), make_input(9)
     mask = None if padding is None else padding_mask(9, padding)
     # Flex attention has no gradients on a CPU, and compiling it takes long.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         output, _ = layer(x.float(), attention_mask=mask)
-        crossed, _ = layer(
-            x.float(), key_value_states=x[:, 1:].float(), attention_mask=None if mask is None else mask[:, 1:]
-        )
     allowed = who_sees_whom(9, padding=mask)
     assert_same(output.double(), formula(name, layer.double(), x, allowed), allowed, tolerance=1e-4)
-    allowed = who_sees_whom(9, 8, causal=False, padding=None if mask is None else mask[:, 1:])
-    assert_same(crossed.double(), formula(name, layer, x, allowed, source=x[:, 1:]), tolerance=1e-4)
-
-
-@compat
-@pytest.mark.parametrize("backend", [None, "sdpa"])
-@pytest.mark.parametrize("padding", [None, "none", "left", "right"])
-@pytest.mark.parametrize("name", LAYERS)
-def test_cross_attention_sees_all_keys_that_are_not_padding(name, padding, backend):
-    """Cross-attention is the formula over all unpadded keys, for more and for fewer queries than keys; no window
-    applies."""
-    layer = make_layer(name, backend, sliding_window=WINDOW)
-    for queries, keys in [(1, 8), (5, 8), (8, 8), (9, 8), (13, 8), (3, 4), (9, 4), (4, 3)]:
-        x, source = make_input(queries), make_input(keys, seed=1)
-        mask = None if padding is None else padding_mask(keys, padding)
-        output, weights = layer(x, key_value_states=source, attention_mask=mask)
-        allowed = who_sees_whom(queries, keys, causal=False, padding=mask)
-        assert_same(output, formula(name, layer, x, allowed, source=source))
-        if backend is None:
-            assert weights.shape == (BATCH, layer.config.num_attention_heads, queries, keys)
-            assert ((weights > 0) == allowed[:, None]).all()
 
 
 @pytest.mark.parametrize("backend", [None, "sdpa"])

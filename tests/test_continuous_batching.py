@@ -7,12 +7,9 @@ import math
 import pytest
 import torch
 from small_models import MODELS, make_model
-from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig
-from transformers.testing_utils import CaptureLogger
-from transformers.utils import logging
 
-from modeling_gqa.attention_latent import LatentAttention, logger, say_how_requests_decode
+from modeling_gqa.attention_latent import LatentAttention
 from modeling_gqa.integrations import choose_rows, indexed_by_group
 
 pytestmark = pytest.mark.compat
@@ -43,23 +40,6 @@ def model_and_greedy(name: str, inputs: list[list[int]], implementation: str = "
     config = GenerationConfig(**GREEDY)
     found = [model.generate(torch.tensor([ids]), generation_config=config)[0, len(ids) :].tolist() for ids in inputs]
     return model, found
-
-
-def said_by(function, *given) -> str:
-    """What MLA logs in a call, at transformers' default verbosity, though it was said before."""
-    logger.warning_once.__func__.cache_clear()  # type: ignore[attr-defined]
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_warning()  # the command line, which other tests call in this process, shows only errors
-    try:
-        with CaptureLogger(logger) as captured:
-            function(*given)
-    finally:
-        logging.set_verbosity(verbosity)
-    return captured.out
-
-
-def said_at_start(model) -> str:
-    return said_by(model.init_continuous_batching, GenerationConfig(**GREEDY), options())
 
 
 def batched(model, inputs: list[list[int]], **given) -> list[list[int]]:
@@ -155,31 +135,6 @@ def test_decoding_attends_over_the_latent(monkeypatch):
     monkeypatch.setattr(LatentAttention, "absorb", lambda *given: calls.append(1) or absorb(*given))
     batched(model, prompts((5, 9)))
     assert len(calls) >= 3 * 11  # layers, and tokens after the first
-
-
-@pytest.mark.parametrize("name", ["mla", "mixed"])
-def test_the_way_of_decoding_is_said(name):
-    """A user sees how many MLA layers attend over their latent, and why the others do not."""
-    model = make_model(name)
-    count = 3 if name == "mla" else 1
-    line = f"{count} of {count} MLA layers decode by attention over their cached latent (R + P = 28 numbers per token"
-    assert line in said_at_start(model)
-    attention = model.model.layers[0].self_attn
-    attention.kv_b_proj = nn.Sequential(attention.kv_b_proj)  # as an adapter wraps it
-    wrapped = said_at_start(model)
-    assert f"{count - 1} of {count} MLA" in wrapped and "the others rebuild keys" in wrapped and "adapted" in wrapped
-
-
-def test_an_attention_without_latents_is_named():
-    """As when a model was loaded with flash attention, which transformers 5.17 replaces by sdpa."""
-    model = make_model("mla")
-    model.config._attn_implementation = "flash_attention_2"
-    said = said_by(say_how_requests_decode, model)
-    assert "0 of 3 MLA" in said and "flash_attention_2 takes no latent" in said
-
-
-def test_nothing_is_said_without_latents():
-    assert "MLA" not in said_at_start(make_model("gqa"))
 
 
 @pytest.mark.parametrize(

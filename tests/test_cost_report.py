@@ -50,16 +50,12 @@ def refused(*arguments) -> str:
 
 
 def test_json_is_the_report():
-    """Everything that Python's `report` returns, and where each further model is faster than the first."""
+    """Everything that Python's `report` returns."""
     found = in_json("llama-3-8b", "tiny-mla", *MACHINE, "--memory", 80, "--context", 4096, "--batch-size", 4)
     machine = Machine(3350e9, 989e12)
     for name, shown in zip(("llama-3-8b", "tiny-mla"), found["models"], strict=True):
         options = {"contexts": [4096], "batch_sizes": [4], "memory": 80 * 2**30, "machine": machine}
         assert shown == json.loads(json.dumps(costs.report(find_model(name)[0], **options).to_dict()))
-    assert [(x["model"], x["other"], x["batch_size"]) for x in found["comparisons"]] == [
-        ("tiny-mla", "llama-3-8b", rows) for rows in (1, 4, 8, 64)
-    ]
-    assert all(x["faster"] == [[1, x["longest"]]] for x in found["comparisons"])
     assert found["measured"] == []
 
 
@@ -241,7 +237,6 @@ WRONG = {
     "sizes of another kind": (["tiny-gqa", "--kv-lora-rank", 4], "kv_lora_rank=4 belongs to attention_kind='mla'"),
     "device alone": (["tiny-gqa", "--device", "cpu"], "--device says what --measure measures: give both"),
     "device": (["tiny-gqa", "--measure", "--device", "nowhere"], "--device=nowhere cannot be used"),
-    "experts measured": (["deepseek-v3", "--measure"], "deepseek-v3 has experts, which this package cannot build"),
     "too large": (["llama-3-8b", "--measure", "--batch-size", 4000], "GiB of memory and"),
     "picture": (["tiny-gqa", "--plot", "costs.xyz"], "costs.xyz names no picture: let it end in .png, .svg, .pdf"),
 }

@@ -1,17 +1,15 @@
 """What models cost, against transformers' own models, figures that were published, and every number tried."""
 
 import json
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from small_models import make_config
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig, costs
-from modeling_gqa.costs import CostedModel, Experts, Machine, report
+from modeling_gqa.costs import CostedModel, Machine, report
 from modeling_gqa.costs.configurations import PRESETS, changed, find_model
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.paths import CONFIGURATION
@@ -22,50 +20,7 @@ PARAMETERS = {
     "llama-3-8b": 8_030_261_248,
     "qwen3-0.6b": 596_049_920,
     "smollm2-135m": 134_515_008,
-    "deepseek-v2": 235_741_434_880,
-    "deepseek-v3": 671_026_404_352,
 }
-SMALL = {
-    "vocab_size": 101,
-    "hidden_size": 48,
-    "intermediate_size": 58,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-}
-LATENT = {"kv_lora_rank": 22, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14, "num_key_value_heads": 6}
-DEEPSEEK = {
-    **LATENT,
-    "moe_intermediate_size": 18,
-    "n_routed_experts": 8,
-    "n_shared_experts": 3,
-    "first_k_dense_replace": 1,
-}
-EXPERTS: dict[str, dict] = {
-    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 3},
-    "qwen3_moe": {
-        "num_experts": 7,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 18,
-        "head_dim": 14,
-        "decoder_sparse_step": 2,
-        "mlp_only_layers": [3],
-    },
-    "deepseek_v2": {**DEEPSEEK, "q_lora_rank": 17, "num_experts_per_tok": 2, "topk_method": "greedy"},
-    "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 17, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-}
-
-
-def stock_config(model_type: str):
-    return CONFIG_MAPPING[model_type].from_dict(SMALL | EXPERTS[model_type])
-
-
-@pytest.fixture(params=EXPERTS)
-def with_experts(request, tmp_path):
-    """A stock configuration whose layers have experts, and what is read of its `config.json`."""
-    config = stock_config(request.param)
-    config.save_pretrained(tmp_path / "stock")
-    return config, find_model(str(tmp_path / "stock"))[0]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -102,7 +57,7 @@ def test_totals_are_sums_of_layers(model_name):
     assert found.attention_parameters == sum(layer.attention_parameters for layer in layers)
     assert found.mlp_parameters == sum(layer.mlp_parameters for layer in layers)
     parts = (found.attention_parameters, found.mlp_parameters, found.embedding_parameters, found.norm_parameters)
-    assert found.parameters == found.parameters_per_token == sum(parts) == costs.count_parameters(config)
+    assert found.parameters == sum(parts) == costs.count_parameters(config)
     head = 2 * config.hidden_size * config.vocab_size
     for cost in found.contexts:
         rows, tokens = cost.batch_size, cost.context
@@ -110,90 +65,6 @@ def test_totals_are_sums_of_layers(model_name):
             of_layers = sum(getattr(layer, name)[tokens] for layer in layers)
             assert getattr(cost, name) == rows * (of_layers + positions * head)
         assert cost.intensity == cost.decode_flops / cost.decode_bytes
-
-
-def test_experts_parameters(with_experts):
-    config, model = with_experts
-    with torch.device("meta"):
-        stock = AutoModelForCausalLM.from_config(config)
-    assert costs.count_parameters(model) == stock.num_parameters()
-    assert 0 < len(model.experts) <= config.num_hidden_layers
-    found = report(model)
-    assert json.dumps(found.to_dict())
-    chosen, number = config.num_experts_per_tok, next(iter(model.experts.values())).number
-    routed = len(model.experts) * number * 3 * config.hidden_size * getattr(config, "moe_intermediate_size", 58)
-    assert found.parameters_per_token == found.parameters - routed * (number - chosen) // number
-    one, many = (costs.decode_bytes(model, rows, 5, torch.float32) for rows in (1, 500))
-    caches = [costs.cache_bytes(model, rows, 5, torch.float32) for rows in (1, 500)]
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    assert one - caches[0] == 4 * (found.parameters_per_token - embedding + config.hidden_size)
-    assert many - caches[1] == 4 * found.parameters
-
-
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe"])
-def test_experts_beside_fields_that_are_left_out(model_type, tmp_path):
-    """They have the defaults of their own class, and not of the one whose attention they have."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with torch.device("meta"):
-        stock = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type]())
-    found = report(find_model(str(tmp_path))[0])
-    assert found.parameters == stock.num_parameters()
-    assert {layer.window for layer in found.layers} == {None}
-    size = getattr(stock.config, "head_dim", None) or stock.config.hidden_size // stock.config.num_attention_heads
-    assert {layer.cached_numbers for layer in found.layers} == {2 * size * stock.config.num_key_value_heads}
-
-
-def test_windows_of_qwen3_moe(tmp_path):
-    """All layers have one, whatever `max_window_layers` says (modeling_qwen3_moe.py of transformers)."""
-    config = CONFIG_MAPPING["qwen3_moe"](use_sliding_window=True, sliding_window=77, max_window_layers=2)
-    config.save_pretrained(tmp_path)
-    assert {layer.window for layer in report(find_model(str(tmp_path))[0]).layers} == {77}
-
-
-@pytest.mark.parametrize(
-    ("model_type", "fields"),
-    [
-        ("mixtral", {"num_local_experts": 0}),
-        ("mixtral", {"num_experts_per_tok": 9}),
-        ("mixtral", {"num_experts_per_tok": -2}),
-        ("qwen3_moe", {"moe_intermediate_size": 0}),
-        ("deepseek_v3", {"n_shared_experts": -5}),
-    ],
-)
-def test_experts_that_cannot_be(model_type, fields, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(EXPERTS[model_type] | SMALL | {"model_type": model_type} | fields))
-    with pytest.raises(UserError, match="experts cannot be"):
-        find_model(str(tmp_path))
-
-
-def test_qwen3_moe_without_experts(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 0}))
-    assert find_model(str(tmp_path))[0].experts == {}
-
-
-@torch.no_grad()
-def test_experts_operations(with_experts):
-    """A prompt takes the FLOPs that transformers' model takes, each token those of the experts it is sent to."""
-    config, model = with_experts
-    config._attn_implementation = config._experts_implementation = "eager"
-    stock = AutoModelForCausalLM.from_config(config).eval()
-    with FlopCounterMode(display=False) as counter:
-        stock(torch.randint(3, 101, (2, 9), generator=torch.Generator().manual_seed(0)), logits_to_keep=1)
-    assert costs.prefill_flops(model, 2, 9) == counter.get_total_flops()
-
-
-def test_experts_read():
-    """The expected number is the mean over drawn experts."""
-    experts, generator = Experts(number=6, chosen=2, size=10, shared=3), torch.Generator().manual_seed(0)
-    for tokens in (1, 2, 5):
-        draws = [
-            len({e for _ in range(tokens) for e in torch.randperm(6, generator=generator)[:2].tolist()})
-            for _ in range(4000)
-        ]
-        assert experts.read(tokens) == pytest.approx(10 * sum(draws) / len(draws) + 3, rel=0.02)
-    assert experts.read(1) == pytest.approx(experts.per_token)
-    assert experts.per_token == 23
-    assert experts.read(10**6) == experts.stored == 63
 
 
 def test_bound():
@@ -250,25 +121,6 @@ def test_memory_of_windows_is_bounded():
     assert costs.longest_context(config, most - 1, 2) == 4
 
 
-def test_faster_contexts():
-    """The ranges are those found by trying every context."""
-    machine = Machine(bandwidth=1.0, rate=3.0)
-    models = [CostedModel(make_config(name), name) for name in ("mha", "gqa", "mqa", "mla", "mixed-window")]
-    seen = set()
-    for rows in (1, 16):
-        seconds = {
-            model.name: [costs.decode_seconds(model, machine, rows, tokens) for tokens in range(1, 301)]
-            for model in models
-        }
-        for model, other in product(models, models):
-            ranges = costs.faster_contexts(model, other, machine, rows, longest=300)
-            inside = {tokens for begin, end in ranges for tokens in range(begin, end + 1)}
-            pairs = zip(seconds[model.name], seconds[other.name], strict=True)
-            assert inside == {tokens for tokens, (ours, theirs) in enumerate(pairs, 1) if ours < theirs}
-            seen.add(len(inside))
-    assert seen - {0, 300}  # some are faster in a part of them
-
-
 # -- configurations by name
 
 
@@ -311,14 +163,12 @@ def test_configurations_that_are_refused(tmp_path):
 
 
 def test_changed():
-    """Sizes that follow from a changed field are derived anew; experts keep their own."""
+    """Sizes that follow from a changed field are derived anew."""
     model = changed(find_model("llama-3-8b")[0], {"attention_kind": "mla"})
     assert (model.config.kv_lora_rank, model.config.qk_rope_head_dim) == (512, 64)
     assert model.name == "llama-3-8b, mla"
     with pytest.raises(UserError, match="not divisible"):
         changed(model, {"attention_kind": "gqa", "num_key_value_heads": 7})
-    with pytest.raises(UserError, match="experts have sizes of their own"):
-        changed(find_model("deepseek-v3")[0], {"hidden_size": 64})
 
 
 def test_report_refuses_numbers_below_one():

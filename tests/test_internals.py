@@ -61,7 +61,6 @@ MISSING: dict[str, tuple[list[str], int]] = {
     **{f"{module}.{name}": ([f"{module}.{name}"], 0) for module, name in sorted(IN_FUNCTIONS)},
     **{table: ([f"transformers.models.auto.modeling_auto.{table}"], 1) for table in TABLES},
     "tables of PEFT": (["peft.utils.constants"], 1),
-    "tables of Liger Kernel": (["liger_kernel.transformers.monkey_patch"], 1),
     "masks": ([f"transformers.masking_utils.{name}" for name in ("create_causal_mask", "sdpa_mask", "eager_mask")], 0),
 }
 MISSING["everything"] = (
@@ -71,7 +70,7 @@ MISSING["everything"] = (
 NAMES = [*ATTENTION_CLASSES, "mixed-window"]
 
 CODE = """
-import contextlib, importlib, types
+import contextlib, importlib
 from unittest import mock
 from transformers.testing_utils import CaptureLogger
 from transformers.utils import logging
@@ -80,7 +79,7 @@ logger = logging.get_logger("transformers.modeling_gqa")
 
 def absent(dotted):
     if not dotted.startswith("transformers."):  # a module of another tool, which holds nothing of what it held
-        return mock.patch.dict(sys.modules, {dotted: types.ModuleType(dotted) if "liger" in dotted else 3})
+        return mock.patch.dict(sys.modules, {dotted: 3})
     module, name = dotted.rsplit(".", 1)
     module = importlib.import_module(module)
     getattr(module, name)  # it is there, if imported late

@@ -18,9 +18,6 @@ EXPORT_FAMILIES: dict[str, type[Attention]] = {
     "qwen3": GroupedAttention,
     "deepseek_v3": LatentAttention,
 }
-# Rotary types with which the frequencies of a smaller head are some of those of a larger one. With the others they
-# depend on the head's size by more than the exponent of each plane ("dynamic" changes the base with the length).
-STRIDE_TYPES = ("default", "linear", "llama3")
 # The releases whose source was read, and the first of them run.
 VLLM, SGLANG = "vLLM 0.32", "SGLang 0.5.23"
 FOR_TRANSFORMERS = ": --for transformers (in Python engine='transformers') exports it for transformers alone"
@@ -75,21 +72,18 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         yield (
             f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads={config.num_attention_heads}"
         )
-    if attention is LatentAttention and not config.latent_norm and config.dtype == torch.float16:
-        yield "float16 cannot hold the weights of a latent without a norm: save the model in float32 first"
+    if attention is LatentAttention and not config.latent_norm:
+        yield "latent_norm=False, and the class has a norm on its latent"
     if engine is None:
-        # The export evens the epsilon out, which weights of a half dtype are too coarse for.
-        epsilon = config.rms_norm_eps if half else LATENT_NORM_EPS
-        yield from (reason + FOR_TRANSFORMERS for reason in misreadings(config, family, epsilon))
+        yield from (reason + FOR_TRANSFORMERS for reason in misreadings(config, family))
 
 
-def misreadings(config: GQAConfig, family: str, epsilon: float) -> list[str]:
+def misreadings(config: GQAConfig, family: str) -> list[str]:
     """Return what engines read otherwise than transformers, without a word, by classes of their own; one phrase each.
 
     Args:
         config: of a model that `family` expresses.
         family: that it is exported as.
-        epsilon: `rms_norm_eps` of the export.
     """
     rope, rope_type = config.rope_parameters, config.rope_parameters["rope_type"]
     if EXPORT_FAMILIES[family] is LatentAttention:
@@ -102,8 +96,8 @@ def misreadings(config: GQAConfig, family: str, epsilon: float) -> list[str]:
             "ignore truncate in rope_parameters": yarn and rope.get("truncate") is False,
             "ignore attention_factor in rope_parameters": yarn and rope.get("attention_factor") is not None,
             "ignore mscale or mscale_all_dim without the other": yarn and one_mscale,
-            f"use rms_norm_eps={epsilon} in the norm of a latent, where transformers uses {LATENT_NORM_EPS} (an export "
-            "of float32 weights for every engine evens that out)": epsilon != LATENT_NORM_EPS,
+            f"use rms_norm_eps={config.rms_norm_eps} in the norm of a latent, where transformers uses "
+            f"{LATENT_NORM_EPS}": config.rms_norm_eps != LATENT_NORM_EPS,
         }
         return [f"{VLLM} and {SGLANG} {phrase}" for phrase, holds in phrases.items() if holds]
     phrases = {
@@ -116,16 +110,9 @@ def misreadings(config: GQAConfig, family: str, epsilon: float) -> list[str]:
 
 def _standard_frequencies(config: GQAConfig, attention: type[Attention]) -> bool:
     """Return whether the rotary planes have the frequencies that a head of their size has by default."""
-    indices, size = config.rope_frequency_indices, config.rope_frequency_dim
-    if indices is None or size is None:
-        return True
     rotary = config.qk_rope_head_dim if attention is LatentAttention else config.head_dim
-    if 2 * len(indices) != rotary or size % rotary:
-        return False
-    stride = size // rotary
-    if stride > 1 and config.rope_parameters["rope_type"] not in STRIDE_TYPES:
-        return False
-    return list(indices) == list(range(0, size // 2, stride))
+    usual = config.rope_frequency_dim == rotary and config.rope_frequency_indices == list(range(rotary // 2))
+    return config.rope_frequency_indices is None or usual
 
 
 def scale_ratio(config: GQAConfig) -> float:

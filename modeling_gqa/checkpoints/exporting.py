@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 
 from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 
-from ..attention_latent import LATENT_NORM_EPS, LatentAttention
+from ..attention_latent import LatentAttention
 from ..common import cards
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
@@ -36,12 +36,9 @@ CARD = """# {title}
 
 `{source}` as transformers' {name}.
 
-{notes}
+**Do not serve this with an engine's own class of {name}**: {reasons}. The engine does not say so, and
+other text comes out. transformers computes it as it is, and so does vLLM with `--model-impl transformers`.
 """
-MISREAD = """**Do not serve this with an engine's own class of {name}**: {reasons}. The engine does not say so, and
-other text comes out. transformers computes it as it is, and so does vLLM with `--model-impl transformers`."""
-SMALL = """The weights that make the latent are very small, and its norm makes up for that. Run it in bfloat16 or
-float32: float16 takes them for zero, and so does quantization with one scale for a whole weight."""
 
 
 def export_config(config: GQAConfig, family: str | None = None, engine: str | None = None) -> PreTrainedConfig:
@@ -78,7 +75,7 @@ def export_config(config: GQAConfig, family: str | None = None, engine: str | No
     ):
         reason = next(export_blockers(config, name, engine), None)
         if reason is None:
-            return _stock_config(config, name, engine)
+            return _stock_config(config, name)
         reasons.setdefault(reason, []).append(name)
     listed = "; ".join(f"{' and '.join(names)}: {reason}" for reason, names in reasons.items())
     how = "is not exported for every engine" if FOR_TRANSFORMERS in listed else "cannot be exported"
@@ -93,14 +90,6 @@ def inexactness(config: GQAConfig) -> str | None:
     Args:
         config: one that `export_config` accepts.
     """
-    latent = config.attention_kind in LatentAttention.kinds
-    if latent and not config.latent_norm:
-        return (
-            "The latents get a norm that divides by a constant: in float32 they change by 3e-7 of themselves, in "
-            "bfloat16 by 6e-4."
-        )
-    if latent and config.rms_norm_eps != LATENT_NORM_EPS:
-        return f"The states are scaled so that rms_norm_eps={LATENT_NORM_EPS}, which rounds weights once more."
     if not math.log2(scale_ratio(config)).is_integer():
         return "The softmax scale is folded into the query weights, which rounds them once more."
     return None
@@ -178,22 +167,18 @@ def export_checkpoint(
 
 def _write_card(folder: Path, title: str, config: GQAConfig, stock: PreTrainedConfig, source: Path) -> None:
     """Save a model card where the model is not to be run everywhere; `source` is the folder that it was made from."""
-    name, notes = type(stock).__name__.removesuffix("Config"), []
-    if reasons := "; ".join(misreadings(config, stock.model_type, stock.rms_norm_eps)):
-        notes.append(MISREAD.format(name=name, reasons=reasons))
-    if config.attention_kind in LatentAttention.kinds and not config.latent_norm:
-        notes.append(SMALL)
-    if notes:
+    if reasons := "; ".join(misreadings(config, stock.model_type)):
+        name = type(stock).__name__.removesuffix("Config")
         metadata = {"library_name": "transformers", "pipeline_tag": "text-generation"}
         metadata |= cards.kept_metadata(source / "README.md")
-        text = CARD.format(title=title, source=source.resolve().name, name=name, notes="\n\n".join(notes))
+        text = CARD.format(title=title, source=source.resolve().name, name=name, reasons=reasons)
         cards.write_card(folder, metadata, text)
 
 
-def _stock_config(config: GQAConfig, family: str, engine: str | None) -> PreTrainedConfig:
+def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
     fields = {name: copy.deepcopy(getattr(config, name)) for name in SHARED}
     if EXPORT_FAMILIES[family] is LatentAttention:
-        fields |= _latent_fields(config, engine)
+        fields |= _latent_fields(config)
     else:
         fields |= {"num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim}
     if family in ("llama", "qwen3"):
@@ -220,14 +205,13 @@ def _stock_config(config: GQAConfig, family: str, engine: str | None) -> PreTrai
         raise UserError(f"transformers' {family} class refuses this model: {one_line(error)}") from error
 
 
-def _latent_fields(config: GQAConfig, engine: str | None) -> dict[str, Any]:
+def _latent_fields(config: GQAConfig) -> dict[str, Any]:
     sizes = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return {
         **{name: getattr(config, name) for name in sizes},
         "num_key_value_heads": config.num_attention_heads,
         "rope_interleave": True,
         "tie_word_embeddings": False,
-        "rms_norm_eps": LATENT_NORM_EPS if engine is None else config.rms_norm_eps,
         "attention_bias": any(config.projection_biases),
         "first_k_dense_replace": config.num_hidden_layers,
         "num_nextn_predict_layers": 0,

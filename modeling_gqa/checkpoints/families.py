@@ -186,6 +186,12 @@ def _qwen3(config: PreTrainedConfig) -> dict[str, Any]:
 def _latent(config: PreTrainedConfig) -> dict[str, Any]:
     if config.v_head_dim is None:  # ours would derive it
         raise UserError("v_head_dim=None is not supported: it must be given")
+    dense = getattr(config, "first_k_dense_replace", config.num_hidden_layers)  # of Youtu's layers all are
+    if (dense or 0) < config.num_hidden_layers:
+        raise UserError(
+            f"first_k_dense_replace={dense} leaves mixture-of-experts layers among the {config.num_hidden_layers} "
+            "layers, which are not supported: all layers must be dense"
+        )
     return {
         "attention_kind": "mla",
         **{name: getattr(config, name) for name in MAPPED_LATENT_FIELDS},
@@ -283,11 +289,6 @@ def refuse_fields(config: PreTrainedConfig, family: Family, ignored: Collection[
                 "for is not known: if it does not change what the model computes, ignore it with --ignore-field "
                 f"{name} (in Python ignore_fields=[{name!r}])"
             )
-    if "first_k_dense_replace" in mapped and (config.first_k_dense_replace or 0) < config.num_hidden_layers:
-        raise UserError(
-            f"first_k_dense_replace={config.first_k_dense_replace} leaves mixture-of-experts layers among the "
-            f"{config.num_hidden_layers} layers, which are not supported: all layers must be dense"
-        )
     _refuse_rope(config)
 
 

@@ -1,7 +1,7 @@
 """Parameters, floating-point operations and cache bytes of a model, predicted from its configuration alone.
 
 What differs by attention kind stands in the attention classes; here it is summed over the layers of a configuration.
-Give a model as a `GQAConfig`, or as a `CostedModel`, which has a name and may have experts. `dtype` is that of weights
+Give a model as a `GQAConfig`, or as a `CostedModel`, which has a name. `dtype` is that of weights
 and cache.
 
 FLOPs are those of matrix products, 2 per multiply-add, as `torch.utils.flop_counter` counts them. Norms, rotary
@@ -11,12 +11,9 @@ although kernels may skip what a causal mask or a window hides. Heads that are p
 padding.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+from .bounds import Machine, decode_bytes, decode_seconds, largest_batch, longest_context
 from .counts import (
     CostedModel,
-    Experts,
     cache_bytes,
     cache_bytes_per_token,
     count_attention_parameters,
@@ -26,21 +23,12 @@ from .counts import (
     prefill_flops,
     training_flops,
 )
+from .summary import ContextCost, CostReport, LayerCost, report
 
-if TYPE_CHECKING:
-    from .bounds import Machine, decode_bytes, decode_seconds, faster_contexts, largest_batch, longest_context
-    from .summary import ContextCost, CostReport, LayerCost, report
-
-# Modules that are loaded when one of these names is first asked for: counts need none of them.
-_LATER = {
-    ".bounds": ("Machine", "decode_bytes", "decode_seconds", "faster_contexts", "largest_batch", "longest_context"),
-    ".summary": ("ContextCost", "CostReport", "LayerCost", "report"),
-}
 __all__ = [
     "ContextCost",
     "CostReport",
     "CostedModel",
-    "Experts",
     "LayerCost",
     "Machine",
     "cache_bytes",
@@ -51,17 +39,9 @@ __all__ = [
     "decode_flops",
     "decode_seconds",
     "decode_weights",
-    "faster_contexts",
     "largest_batch",
     "longest_context",
     "prefill_flops",
     "report",
     "training_flops",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _LATER.items():
-        if name in names:
-            return getattr(import_module(module, __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

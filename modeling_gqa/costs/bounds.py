@@ -1,8 +1,7 @@
 """How fast a machine can decode at best, and what fits its memory."""
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -124,55 +123,3 @@ def largest_batch(
     model = as_costed(model)
     room = memory - count_parameters(model) * dtype.itemsize
     return max(0, int(room // cache_bytes(model, 1, tokens, dtype)))
-
-
-def faster_contexts(
-    model: GQAConfig | CostedModel,
-    other: GQAConfig | CostedModel,
-    machine: Machine,
-    batch_size: int = 1,
-    dtype: torch.dtype = torch.bfloat16,
-    longest: int = 2**20,
-) -> list[tuple[int, int]]:
-    """Return the ranges of contexts in which a decoded token of one model has a lower bound than one of another.
-
-    Args:
-        model: a configuration or a `CostedModel`, which may be faster.
-        other: what it is compared with.
-        machine: what both run on.
-        batch_size: number of sequences.
-        dtype: of weights and cache.
-        longest: context up to which is looked.
-
-    Returns:
-        First and last context of each range, in order. One that begins and ends between two neighbouring powers of
-        2^(1/8) is not found.
-
-    Example:
-        ```python
-        from modeling_gqa import GQAConfig, costs
-
-        machine = costs.Machine(bandwidth=3.35e12, rate=989e12)
-        mla, mha = (GQAConfig(attention_kind=kind) for kind in ("mla", "mha"))
-        print(costs.faster_contexts(mla, mha, machine, batch_size=8))
-        ```
-    """
-    models = as_costed(model), as_costed(other)
-
-    def is_faster(context: int) -> bool:
-        ours, theirs = (decode_seconds(x, machine, batch_size, context, dtype) for x in models)
-        return ours < theirs
-
-    def is_slower(context: int) -> bool:
-        return not is_faster(context)
-
-    powers = {round(2 ** (eighths / 8)) for eighths in range(8 * longest.bit_length())}
-    points = [*sorted(power for power in powers if power < longest), longest]
-    faster = [is_faster(point) for point in points]
-    changes = [1] if faster[0] else []
-    for (before, was), (after, now) in pairwise(zip(points, faster, strict=True)):
-        if was != now:
-            changed = is_slower if was else is_faster
-            changes.append(bisect_left(range(after), True, before + 1, after, key=changed))
-    ends = [change - 1 for change in changes[1::2]] + [longest] * (len(changes) % 2)
-    return list(zip(changes[::2], ends, strict=True))

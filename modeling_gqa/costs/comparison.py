@@ -1,21 +1,19 @@
-"""What models cost beside each other: the tables, the picture and the JSON of `modeling-gqa report`."""
+"""What models cost beside each other: the tables and the picture of `modeling-gqa report`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..common.pictures import line_styles, name_lines, new_figure, tidy
 from ..common.tables import Table, cached, in_bytes, runs, share, three_digits, with_prefix
-from . import CostedModel, CostReport, LayerCost, Machine, cache_bytes, decode_seconds, faster_contexts
+from . import CostedModel, CostReport, LayerCost, Machine, cache_bytes, decode_seconds
 from .measuring import MeasuredToken
 from .summary import ContextCost
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-BATCH_SIZES = (1, 8, 64)  # at which two models are compared by bound, besides those that are asked for
 EXPANDED = "Expanded: MLA rebuilds keys and values at every token. This package decodes over the latent instead."
 BOUNDS = (
     "The bounds count weights, cache and matrix products alone, and of prompts and training no scores that the mask "
@@ -24,87 +22,22 @@ BOUNDS = (
 MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Overtaking:
-    """Where one model decodes faster than another by bound.
-
-    Args:
-        model: name of the one.
-        other: name of the other.
-        batch_size: number of sequences.
-        faster: first and last context of each range in which `model` has the lower bound.
-        longest: context up to which was looked.
-    """
-
-    model: str
-    other: str
-    batch_size: int
-    faster: list[tuple[int, int]]
-    longest: int
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Models beside each other.
-
-    Args:
-        models: the configurations.
-        reports: what each costs.
-        comparisons: of each model after the first with the first, at `BATCH_SIZES`; empty without a machine.
-        measured: decoded tokens that were measured here; empty without.
-    """
-
-    models: Sequence[CostedModel]
-    reports: Sequence[CostReport]
-    comparisons: Sequence[Overtaking]
-    measured: Sequence[MeasuredToken]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return all of it in types that JSON has."""
-        return {
-            "models": [report.to_dict() for report in self.reports],
-            "comparisons": [asdict(comparison) for comparison in self.comparisons],
-            "measured": [asdict(token) for token in self.measured],
-        }
-
-    def sections(self) -> list[Table | str]:
-        """Return what people read: tables, and a line on what two of them mean."""
-        reports, machine = self.reports, self.reports[0].machine
-        found: list[Table | str] = [parameters_table(reports)]
-        found += [layer_costs_table(*pair) for pair in zip(self.models, reports, strict=True)]
-        found.append(operations_table(reports))
-        if any(cost.decode_flops != cost.decode_flops_expanded for report in reports for cost in report.contexts):
-            found.append(EXPANDED)
-        found.append(decoding_table(reports))
-        if reports[0].memory:
-            found.append(memory_table(reports))
-        if machine:
-            found += [bounds_table(reports, machine), BOUNDS]
-        if self.comparisons:
-            found.append(faster_table(self.comparisons))
-        return [*found, measured_table(self.measured)] if self.measured else found
-
-
-def compare_costs(
-    models: Sequence[CostedModel],
-    machine: Machine | None,
-    contexts: Sequence[int],
-    batch_sizes: Sequence[int],
-    dtype: torch.dtype,
-) -> list[Overtaking]:
-    """Return where each model after the first is faster than the first by bound.
-
-    It is looked up to the shorter one's positions, and up to the longest context that is asked for.
-    """
-    first, *others = models
-    numbers = sorted({*BATCH_SIZES, *batch_sizes})
-    return [
-        Overtaking(model.name, first.name, rows, faster_contexts(model, first, machine, rows, dtype, longest), longest)
-        for model in others
-        if machine
-        for longest in [max(*contexts, min(x.config.max_position_embeddings for x in (first, model)))]
-        for rows in numbers
-    ]
+def sections(
+    models: Sequence[CostedModel], reports: Sequence[CostReport], measured: Sequence[MeasuredToken]
+) -> list[Table | str]:
+    """Return what people read of models, what each costs and what was measured: tables, and lines on two of them."""
+    machine = reports[0].machine
+    found: list[Table | str] = [parameters_table(reports)]
+    found += [layer_costs_table(*pair) for pair in zip(models, reports, strict=True)]
+    found.append(operations_table(reports))
+    if any(cost.decode_flops != cost.decode_flops_expanded for report in reports for cost in report.contexts):
+        found.append(EXPANDED)
+    found.append(decoding_table(reports))
+    if reports[0].memory:
+        found.append(memory_table(reports))
+    if machine:
+        found += [bounds_table(reports, machine), BOUNDS]
+    return [*found, measured_table(measured)] if measured else found
 
 
 def parameters_table(reports: Sequence[CostReport]) -> Table:
@@ -116,8 +49,6 @@ def parameters_table(reports: Sequence[CostReport]) -> Table:
         "- embedding and head": "embedding_parameters",
         "- norms": "norm_parameters",
     }
-    if any(report.parameters_per_token != report.parameters for report in reports):
-        rows["parameters that a token uses"] = "parameters_per_token"
     cells = [[title, *(f"{getattr(report, name):,}" for report in reports)] for title, name in rows.items()]
     cells.append([f"weights, {reports[0].dtype}", *(in_bytes(report.weight_bytes) for report in reports)])
     sizes = [report.cache_bytes_per_token for report in reports]
@@ -197,21 +128,6 @@ def memory_table(reports: Sequence[CostReport]) -> Table:
         cells.append([f"batch size, {tokens:,} tokens", *(f"{report.largest_batch[tokens]:,}" for report in reports)])
     title = f"What fits {in_bytes(reports[0].memory)} beside the weights"
     return Table(["", *(report.name for report in reports)], cells, title=title)
-
-
-def faster_table(comparisons: Sequence[Overtaking]) -> Table:
-    """The contexts at which each model decodes faster than the first, by number of sequences."""
-    rows = [
-        [
-            found.model,
-            f"{found.batch_size:,}",
-            ", ".join(f"{begin:,} to {end:,}" for begin, end in found.faster) or "none",
-            f"1 to {found.longest:,}",
-        ]
-        for found in comparisons
-    ]
-    title = f"Contexts at which a decoded token takes less time than {comparisons[0].other}'s, by bound"
-    return Table(["", "batch size", "tokens", "of"], rows, title=title)
 
 
 def measured_table(measured: Sequence[MeasuredToken]) -> Table:

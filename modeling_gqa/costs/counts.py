@@ -1,8 +1,8 @@
 """Parameters, floating-point operations and cache bytes, counted layer by layer from a configuration."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,47 +16,6 @@ from ..modeling_gqa import ATTENTION_CLASSES
 POSITION_BYTES = 4  # of a token, in a quantized cache
 
 
-@dataclass(frozen=True)
-class Experts:
-    """A mixture-of-experts MLP, which models may have that are compared with this package's.
-
-    Args:
-        number: of experts.
-        chosen: how many of them a token takes.
-        size: weights of one expert.
-        shared: weights that every token takes: the router's and those of shared experts.
-
-    Example:
-        ```python
-        from modeling_gqa.costs import Experts
-
-        experts = Experts(number=8, chosen=2, size=100, shared=10)
-        print(experts.stored, experts.per_token)  # 810 210
-        print(experts.read(tokens=1), experts.read(tokens=1000))  # 210.0 810.0
-        ```
-    """
-
-    number: int
-    chosen: int
-    size: int
-    shared: int
-
-    @property
-    def stored(self) -> int:
-        """Number of weights."""
-        return self.number * self.size + self.shared
-
-    @property
-    def per_token(self) -> int:
-        """Number of weights that one token is multiplied by."""
-        return self.chosen * self.size + self.shared
-
-    def read(self, tokens: int) -> float:
-        """Expected number of weights that `tokens` tokens take together, if each takes any experts equally likely."""
-        missed = (1 - self.chosen / self.number) ** tokens
-        return self.number * (1 - missed) * self.size + self.shared
-
-
 class Layer(NamedTuple):
     """A layer that is counted.
 
@@ -64,14 +23,12 @@ class Layer(NamedTuple):
         config: its configuration.
         attention: its attention class.
         window: its sliding window in tokens; `None`: it sees all.
-        experts: what stands in place of its gated MLP, if anything does.
         quantization: how its cache is rounded; `None`: it is not, as in a layer with a window.
     """
 
     config: GQAConfig
     attention: type[Attention]
     window: int | None
-    experts: Experts | None
     quantization: CacheQuantization | None
 
     @property
@@ -81,13 +38,11 @@ class Layer(NamedTuple):
     @property
     def mlp_matrices(self) -> int:
         """Weights of the MLP that one token is multiplied by, which is also its multiply-adds per token."""
-        return self.experts.per_token if self.experts else 3 * self.config.hidden_size * self.config.intermediate_size
+        return 3 * self.config.hidden_size * self.config.intermediate_size
 
     @property
     def mlp_parameters(self) -> int:
         """All of the MLP, with its biases."""
-        if self.experts:
-            return self.experts.stored
         biases = 2 * self.config.intermediate_size + self.config.hidden_size if self.config.mlp_bias else 0
         return self.mlp_matrices + biases
 
@@ -137,21 +92,18 @@ class CostedModel:
     Args:
         config: its configuration.
         name: by which it is shown.
-        experts: by index of a layer, the experts that stand in place of its MLP.
 
     Example:
         ```python
         from modeling_gqa import GQAConfig, costs
 
-        experts = costs.Experts(number=8, chosen=2, size=2**20, shared=0)
-        model = costs.CostedModel(GQAConfig(), experts={11: experts})
-        print(costs.count_parameters(model), costs.count_parameters(model.config))
+        model = costs.CostedModel(GQAConfig(), name="the default")
+        print(model.name, model.kind, costs.count_parameters(model))
         ```
     """
 
     config: GQAConfig
     name: str = "model"
-    experts: Mapping[int, Experts] = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -162,12 +114,11 @@ class CostedModel:
         rounded = None if options is None else CacheQuantization.of(options).by_layer(self.config.num_hidden_layers)
         for index, (layer, kind) in enumerate(zip(self.config.per_layer_config, self.config.layer_types, strict=True)):
             window = self.config.sliding_window if kind == "sliding_attention" else None
-            experts = self.experts.get(index)
             fields = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
             own = None if rounded is None or window is not None else rounded[index]
-            key = (repr(sorted(fields.items())), window, experts, repr(own))
+            key = (repr(sorted(fields.items())), window, repr(own))
             attention = ATTENTION_CLASSES[layer.attention_kind]
-            found.append(alike.setdefault(key, Layer(layer, attention, window, experts, own)))
+            found.append(alike.setdefault(key, Layer(layer, attention, window, own)))
         return tuple(found)
 
     @property
@@ -188,7 +139,7 @@ class CostedModel:
 
 
 def as_costed(model: GQAConfig | CostedModel) -> CostedModel:
-    """Return a `CostedModel`, of a configuration the one without experts."""
+    """Return a `CostedModel` of a configuration, and one as it is."""
     return model if isinstance(model, CostedModel) else CostedModel(model)
 
 
@@ -237,8 +188,7 @@ def count_attention_parameters(model: GQAConfig | CostedModel) -> int:
 def decode_weights(model: GQAConfig | CostedModel, batch_size: int = 1) -> int:
     """Number of weights that a decoded token in each of `batch_size` sequences reads.
 
-    These are all but the other tokens' rows of an embedding that is not the output head as well; of experts, those that
-    the tokens are expected to take together (`Experts.read`).
+    These are all but the other tokens' rows of an embedding that is not the output head as well.
 
     Example:
         ```python
@@ -251,8 +201,7 @@ def decode_weights(model: GQAConfig | CostedModel, batch_size: int = 1) -> int:
     model = as_costed(model)
     config = model.config
     other_rows = 0 if config.tie_word_embeddings else max(0, config.vocab_size - batch_size) * config.hidden_size
-    unread = model.total(lambda layer: layer.experts.stored - layer.experts.read(batch_size) if layer.experts else 0)
-    return count_parameters(model) - other_rows - round(unread)
+    return count_parameters(model) - other_rows
 
 
 # -- the cache
@@ -308,17 +257,13 @@ def cache_bytes(
 # -- operations
 
 
-def training_flops(
-    model: GQAConfig | CostedModel, batch_size: int, sequence_length: int, gradient_checkpointing: bool = False
-) -> float:
+def training_flops(model: GQAConfig | CostedModel, batch_size: int, sequence_length: int) -> float:
     """FLOPs of one training step: forward, and twice that backward (gradients of inputs and of weights).
 
     Args:
         model: a configuration, or a `CostedModel`.
         batch_size: number of sequences.
         sequence_length: tokens of each; logits are computed for all of them.
-        gradient_checkpointing: count the decoder layers' second forward too, as hardware utilisation does and model
-            utilisation does not. Without reentry, transformers' default, it stops short of each `down_proj`.
 
     Example:
         ```python
@@ -328,29 +273,17 @@ def training_flops(
         ```
     """
     model = as_costed(model)
-    layers = _layers_flops(model, sequence_length, sequence_length)
-    total = 3 * (layers + _head_flops(model, sequence_length))
-    if gradient_checkpointing:
-        total += layers - 2 * sequence_length * model.total(lambda layer: layer.mlp_matrices // 3)
-    return float(batch_size * total)
+    forward = _layers_flops(model, sequence_length, sequence_length) + _head_flops(model, sequence_length)
+    return float(batch_size * 3 * forward)
 
 
-def prefill_flops(
-    model: GQAConfig | CostedModel,
-    batch_size: int,
-    sequence_length: int,
-    logits_to_keep: int = 1,
-    absorbed: bool = False,
-) -> float:
+def prefill_flops(model: GQAConfig | CostedModel, batch_size: int, sequence_length: int) -> float:
     """FLOPs of one forward over `batch_size` prompts of `sequence_length` tokens, on an empty cache.
 
     Args:
         model: a configuration, or a `CostedModel`.
         batch_size: number of prompts.
-        sequence_length: tokens of each prompt.
-        logits_to_keep: positions of each prompt whose logits are computed, 0 for all; `generate` needs 1.
-        absorbed: MLA attends over the latent. Off by default because prompts usually expand; a masked prompt (eager
-            attention, padding) is absorbed in layers with 2 R <= N + V.
+        sequence_length: tokens of each prompt, of whose last one the logits are computed.
 
     Example:
         ```python
@@ -359,9 +292,8 @@ def prefill_flops(
         print(costs.prefill_flops(GQAConfig(), batch_size=1, sequence_length=1024) / 1e9, "GFLOP")
         ```
     """
-    model, positions = as_costed(model), min(logits_to_keep or sequence_length, sequence_length)
-    layers = _layers_flops(model, sequence_length, sequence_length, absorbed)
-    return float(batch_size * (layers + _head_flops(model, positions)))
+    model = as_costed(model)
+    return float(batch_size * (_layers_flops(model, sequence_length, sequence_length) + _head_flops(model, 1)))
 
 
 def decode_flops(model: GQAConfig | CostedModel, batch_size: int, cache_length: int, absorbed: bool = True) -> float:

@@ -35,7 +35,7 @@ class LayerCost:
         window: tokens that it sees; `None`: all.
         cached_numbers: that one token takes in its cache.
         attention_parameters: of its attention, with biases and norms.
-        mlp_parameters: of its MLP; of all experts where it has some.
+        mlp_parameters: of its MLP.
         training_flops: of a step of training.
         prefill_flops: of a prompt.
         decode_flops: of one decoded token, after so many; MLA attends over its latent.
@@ -114,7 +114,6 @@ class CostReport:
         name: of the model.
         dtype: of weights and cache, such as "bfloat16".
         parameters: of the model, tied embeddings counted once.
-        parameters_per_token: those that a token uses: all but those of the experts that it does not take.
         attention_parameters: of the attention of all layers.
         mlp_parameters: of the MLPs of all layers.
         embedding_parameters: of the embedding, and of the output head where that is not tied.
@@ -140,7 +139,6 @@ class CostReport:
     name: str
     dtype: str
     parameters: int
-    parameters_per_token: int
     attention_parameters: int
     mlp_parameters: int
     embedding_parameters: int
@@ -171,7 +169,7 @@ def report(
     """Return what a model costs, from its configuration alone.
 
     Args:
-        model: a configuration, or a `CostedModel`, which has a name and may have experts.
+        model: a configuration, or a `CostedModel`, which has a name.
         contexts: numbers of tokens of each sequence.
         batch_sizes: numbers of sequences.
         dtype: of weights and cache.
@@ -194,12 +192,10 @@ def report(
             raise ValueError(f"{name} must be at least 1, and one is {min(numbers)}")
     model = as_costed(model)
     parameters = count_parameters(model)
-    unused = model.total(lambda layer: layer.experts.stored - layer.experts.per_token if layer.experts else 0)
     return CostReport(
         name=model.name,
         dtype=str(dtype).removeprefix("torch."),
         parameters=parameters,
-        parameters_per_token=parameters - unused,
         attention_parameters=count_attention_parameters(model),
         mlp_parameters=model.total(lambda layer: layer.mlp_parameters),
         embedding_parameters=count_embeddings(model.config),

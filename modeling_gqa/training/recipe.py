@@ -25,7 +25,6 @@ from transformers import (
 )
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.optimization import get_scheduler
-from transformers.utils import is_liger_kernel_available
 
 from modeling_gqa_cli.errors import UserError, did_you_mean
 from modeling_gqa_cli.recipes import (
@@ -190,10 +189,8 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
             )
         if self.fsdp and self.distributed_state.distributed_type == DistributedType.MULTI_CPU:
             raise ValueError("fsdp has no effect on CPUs, where accelerate shards nothing: leave it out")
-        if self.use_liger_kernel and not is_liger_kernel_available():
-            raise ValueError("use_liger_kernel needs the package liger-kernel: install it, or leave the option out")
-        if self.use_liger_kernel and self.use_cpu:
-            raise ValueError("use_liger_kernel needs a GPU, and this run is on the CPU: leave the option out")
+        if self.use_liger_kernel:
+            raise ValueError("use_liger_kernel has no effect: Liger Kernel does not know these models, leave it out")
         if self.torch_compile and str(self.torch_compile_backend).upper() not in DynamoBackend.__members__:
             backends = ", ".join(sorted(DynamoBackend.__members__)).lower()
             raise ValueError(f"torch_compile_backend is {self.torch_compile_backend}; there are {backends}")
@@ -220,7 +217,7 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
             )
         if self.push_to_hub and self.hub_model_id:
             validate_repo_id(self.hub_model_id)
-        for name in ("resume", "gradient_checkpointing", "use_liger_kernel"):
+        for name in ("resume", "gradient_checkpointing"):
             if self.dry_run and getattr(self, name):
                 raise ValueError(f"dry_run does not measure what {name} changes: leave one of them out")
         check_trackers(self.report_to, self.output_dir)

@@ -9,7 +9,6 @@ from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.conversion import export_checkpoint
 
 PROMPTS = draw_prompts(1, 5, 20, 33, 40, 3)
-CONSTANT = {**LARGE, "latent_norm": False}  # as a conversion's
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -26,17 +25,16 @@ OWN = {
     "qwen2": {**GQA, **BIASES, "hidden_size": 256, "tie_word_embeddings": True},
     "qwen3": {**GQA, "qk_norm": True},
     "mla": LARGE,
-    "mla-q-lora": {**LARGE, "q_lora_rank": 80, "rms_norm_eps": 1e-5},
+    "mla-q-lora": {**LARGE, "q_lora_rank": 80},
     "mla-yarn": {**LARGE, "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.6}},
-    "mla-constant": CONSTANT,
-    "mla-constant-tied": {**CONSTANT, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
-    "mla-constant-q-lora": {**CONSTANT, "q_lora_rank": 96, "rope_interleave": False, "softmax_scale": 0.3},
-    "mla-constant-halves": {**CONSTANT, "rope_interleave": False, "rms_norm_eps": 1e-5},
+    "mla-tied": {**LARGE, "tie_word_embeddings": True},
+    "mla-q-lora-halves": {**LARGE, "q_lora_rank": 96, "rope_interleave": False, "softmax_scale": 0.3},
+    "mla-halves": {**LARGE, "rope_interleave": False},
 }
 FOR_TRANSFORMERS = {
-    "mla-biases": {**CONSTANT, "key_value_bias": True, "output_bias": True, "rms_norm_eps": 1e-5},
+    "mla-biases": {**LARGE, "key_value_bias": True, "output_bias": True, "rms_norm_eps": 1e-5},
     "mla-q-lora-biases": {**LARGE, "q_lora_rank": 96, "attention_bias": True},
-    "mla-llama3": {**CONSTANT, "rope_parameters": LLAMA3},
+    "mla-llama3": {**LARGE, "rope_parameters": LLAMA3},
     "qwen3-biases": {**GQA, "qk_norm": True, "attention_bias": True},
     "mlp-biases": {**GQA, "attention_bias": True, "mlp_bias": True},
 }

@@ -113,13 +113,9 @@ def read_heads(model: GQAForCausalLM, index: int) -> Heads:
         "scaling": attention.scaling,
         "rotary_scaling": rotary.attention_scaling,
         "biases": layer.projection_biases,
-        "o_bias": _output_bias(attention.o_proj),
+        "o_bias": weight_and_bias(attention.o_proj, 1)[1].squeeze(0),
     }
     return read(attention, layer, common)
-
-
-def _output_bias(linear: torch.nn.Linear) -> torch.Tensor:
-    return weight_and_bias(linear, 1)[1].squeeze(0)
 
 
 def read_grouped(attention: GroupedAttention, layer: GQAConfig, common: dict[str, Any]) -> Heads:
