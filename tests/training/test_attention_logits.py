@@ -63,7 +63,7 @@ def by_formula(model, inputs: dict[str, torch.Tensor], monkeypatch) -> list[floa
         with monkeypatch.context() as patch, torch.no_grad():
             patch.setattr(test_attention, "attend", attend)
             patch.setattr(attention, "config", config)
-            test_attention.FORMULAS[config.attention_kind](attention, x, x, allowed, angles=angles)
+            test_attention.FORMULAS[config.attention_kind](attention, x, allowed, angles=angles)
         found.append(max(scores))
     return found
 
