@@ -118,7 +118,7 @@ COMMANDS = {
     "report": Command(
         "Show what models cost by their configurations: parameters, FLOPs, cache, bytes read, bounds on speed.",
         OURS + "report",
-        {"configs": "Presets, folders or files with a config.json, or names on the Hub; the first is compared with."},
+        {"configs": "Presets, folders or files with a config.json, or names on the Hub; ratios are to the first."},
         {"measure": "Measure this machine, and decoding with random weights on it.", "json": "Print JSON."},
         ("Sizes", "Asked", "MachineOptions", "Output"),
         "Example: modeling-gqa report llama-3-8b --attention-kind mla --memory 80 --bandwidth 3350 --rate 989",

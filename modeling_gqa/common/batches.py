@@ -78,7 +78,10 @@ def free_memory(device: str) -> int:
     Raises `UserError` without psutil, which comes with accelerate.
     """
     if device.startswith("cuda"):
-        return torch.cuda.mem_get_info(device)[0]
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+            device
+        )  # by torch, for its next tensors
+        return torch.cuda.mem_get_info(device)[0] + kept
     try:
         import psutil
     except ImportError:

@@ -81,7 +81,7 @@ class Job(Options):
         budget = self.rounded_bytes(config, checkpoint.dtype) if self.cache_bits else self.budget
         if budget is not None:
             report["cache_bytes_per_token_after"] = budget
-        return report | {"exact": goal.exact, "method": self.method}
+        return report | {"exact": goal.exact and not self.cache_bits, "method": self.method}
 
     def run(self, force: bool, show_progress: ShowProgress, say: Callable[[str], None] = lambda line: None) -> Report:
         """Convert, measure and save; the target appears complete at the end, or not at all.

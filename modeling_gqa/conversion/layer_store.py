@@ -129,11 +129,7 @@ def resumable_folder(folder: Path, plan: Any) -> Iterator[Path]:
         yield folder
     except BaseException as error:
         # What is refused once is refused again, but an interruption or a full disk has an end.
-        if isinstance(error, UserError) or not [
-            *folder.glob("*.safetensors"),
-            *folder.glob(TARGET),
-            *folder.glob(SIZES),
-        ]:
+        if isinstance(error, UserError) or not any(OF_USE.fullmatch(path.name) for path in folder.iterdir()):
             delete(folder)
         raise
     delete(folder)

@@ -166,7 +166,7 @@ def find_goal(options: Options, config: GQAConfig, dtype: torch.dtype) -> Goal:
             target, sizes = sizes_to_round(options, config, dtype)
         else:
             target = sized_target(options, config, dtype)
-        exact = not lossy_layers(config, target)
+        exact = all(not lossy_layers(config, each) for each in sizes or [target])
     if options.attention_kind == "mla" and not exact and options.method not in ("auto", "lowrank"):
         raise UserError(f"--method={options.method} merges heads, which MLA does not: choose auto or lowrank")
     return Goal(options, target, exact, sizes)
@@ -204,10 +204,12 @@ def sizes_to_round(options: Options, config: GQAConfig, dtype: torch.dtype) -> t
     for part in ROUNDED_SHARES:
         sized.cache_size = max(int(part * present), 1)
         try:
-            target = sized_target(sized, config, dtype)
-        except UserError:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # what is warned of may not be of the result
+                target = sized_target(sized, config, dtype)
+        except UserError as error:
             if part == ROUNDED_SHARES[-1] and not targets:
-                raise
+                raise UserError(f"--cache-bits auto finds no size for MLA: {error}") from error
             continue
         if not targets or least_bytes(target, dtype) <= budget:
             targets[sized.cache_size] = target

@@ -1,10 +1,12 @@
 """What a run is going to take: its length, printed before it starts, and by `--dry-run` its time and memory."""
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel, Trainer
 
 from ..common.batches import free_memory
@@ -55,45 +57,28 @@ def measure(recipe: Recipe, model: PreTrainedModel) -> tuple[float | None, dict[
     """Return the seconds of a step, and the bytes of what it holds: weights, gradients, optimizer, activations.
 
     The seconds are `None` where that is more memory than is free. Activations are what is saved for the backward pass
-    of one batch, from what an eighth and a quarter of a row save; it is not compiled.
+    of one batch; it is not compiled.
     """
     shape = recipe.train_batch_size, recipe.sequence_length
     ids = torch.randint(model.config.vocab_size, shape, device=model.device)
     precision = torch.bfloat16 if recipe.bf16 else torch.float16 if recipe.fp16 else None
     casts: Any = torch.autocast(model.device.type, precision) if precision else nullcontext()
-    own = {x.untyped_storage().data_ptr() for x in model.parameters()}
-    saved: dict[int, int] = {}
 
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        storage = x.untyped_storage()
-        if storage.data_ptr() not in own:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    def loss_of(tokens: torch.Tensor) -> torch.Tensor:
+    def loss_of(rows: torch.Tensor) -> torch.Tensor:
         with casts:
-            return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            return model(input_ids=rows, labels=rows, use_cache=False).loss
 
     model.train()
-    few = list[int]()
-    lengths = recipe.sequence_length // 8 + 1, recipe.sequence_length // 4 + 2
-    for length in lengths:
-        saved.clear()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            loss_of(ids[:1, :length])
-        few.append(sum(saved.values()))
-    of_token = (few[1] - few[0]) / (lengths[1] - lengths[0])  # casts of weights do not grow with the tokens
-    parameters = list(model.parameters())
-    trained = [x for x in parameters if x.requires_grad]
     optimizer: Any = MuonAdamW(muon_groups(model, (), 0.0), lr=0.0)
     if not recipe.muon:
         optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(recipe, model)
         optimizer = optimizer_class(model.parameters(), **options)
+    parameters = list(model.parameters())
     memory = {
         "weights": sum(x.nbytes for x in parameters),
-        "gradients": sum(x.nbytes for x in trained),
-        "optimizer": sum(x.nbytes for x in trained) * 2,
-        "activations": round(few[0] + of_token * (ids.numel() - lengths[0])),
+        "gradients": sum(x.nbytes for x in parameters if x.requires_grad),
+        "optimizer": moment_bytes(optimizer),
+        "activations": saved_bytes(model, ids, loss_of),
     }
     if sum(memory.values()) - memory["weights"] > free_memory(str(recipe.device)):
         return None, memory
@@ -111,3 +96,41 @@ def measure(recipe: Recipe, model: PreTrainedModel) -> tuple[float | None, dict[
     states = (x for state in optimizer.state.values() for x in state.values())
     memory["optimizer"] = sum(x.nbytes for x in states if isinstance(x, torch.Tensor))
     return min(batches) * recipe.gradient_accumulation_steps + min(updates), memory
+
+
+def moment_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return about the bytes that an optimizer keeps: Muon one number for each weight, others than SGD two."""
+    usual = 0 if isinstance(optimizer, torch.optim.SGD) else 2
+    groups = optimizer.param_groups
+    return sum(x.nbytes * (1 if group.get("muon") else usual) for group in groups for x in group["params"])
+
+
+def saved_bytes(model: Any, ids: torch.Tensor, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> int:
+    """Return the bytes that `loss_of(ids)` saves for a backward pass, beside weights, from what its first rows save.
+
+    Nothing stays saved, so it takes little memory. Casts of weights do not grow with the rows, hence a second one.
+    """
+    own = {x.untyped_storage().data_ptr() for x in model.parameters()}
+    seen: dict[int, StorageWeakRef] = {}  # a storage that is gone may lend its address to another
+    found = [0]
+
+    def count(x: torch.Tensor) -> None:
+        storage = x.untyped_storage()
+        place = storage.data_ptr()
+        if place not in own and (place not in seen or seen[place].expired()):
+            seen[place] = StorageWeakRef(storage)
+            found[-1] += storage.nbytes()
+
+    at_once, logits = model.logits_at_once, ids.numel() * model.config.vocab_size
+    if at_once is not None and logits > at_once:  # then the loss of few rows is in chunks, too
+        model.logits_at_once = min(at_once, ids.shape[1] * model.config.vocab_size - 1)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            loss_of(ids[:1])
+            if len(ids) > 1:
+                found.append(0)
+                loss_of(ids[:2])
+    finally:
+        model.logits_at_once = at_once
+    one, two = found[0], found[-1]
+    return one if len(ids) == 1 else one + (two - one) * (len(ids) - 1)

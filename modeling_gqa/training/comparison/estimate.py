@@ -22,6 +22,7 @@ def dry_run(comparison: Comparison) -> None:
     for candidate in comparison.candidates:
         model: Any = new_model(pretraining, candidate.config)
         (seconds, memory), steps = measure(pretraining, model.to(pretraining.device)), pretraining.max_steps
+        del model  # before there is another one
         length = (f"{steps:,}", f"{steps * pretraining.tokens_per_step:,}") if steps > 0 else ("-", "-")
         step, time = "more memory than is free", "-"
         if seconds is not None:
