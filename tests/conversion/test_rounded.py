@@ -1,5 +1,7 @@
 """Which size a conversion with a rounded cache has, of those that it may have."""
 
+from typing import Any
+
 import pytest
 import torch
 from small_models import make_config
@@ -37,8 +39,18 @@ def test_neighbours_are_tried_while_they_lose_less(case):
 
 def goal_of(tmp_path, share: float, method: str = "lowrank", **fields):
     (tmp_path / "text.txt").write_text("words " * 100)
-    named = {"source": str(tmp_path / "source"), "target": tmp_path / "out", "text": [tmp_path / "text.txt"]}
-    kind = {"attention_kind": "mla", "cache_share": share, "cache_bits": "auto", "method": method, "device": "cpu"}
+    named: dict[str, Any] = {
+        "source": str(tmp_path / "source"),
+        "target": tmp_path / "out",
+        "text": [tmp_path / "text.txt"],
+    }
+    kind: dict[str, Any] = {
+        "attention_kind": "mla",
+        "cache_share": share,
+        "cache_bits": "auto",
+        "method": method,
+        "device": "cpu",
+    }
     return find_goal(Options(**named, **kind), make_config("mha", **fields), torch.float32)
 
 
