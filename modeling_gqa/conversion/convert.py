@@ -31,8 +31,8 @@ SELECTION_TOKENS = 16384
 CANDIDATE_TOKENS = 16384
 # What `NewLayer` says of how a layer was converted, as in `conversion.json`.
 CHOSEN = ("loss", "gain", "alpha", "learning_rate", "ridge")
-METHODS = ("lowrank", "auto", "procrustes", "mean", "first", "random")
-# Methods whose output projections are fitted on text where nothing else is said; the others are the GQA paper's.
+METHODS = ("lowrank", "auto", "procrustes", "mean")
+# Methods whose output projections are fitted on text where nothing else is said; "mean" is the GQA paper's.
 FITTED_METHODS = ("lowrank", "auto", "procrustes")
 
 
@@ -87,7 +87,7 @@ def convert_model(
         divide_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: by the error
             that is left on documents which a trial is not fitted to, else by a rule.
         share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
-        seed: of "random", and of regrouping.
+        seed: of regrouping.
         folder: an existing folder where each new layer is written when it is finished. The same call with a folder that
             an interrupted one has left goes on from its layers.
         show_progress: returns, for a description, what wraps an iterable to show progress.

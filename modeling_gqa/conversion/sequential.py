@@ -87,7 +87,7 @@ class Setting:
         divide_cache: whether R + P is divided anew: with `by_layer` by that error, else by the rule `divided`.
         refit: whether the output projections are fitted on text.
         refine: passes over the text in which each layer's new attention is trained by gradient steps, before the fit.
-        seed: of regrouping and of the method "random".
+        seed: of regrouping.
     """
 
     method: str = "lowrank"
@@ -256,8 +256,7 @@ def convert_layer(
             state, found, loss = to_latent(heads, moments, rank, size, choice.alpha, choice.gain)
             chosen = {"gain": choice.gain, "alpha": choice.alpha} if lossy else {}
         else:
-            std, seed = model.config.initializer_range, setting.seed * model.config.num_hidden_layers + index
-            heads, loss = fewer_heads(read_heads(model, index), fields, statistics, setting, std, seed)
+            heads, loss = fewer_heads(read_heads(model, index), fields, statistics, setting)
             state, found = write_grouped(heads)
             if before.attention_kind != "mla":  # its heads are rotated as before, partly perhaps
                 found |= {name: fields[name] for name in ROTATION_FIELDS}
@@ -311,13 +310,8 @@ def living_layer(index: int) -> Iterator[State]:
         raise UserError(dead)
 
 
-def fewer_heads(
-    heads: Heads, fields: Fields, statistics: Statistics, setting: Setting, std: float, seed: int
-) -> tuple[Heads, float | None]:
-    """Return heads with the number of key/value heads in `fields`, and the loss (0 where exact, `None` where unknown).
-
-    `std` and `seed` are of the method "random".
-    """
+def fewer_heads(heads: Heads, fields: Fields, statistics: Statistics, setting: Setting) -> tuple[Heads, float]:
+    """Return heads with the number of key/value heads in `fields`, and the loss (0 where exact)."""
     number = fields["num_key_value_heads"]
     if number % len(heads.k) == 0:
         return repeat_heads(heads, number), 0.0
@@ -328,7 +322,7 @@ def fewer_heads(
     output_bias = heads.biases[2] or bool(fields["output_bias"])
     moments = compute_moments(heads, statistics, setting.weighted, centered=output_bias)
     partition = regrouped(moments, number, setting.seed) if setting.regroup else contiguous(len(heads.k), number)
-    return merge_heads(heads, moments, partition, setting.method, output_bias, std, seed)
+    return merge_heads(heads, moments, partition, setting.method, output_bias)
 
 
 def assemble(model: GQAForCausalLM, config: GQAConfig, states: dict[int, State], share: bool = False) -> GQAForCausalLM:

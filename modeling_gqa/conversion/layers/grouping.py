@@ -81,22 +81,18 @@ def merge_heads(
     partition: list[list[int]],
     method: str,
     output_bias: bool,
-    std: float = 0.02,
-    seed: int = 0,
-) -> tuple[Heads, float | None]:
+) -> tuple[Heads, float]:
     """Merge the heads of each group of `partition` into one key/value head, whose query heads move with it.
 
     Args:
         heads: the layer's weights.
         moments: of the layer.
         partition: groups of indices of key/value heads.
-        method: a key of `MERGES`; "random" draws keys and values anew.
+        method: a key of `MERGES`.
         output_bias: whether the result may have an output bias, which takes up the mean of what the values lose.
-        std: standard deviation of "random".
-        seed: seed of "random".
 
     Returns:
-        The heads, and the mean squared error of keys and values in the metric of the output (`None` for "random").
+        The heads, and the mean squared error of keys and values in the metric of the output.
     """
     if len(partition[0]) == 1:
         return permute_heads(heads, [head for (head,) in partition]), 0.0
@@ -106,7 +102,6 @@ def merge_heads(
     groups = [Group.of(moments, members) for members in partition]
     merges = [merge_group(group) for group in groups]
     errors = [merging_error(group, merge) for group, merge in zip(groups, merges, strict=True)]
-    loss: float | None = sum(errors)
     planes = heads.complex_planes
     parts = [
         _merged(heads, planes, moments.value_offset, members, merge)
@@ -115,16 +110,9 @@ def merge_heads(
     fields: dict[str, Any] = {
         name: torch.cat([part[name] for part in parts]) for name in ("q", "q_bias", "k", "k_bias", "v", "v_bias", "o")
     }
-    if method == "random":
-        generator = torch.Generator().manual_seed(seed)  # the processor's, for the same numbers on every device
-        for name in ("k", "v"):
-            drawn = torch.randn(fields[name].shape, generator=generator, dtype=torch.float64)
-            fields[name] = std * drawn.to(heads.k.device)
-            fields[f"{name}_bias"] = torch.zeros_like(fields[f"{name}_bias"])
-        loss = None
     biases = (*heads.biases[:2], heads.biases[2] or output_bias)
     lost = sum(part["lost"] for part in parts) if output_bias and method == "lowrank" else 0
-    return replace(heads, **fields, o_bias=heads.o_bias + lost, biases=biases), loss
+    return replace(heads, **fields, o_bias=heads.o_bias + lost, biases=biases), sum(errors)
 
 
 def _merged(

@@ -95,13 +95,6 @@ def mean(group: Group) -> Merge:
     return average(group, group.values.new_full((count,), 1 / count))
 
 
-def first(group: Group) -> Merge:
-    """Keep the first head."""
-    share = group.values.new_zeros(len(group.values))
-    share[0] = 1
-    return average(group, share)
-
-
 def average(group: Group, share: torch.Tensor) -> Merge:
     """Average the heads in shares (m,); all queries read the average as it is."""
     count, size = group.values.shape[:2]
@@ -165,8 +158,6 @@ def lowrank(group: Group) -> Merge:
 
 MERGES: dict[str, Callable[[Group], Merge]] = {
     "mean": mean,
-    "first": first,
-    "random": mean,  # only its shapes are used: keys and values are drawn afterwards
     "procrustes": procrustes,
     "lowrank": lowrank,
 }
