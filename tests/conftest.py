@@ -39,7 +39,8 @@ settings.load_profile("tests")
 # The groups of tests that `make test` leaves out, by folder or file; single tests of other files are marked there.
 GROUPS = {
     "training": "training/test_pretrain training/test_commands training/test_uptrain training/test_distributed "
-    "training/test_compare",
+    "training/test_compare training/test_going_on training/test_final_evaluation training/test_attention_logits "
+    "training/test_kept",
     "docs": "test_docs test_examples test_notebooks test_benchmarks",
     "processes": "test_serve conversion/test_device",
     "ranks": "ranks/",
