@@ -111,8 +111,8 @@ def misreadings(config: GQAConfig, family: str) -> list[str]:
 def _standard_frequencies(config: GQAConfig, attention: type[Attention]) -> bool:
     """Return whether the rotary planes have the frequencies that a head of their size has by default."""
     rotary = config.qk_rope_head_dim if attention is LatentAttention else config.head_dim
-    usual = config.rope_frequency_dim == rotary and config.rope_frequency_indices == list(range(rotary // 2))
-    return config.rope_frequency_indices is None or usual
+    indices = config.rope_frequency_indices
+    return indices is None or (config.rope_frequency_dim == rotary and list(indices) == list(range(rotary // 2)))
 
 
 def scale_ratio(config: GQAConfig) -> float:

@@ -78,10 +78,8 @@ def free_memory(device: str) -> int:
     Raises `UserError` without psutil, which comes with accelerate.
     """
     if device.startswith("cuda"):
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
-            device
-        )  # by torch, for its next tensors
-        return torch.cuda.mem_get_info(device)[0] + kept
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # that torch keeps
+        return torch.cuda.mem_get_info(device)[0] + unused
     try:
         import psutil
     except ImportError:

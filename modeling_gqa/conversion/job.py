@@ -170,10 +170,6 @@ class Job(Options):
             require_bytes(target, budget, dtype)
         return goal
 
-    def rounded_bytes(self, config: GQAConfig, dtype: torch.dtype) -> int | None:
-        """Return the bytes per token of the rounded cache; `None` where it stays unrounded."""
-        return int((self.cache_share or 0) * cache_bytes_per_token(config, dtype)) if self.cache_bits else None
-
     def memory(self, checkpoint: Checkpoint, goal: Goal, polished: bool) -> "Memory":
         """Return the memory that the conversion takes, by accounting."""
         config, rows = checkpoint.config, self.batch_size if self.text else 0

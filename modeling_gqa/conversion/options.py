@@ -106,6 +106,10 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
         """Whether a size is given, beside a share of the source's cache."""
         return any(getattr(self, name) is not None for name in SIZES if name != "cache_share")
 
+    def rounded_bytes(self, config: GQAConfig, dtype: torch.dtype) -> int | None:
+        """Return the bytes per token of the rounded cache; `None` where it stays unrounded."""
+        return int((self.cache_share or 0) * cache_bytes_per_token(config, dtype)) if self.cache_bits else None
+
     @property
     def divides_cache(self) -> bool:
         """Whether the conversion divides the cache between R and P; they may be given, and a budget chooses them."""
@@ -199,7 +203,7 @@ def with_shared_size(options: Options, config: GQAConfig, dtype: torch.dtype) ->
 def sizes_to_round(options: Options, config: GQAConfig, dtype: torch.dtype) -> tuple[GQAConfig, list[GQAConfig]]:
     """Return the MLA that is tried first, and all that may be, from small to large, where the cache is rounded too."""
     present, share = max(map(cached_numbers, config.per_layer_config)), options.cache_share or 0
-    budget = int(share * cache_bytes_per_token(config, dtype))
+    budget = options.rounded_bytes(config, dtype) or 0
     targets, sized = dict[int, GQAConfig](), copy(options)
     for part in ROUNDED_SHARES:
         sized.cache_size = max(int(part * present), 1)

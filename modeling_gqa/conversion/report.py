@@ -149,10 +149,8 @@ def layers_table(report: Report) -> Table:
 def describe_cost(report: Report) -> str:
     """Return how the model was converted, as names and numbers: the method, what was kept, and the tokens used."""
     parts = [f"Method: {'exact, the same function' if report['exact'] else report['method']}"]
-    sizes = sum(tried["name"].startswith("R + P") for tried in report["candidates"])
-    for what, number in (("sizes", sizes), ("settings", len(report["candidates"]) - sizes)):
-        if number:
-            parts.append(f"{what} tried: {number}")
+    if report["candidates"]:
+        parts.append(f"sizes and settings tried: {len(report['candidates'])}")
     lossy = [row for row in report["layers"] if row["from"] != row["to"] and row.get("loss") != 0]
     setting, text = report["setting"] or {}, report["text"]
     for name, what, number in (("refine", "gradient steps", "learning_rate"), ("refit", "output fits", "ridge")):

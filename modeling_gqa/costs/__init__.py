@@ -1,8 +1,7 @@
 """Parameters, floating-point operations and cache bytes of a model, predicted from its configuration alone.
 
 What differs by attention kind stands in the attention classes; here it is summed over the layers of a configuration.
-Give a model as a `GQAConfig`, or as a `CostedModel`, which has a name. `dtype` is that of weights
-and cache.
+Give a model as a `GQAConfig`, or as a `CostedModel`, which has a name. `dtype` is that of weights and cache.
 
 FLOPs are those of matrix products, 2 per multiply-add, as `torch.utils.flop_counter` counts them. Norms, rotary
 embedding, softmax, activations, additions, the loss and the embedding lookup are not counted. A mask lowers no count:

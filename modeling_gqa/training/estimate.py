@@ -39,9 +39,9 @@ def dry_run(recipe: Recipe, model: PreTrainedModel) -> None:
     if recipe.max_steps > 0:
         say(f"Length  {describe_length(recipe, model, recipe.max_steps)}")
     seconds, memory = measure(recipe, model)
-    needed, free = sum(memory.values()), free_memory(str(recipe.device))
     if seconds is None:
-        say(f"Time    not measured: a step needs more than the {in_bytes(free)} that are free on {recipe.device}")
+        free = in_bytes(free_memory(str(recipe.device)))
+        say(f"Time    not measured: a step needs more than the {free} that are free on {recipe.device}")
     elif recipe.max_steps > 0:
         say(f"Time    about {duration(seconds * recipe.max_steps)} of training: {seconds:.2g} s for a step")
     else:
@@ -49,7 +49,7 @@ def dry_run(recipe: Recipe, model: PreTrainedModel) -> None:
             f"Time    {seconds:.2g} s for a step of {recipe.tokens_per_step:,} tokens; the text says how many there are"
         )
     parts = " + ".join(f"{what} {in_bytes(part)}" for what, part in memory.items())
-    say(f"Memory  about {in_bytes(needed)} on each device: {parts}")
+    say(f"Memory  about {in_bytes(sum(memory.values()))} on each device: {parts}")
     say("Dry run: nothing was written, and no text was read.")
 
 
