@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from modeling_gqa_cli.errors import UserError
 
@@ -26,7 +27,7 @@ from ..costs import cache_bytes_per_token
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_states, predicted_positions, predicted_states, require_one_device
 from .fitting import fit
-from .sequential import NOT_CHOSEN, Setting, best_latent, convert_layer, new_attention, read_latent_source
+from .sequential import NOT_CHOSEN, Setting, as_own, best_latent, convert_layer, new_attention, read_latent_source
 from .streams import Streams, streams
 from .targets import (
     Fields,
@@ -71,7 +72,7 @@ class SizeChoice(NamedTuple):
 
 
 def allocate(
-    model: GQAForCausalLM,
+    model: PreTrainedModel,
     attention_kind: str,
     bytes_per_token: int,
     calibration: Sequence[Batch],
@@ -85,7 +86,7 @@ def allocate(
     A layer that would lose most may keep its attention, so the result is often a mixed model.
 
     Args:
-        model: the model to convert.
+        model: the model to convert, as for `convert_model`.
         attention_kind: "gqa" chooses the number of key/value heads of each layer, "mla" its R and P.
         bytes_per_token: the budget.
         calibration: batches of model inputs; each layer is tried on the first of them.
@@ -112,7 +113,7 @@ def allocate(
         ```
     """
     require_one_device(model)
-    dtype = dtype or model.dtype
+    model, dtype = as_own(model), dtype or model.dtype
     smallest_target(model.config, attention_kind, bytes_per_token, layers=layers, dtype=dtype)  # or it is refused
     fields, chosen = layer_fields(model.config), chosen_layers(model.config, layers)
     choices = measured_choices(model, attention_kind, chosen, calibration, progress)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from modeling_gqa_cli.errors import UserError, did_you_mean
 
@@ -21,9 +22,9 @@ from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_predictions, predicted_states, require_one_device
 from .fitting import PASSES
 from .layer_store import LayerStore
-from .sequential import NewLayer, Setting, assemble, convert_layers
+from .sequential import NewLayer, Setting, as_own, assemble, convert_layers
 from .streams import scratch
-from .targets import BOOKKEEPING_FIELDS, check_ours, configuration, describe, layer_frequencies, lossy_layers
+from .targets import BOOKKEEPING_FIELDS, configuration, describe, layer_frequencies, lossy_layers
 
 # "auto" compares settings on at most this number of tokens, on which two settings differ by more than two texts.
 SELECTION_TOKENS = 16384
@@ -37,7 +38,7 @@ FITTED_METHODS = ("lowrank", "auto", "procrustes")
 
 
 def convert_model(
-    model: GQAForCausalLM,
+    model: PreTrainedModel,
     target_config: GQAConfig,
     calibration: Sequence[Batch] | None = None,
     *,
@@ -62,7 +63,7 @@ def convert_model(
     norm to MHA. Every other conversion is lossy.
 
     Args:
-        model: the source; it is not changed.
+        model: the source, of this package or of a family that `load_source` reads; it is not changed.
         target_config: the same model with other attention, best made by `target_config`. The conversion sets the
             frequencies, softmax scale and biases of its MLA layers, which have no latent norm.
         calibration: batches of model inputs of typical text, `[{"input_ids": (B, T)}, ...]`, with "attention_mask" or
@@ -114,8 +115,8 @@ def convert_model(
         assert converted.config.attention_kind == "mla" and not done["exact"]
         ```
     """
-    check_ours(model.config)
     require_one_device(model)
+    model = as_own(model)
     if method not in METHODS:
         near = did_you_mean(str(method), METHODS)
         raise UserError(f"method={method!r} is unknown{near}: choose one of {', '.join(METHODS)}")

@@ -13,11 +13,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from modeling_gqa_cli.errors import UserError
 
 from ..attention import Attention
+from ..checkpoints.checkpoint import meta_model, own_tensors
+from ..checkpoints.files import LazyTensor
 from ..common.batches import Batch
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
@@ -27,7 +30,7 @@ from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
 from .layers.latent import ALPHAS, GAINS, to_latent
 from .layers.moments import Moments, Statistics, blank_statistics, compute_moments
 from .streams import Streams, streams
-from .targets import Fields, changed_layers, configuration, divided, is_exact, latent_fields, layer_fields
+from .targets import Fields, as_ours, changed_layers, configuration, divided, is_exact, latent_fields, layer_fields
 
 State = dict[str, torch.Tensor]
 LatentSource = tuple[Heads, Moments]
@@ -325,7 +328,28 @@ def fewer_heads(heads: Heads, fields: Fields, statistics: Statistics, setting: S
     return merge_heads(heads, moments, partition, setting.method, output_bias)
 
 
-def assemble(model: GQAForCausalLM, config: GQAConfig, states: dict[int, State], share: bool = False) -> GQAForCausalLM:
+def as_own(model: PreTrainedModel) -> GQAForCausalLM:
+    """Return a model as this package's; one of another family shares its tensors with the result.
+
+    Raises:
+        UserError: it is no causal language model of a family that can be imported, or has other tensors.
+    """
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
+        raise UserError(
+            f"a {type(model).__name__} is not converted: give a causal language model, such as LlamaForCausalLM, and "
+            "merge an adapter into it first"
+        )
+    config = as_ours(model.config)
+    if config is model.config:
+        return model  # type: ignore[return-value]
+    given = {name: LazyTensor(tuple(x.shape), x.dtype, x.detach) for name, x in model.state_dict().items()}
+    own_tensors(meta_model(GQAForCausalLM, config), given)  # raises where they are others
+    return assemble(model, config, {}, share=True)
+
+
+def assemble(
+    model: PreTrainedModel, config: GQAConfig, states: dict[int, State], share: bool = False
+) -> GQAForCausalLM:
     """Build a model from the new attention parameters of some layers and the source's tensors for all the rest.
 
     Args:

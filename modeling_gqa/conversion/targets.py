@@ -15,6 +15,7 @@ from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 
 from ..attention import GroupedAttention
 from ..attention_latent import LatentAttention
+from ..checkpoints.families import import_config
 from ..configuration_checks import NORMED_FIELDS
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
@@ -70,7 +71,7 @@ def configuration(config: GQAConfig, layers: list[Fields]) -> GQAConfig:
 
 
 def target_config(
-    config: GQAConfig,
+    config: PreTrainedConfig,
     attention_kind: str,
     *,
     layers: Sequence[int] | None = None,
@@ -84,7 +85,7 @@ def target_config(
     MLA of an MQA layer needs no size: R and P are then those for which the conversion is exact.
 
     Args:
-        config: of the model to convert.
+        config: of the model to convert, of this package or of a family that `import_config` reads.
         attention_kind: "mha", "mqa", "gqa" or "mla".
         layers: indices of the layers to change; `None` for all.
         num_key_value_heads: number G of key/value heads, for "gqa".
@@ -106,7 +107,7 @@ def target_config(
         assert target.num_key_value_heads == 2 and target.hidden_size == 64
         ```
     """
-    check_ours(config)
+    config = as_ours(config)
     if attention_kind not in KNOWN_KINDS:
         near, known = did_you_mean(str(attention_kind), KNOWN_KINDS), ", ".join(KNOWN_KINDS)
         raise UserError(f"attention_kind={attention_kind!r} is unknown{near}: choose one of {known}")
@@ -131,12 +132,9 @@ def target_config(
     return configuration(config, fields)
 
 
-def check_ours(config: PreTrainedConfig) -> None:
-    """Raise `UserError` for a configuration of another class than `GQAConfig`."""
-    if config.model_type != GQAConfig.model_type:
-        raise UserError(
-            f"this is a {config.model_type} model: import it first, with `load_source` or `modeling-gqa import`"
-        )
+def as_ours(config: PreTrainedConfig) -> GQAConfig:
+    """Return a configuration as this package's; raises `UserError` for a family that cannot be imported."""
+    return config if config.model_type == GQAConfig.model_type else import_config(config)  # type: ignore[return-value]
 
 
 def chosen_layers(config: GQAConfig, layers: Sequence[int] | None) -> list[int]:

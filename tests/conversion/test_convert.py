@@ -18,6 +18,7 @@ from attention_oracle import (
     random_model,
 )
 from small_models import make_batch, make_config, make_model
+from stock_models import own_model, stock_config, stock_model
 
 from benchmarks.layerwise import collect
 from modeling_gqa.conversion import METHODS, UserError, allocate, compare_predictions, convert_model, target_config
@@ -88,6 +89,39 @@ def test_everything_but_the_attention_is_the_same():
     assert changed == {f"model.layers.1.self_attn.{name}_proj.weight" for name in "kv"}
     kinds = [layer.attention_kind for layer in other.config.per_layer_config]
     assert kinds == ["mla", "mqa", "mha"]
+
+
+# -- models of transformers' own classes
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("llama-mha-tied", MLA), ("qwen2", MLA), ("qwen3-window-biases", {})])
+def test_a_stock_model_is_converted_as_the_imported_one_is(name, sizes):
+    """The result is that of the imported model, and the stock model keeps its tensors and computes what it did."""
+    stock = stock_model(stock_config(name))
+    stock.generation_config.update(temperature=0.7, do_sample=True)
+    before, expected = state_copy(stock), logits(stock)
+    wanted = target_config(stock.config, "mla" if sizes else "mqa", **sizes)
+    converted, done = convert_model(stock, wanted, CALIBRATION, refine=1)
+    imported = own_model(stock)
+    imported.set_attn_implementation(stock.config._attn_implementation)
+    own, _ = convert_model(imported, wanted, CALIBRATION, refine=1)
+    assert same_state(converted.state_dict(), own.state_dict()) and not done["exact"]
+    assert converted.generation_config.temperature == 0.7
+    for parameter in converted.parameters():
+        parameter.data.zero_()
+    assert same_state(before, stock.state_dict()) and torch.equal(logits(stock), expected)
+
+
+def test_what_is_no_causal_language_model_is_refused():
+    stock = stock_model(stock_config("llama"))
+    wanted = target_config(stock.config, "mqa")
+    with pytest.raises(UserError, match="LlamaModel is not converted: give a causal language model"):
+        convert_model(stock.model, wanted)
+    with pytest.raises(UserError, match="Linear is not converted"):
+        convert_model(stock.lm_head, wanted)
+    stock.model.layers[0].self_attn.extra = torch.nn.Linear(2, 2, bias=False)
+    with pytest.raises(UserError, match=r"a tensor model\.layers\.0\.self_attn\.extra\.weight"):
+        convert_model(stock, wanted)
 
 
 # -- the report, and how to convert

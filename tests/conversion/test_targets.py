@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, configuration_checks
 from modeling_gqa.attention import GroupedAttention
-from modeling_gqa.conversion import UserError, allocate, convert_model, export_config, target_config
+from modeling_gqa.conversion import UserError, allocate, convert_model, export_config, import_config, target_config
 from modeling_gqa.conversion.inspection import inspect_checkpoint
 from modeling_gqa.conversion.layers.heads import read_heads
 from modeling_gqa.conversion.targets import exact_latent_sizes, lossy_layers
@@ -163,10 +163,9 @@ def test_mla_of_the_same_sizes_is_the_same():
         convert_model(converted, same)
 
 
-def test_a_stock_model_is_to_be_imported_first():
-    """A configuration of transformers' own class is refused with what to do."""
-    with pytest.raises(UserError, match="this is a llama model: import it first"):
-        target_config(LlamaConfig(), "mqa")
+def test_the_target_of_a_stock_configuration_is_that_of_the_imported_one():
+    stock = LlamaConfig(num_attention_heads=8, num_key_value_heads=4, hidden_size=64)
+    assert target_config(stock, "mqa").to_dict() == target_config(import_config(stock), "mqa").to_dict()
 
 
 # -- a kind that conversions do not know
