@@ -13,7 +13,6 @@ import io
 import json
 import lzma
 import os
-import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -29,8 +28,6 @@ from modeling_gqa_cli.errors import UserError, install_extra
 
 CHUNK = 2**20  # bytes read at a time
 PARQUET_ROWS = 256  # read at a time
-WHITE_SPACE = re.compile(r"[ \t\r\n]*")
-DECODER = json.JSONDecoder()
 
 
 def open_zstd(path: Path) -> BinaryIO:
@@ -87,76 +84,44 @@ def text_pieces(path: Path, newlines: bool = False) -> Iterator[str]:
                 return
 
 
-class JSONValues:
-    """Reads one JSON value after the other from a file that is read in pieces."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.pieces, self.text, self.at, self.line = path, text_pieces(path), "", 0, 1
-
-    def where(self) -> str:
-        """Return the file and the line that is being read."""
-        return f"{self.path}, line {self.line}"
-
-    def more(self) -> bool:
-        """Read at least as much again as is left, so that long values need few attempts; return False at the end."""
-        rest, read = self.text[self.at :], ""
-        while len(read) <= len(rest) and (piece := next(self.pieces, "")):
-            read += piece
-        self.text, self.at = rest + read, 0
-        return bool(read)
-
-    def advance(self, end: int) -> None:
-        self.line += self.text.count("\n", self.at, end)
-        self.at = end
-
-    def peek(self) -> str:
-        """Return the next character that is no white space; "" at the end."""
-        while True:
-            self.advance(WHITE_SPACE.match(self.text, self.at).end())  # type: ignore[union-attr]
-            if self.at < len(self.text) or not self.more():
-                return self.text[self.at : self.at + 1]
-
-    def value(self) -> Any:
-        """Read and return the next value."""
-        while True:
-            try:
-                value, end = DECODER.raw_decode(self.text, self.at)
-            except json.JSONDecodeError as error:
-                # A value that is cut at the end of what has been read may be whole in what follows.
-                cut = error.msg.startswith("Unterminated") or error.pos > len(self.text) - 16
-                if not cut or not self.more():
-                    raise
-            else:
-                self.advance(end)
-                return value
-
-    def skip(self, character: str) -> None:
-        """Read past a character; raises `ValueError` where another one comes."""
-        if self.peek() != character:
-            raise ValueError(f"{character!r} is missing")
-        self.at += 1
+def lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a text file."""
+    rest = ""
+    for piece in text_pieces(path):
+        *whole, rest = (rest + piece).split("\n")
+        yield from whole
+    yield rest
 
 
-def json_rows(path: Path, column: str | None = None, arrays: bool = True) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a file, or the elements where it is an array, each after its place."""
-    values = JSONValues(path)
+def parsed(text: str, path: Path, first: int = 1) -> Any:
+    """Return the JSON value in `text`, which begins in the line `first` of the file."""
     try:
-        array = arrays and values.peek() == "["
-        if array:
-            values.skip("[")
-        while values.peek() not in ("", "]" if array else ""):
-            where, row = values.where(), values.value()
-            yield where, row
-            if array and values.peek() != "]":
-                values.skip(",")
-        if array:
-            values.skip("]")
-        if values.peek():
-            raise ValueError("text behind the array")
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}, line {first + error.lineno - 1} is not JSON: {error.msg}") from None
+    except RecursionError as error:
+        raise UserError(f"{path}, line {first} is not JSON: {error}") from None
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the value of each line, after its place; lines of white space are left out."""
+    for number, line in enumerate(lines(path), 1):
+        if line.strip():
+            yield f"{path}, line {number}", parsed(line, path, number)
+
+
+def json_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield the elements of an array, each after its place; a file of one JSON value a line is read like JSONL."""
+    try:
+        _, first = next(json_lines(path), ("", ""))
     except UserError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{values.where()} is not JSON: {getattr(error, 'msg', error)}") from None
+        first = []  # the first line is no JSON by itself: an array over several lines, or one object
+    if not isinstance(first, list):
+        yield from json_lines(path)
+        return
+    value = parsed("".join(text_pieces(path)), path)
+    for number, row in enumerate(value if isinstance(value, list) else [value], 1):
+        yield f"{path}, row {number}", row
 
 
 def jsonl_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any]]:
@@ -171,8 +136,8 @@ def jsonl_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any
             file.seek(max(0, path.stat().st_size - CHUNK))
             last = file.read().rstrip()[-1:]
         if (first, last) not in ((b"{", b"}"), (b'"', b'"')):
-            deque(json_rows(path, arrays=False), maxlen=0)  # raises for the first broken row
-    yield from json_rows(path, arrays=False)
+            deque(json_lines(path), maxlen=0)  # raises for the first broken row
+    yield from json_lines(path)
 
 
 def parquet_rows(path: Path, column: str) -> Iterator[tuple[str, Any]]:
