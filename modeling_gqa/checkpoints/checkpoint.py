@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from modeling_gqa_cli.errors import UserError, one_line
 from modeling_gqa_cli.paths import refuse_mistyped
@@ -28,6 +29,7 @@ from .files import (
     open_tensors,
     read_json,
 )
+from .stock_tensors import FUSED, own_names
 
 if TYPE_CHECKING:
     from .gguf import GGUFFile
@@ -63,14 +65,16 @@ class Checkpoint:
 
         Raises `UserError` where files cannot be read, or a weight is nan or inf.
         """
-        # The tensors' names are the same in all families, so transformers' own loader reads any of them.
         path: Any = self.folder
         options: dict[str, Any] = {"dtype": dtype or "auto", "local_files_only": True}
-        if self.gguf:
-            path, options = None, {"dtype": dtype or self.dtype, "state_dict": self.gguf.unpack()}
+        if self.gguf or self.family in FUSED:  # transformers' own loader reads only tensors of the same names
+            state = self.gguf.unpack() if self.gguf else {name: x.load() for name, x in self.tensors.items()}
+            path, options = None, {"dtype": dtype or self.dtype, "state_dict": state}
         try:
             model: Any = GQAForCausalLM.from_pretrained(path, config=self.config, **options)
             model = model.to(device) if device is not None else model
+            if path is None and (self.folder / GENERATION_CONFIG_NAME).is_file():
+                model.generation_config = GenerationConfig.from_pretrained(self.folder)
         except (OSError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # files beside the weights are read as well, and an index's other fields
@@ -142,6 +146,7 @@ def open_checkpoint(
         # DeepSeek-V3's layers for speculative decoding, which transformers' model leaves out too.
         further = getattr(stock_config, "num_nextn_predict_layers", None) or 0
         further_layers = range(config.num_hidden_layers, config.num_hidden_layers + further)
+        tensors = own_names(config, stock_config.model_type, tensors)
         tensors = own_tensors(meta_model(GQAForCausalLM, config), tensors, further_layers)
     dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     return Checkpoint(folder, stock_config, config, dtype, tensors)

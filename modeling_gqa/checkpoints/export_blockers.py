@@ -16,6 +16,7 @@ EXPORT_FAMILIES: dict[str, type[Attention]] = {
     "mistral": GroupedAttention,
     "qwen2": GroupedAttention,
     "qwen3": GroupedAttention,
+    "phi3": GroupedAttention,
     "deepseek_v3": LatentAttention,
 }
 # The releases whose source was read, and the first of them run.
@@ -42,8 +43,9 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
     half = config.dtype in (torch.float16, torch.bfloat16)
     if not _standard_frequencies(config, attention):
         yield "rope_frequency_indices are not the frequencies that a head of this size has by default"
-    if rope["rope_type"] != "proportional" and rope.get("partial_rotary_factor", 1.0) != 1.0:
-        yield f"partial_rotary_factor={rope['partial_rotary_factor']}: the class rotates whole heads"
+    part = rope.get("partial_rotary_factor", 1.0)
+    if rope["rope_type"] != "proportional" and part != 1.0 and family != "phi3":
+        yield f"partial_rotary_factor={part}: the class rotates whole heads"
     if half and not math.log2(scale_ratio(config)).is_integer():
         yield (
             f"softmax_scale={config.softmax_scale} would be folded into query weights, for which {config.dtype} is too "
@@ -55,6 +57,7 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
     if not {
         "llama": len(set(biases)) == 1,
         "mistral": not any(biases),
+        "phi3": not any(biases),
         "qwen2": biases == (True, True, False),
         "qwen3": len(set(biases)) == 1,
         "deepseek_v3": config.q_lora_rank is not None or not query_bias,
@@ -65,13 +68,17 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         )
     if config.mlp_bias and family != "llama":
         yield "mlp_bias=True"
-    windows = {"qwen2": 2, "qwen3": 2, "mistral": 1}.get(family, 0)  # kinds of layers that may be mixed
+    windows = {"qwen2": 2, "qwen3": 2, "mistral": 1, "phi3": 1}.get(family, 0)  # kinds of layers that may be mixed
     if types != {"full_attention"} and len(types) > windows:
         yield f"layer_types={sorted(types)}"
     if family == "llama" and config.hidden_size % config.num_attention_heads:
         yield (
             f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads={config.num_attention_heads}"
         )
+    if family == "phi3" and config.head_dim * config.num_attention_heads != config.hidden_size:
+        yield f"head_dim={config.head_dim} is not hidden_size / num_attention_heads"
+    if family == "phi3" and rope["rope_type"] not in ("default", "longrope"):
+        yield f"rope_type={rope['rope_type']!r}"
     if attention is LatentAttention and not config.latent_norm:
         yield "latent_norm=False, and the class has a norm on its latent"
     if engine is None:

@@ -1,4 +1,4 @@
-"""This package's models as transformers' own classes: Llama, Mistral, Qwen2, Qwen3 and, for MLA, DeepSeek-V3.
+"""This package's models as transformers' own classes: Llama, Mistral, Qwen2, Qwen3, Phi-3 and, for MLA, DeepSeek-V3.
 
 All but the last can be written as a GGUF file too, for llama.cpp.
 
@@ -46,7 +46,7 @@ def export_config(config: GQAConfig, family: str | None = None, engine: str | No
 
     Args:
         config: of a model whose layers are all alike.
-        family: "llama", "mistral", "qwen2", "qwen3" or "deepseek_v3"; `None` for the first that fits.
+        family: "llama", "mistral", "qwen2", "qwen3", "phi3" or "deepseek_v3"; `None` for the first that fits.
         engine: "transformers" for a model that other engines may compute wrongly by classes of their own; `None` for
             one that vLLM and SGLang compute rightly, too.
 
@@ -187,9 +187,11 @@ def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
         fields["mlp_bias"] = config.mlp_bias
     types = list(config.layer_types)
     sliding = "sliding_attention" in types
-    if family == "mistral":
+    if family in ("mistral", "phi3"):
         fields["sliding_window"] = config.sliding_window if sliding else None
-    if family == "qwen2" and config.head_dim * config.num_attention_heads == config.hidden_size:
+    if family == "phi3" and (original := config.rope_parameters.get("original_max_position_embeddings")):
+        fields["original_max_position_embeddings"] = original  # the class takes this field's over the parameters'
+    if family in ("qwen2", "phi3") and config.head_dim * config.num_attention_heads == config.hidden_size:
         del fields["head_dim"]  # no field of its own there
     if family in ("qwen2", "qwen3"):
         fields |= {

@@ -125,7 +125,6 @@ REFUSED_TYPES = {
     "qwen2_moe": "it has mixture-of-experts layers",
     "qwen3_moe": "it has mixture-of-experts layers",
     "llama4_text": "it has layers without positions and mixture-of-experts layers",
-    "phi3": "it fuses its projections",
 }
 REFUSED_FIELDS = {
     "quantization_config": "quantized weights: give the checkpoint in float32, bfloat16 or float16",
@@ -144,12 +143,14 @@ class Family(NamedTuple):
         mapped: names of the fields that it reads, beside `SHARED`.
         fixed: by name, a function of the configuration that returns the one value that the field may have.
         ignored: by name, the reason why the model's function does not depend on the field.
+        rotates_part: whether its class reads `partial_rotary_factor`.
     """
 
     translate: Callable[[PreTrainedConfig], dict[str, Any]]
     mapped: tuple[str, ...]
     fixed: dict[str, Callable[[PreTrainedConfig], Any]]
     ignored: dict[str, str]
+    rotates_part: bool = False
 
 
 def _grouped(config: PreTrainedConfig, **own: Any) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def _llama(config: PreTrainedConfig) -> dict[str, Any]:
     return _grouped(config, attention_bias=config.attention_bias, mlp_bias=config.mlp_bias)
 
 
-def _mistral(config: PreTrainedConfig) -> dict[str, Any]:
+def _mistral(config: PreTrainedConfig) -> dict[str, Any]:  # and Phi-3
     return _grouped(config, sliding_window=config.sliding_window)
 
 
@@ -208,6 +209,17 @@ def _uniform_types(config: PreTrainedConfig) -> list[str]:
     return [kind] * config.num_hidden_layers
 
 
+PHI3_FIXED = {
+    "resid_pdrop": lambda config: 0.0,
+    "attention_bias": lambda config: False,
+    "lm_head_bias": lambda config: False,
+    "full_attn_mod": lambda config: 1,
+    "interpolate_factor": lambda config: 1,
+}
+PHI3_IGNORED = {
+    "embd_pdrop": "transformers' class does not read it",
+    "original_max_position_embeddings": "stands in rope_parameters too, where it is looked at",
+}
 NO_MLP_BIAS = {"mlp_bias": lambda config: False}
 LATENT_FIXED = {
     "num_key_value_heads": lambda config: config.num_attention_heads,
@@ -228,6 +240,13 @@ FAMILIES = {
     ),
     "qwen2": Family(_qwen2, (*MAPPED_GROUPED_FIELDS, *WINDOW_FIELDS), NO_MLP_BIAS, {}),
     "qwen3": Family(_qwen3, (*MAPPED_GROUPED_FIELDS, *WINDOW_FIELDS, "attention_bias"), NO_MLP_BIAS, {}),
+    "phi3": Family(
+        _mistral,
+        (*MAPPED_GROUPED_FIELDS, "sliding_window"),
+        NO_MLP_BIAS | PHI3_FIXED,
+        PHI3_IGNORED,
+        rotates_part=True,
+    ),
     "deepseek_v2": Family(
         _latent,
         (*MAPPED_LATENT_FIELDS, "mlp_bias", "first_k_dense_replace"),
@@ -289,17 +308,17 @@ def refuse_fields(config: PreTrainedConfig, family: Family, ignored: Collection[
                 "for is not known: if it does not change what the model computes, ignore it with --ignore-field "
                 f"{name} (in Python ignore_fields=[{name!r}])"
             )
-    _refuse_rope(config)
+    _refuse_rope(config, family)
 
 
-def _refuse_rope(config: PreTrainedConfig) -> None:
+def _refuse_rope(config: PreTrainedConfig, family: Family) -> None:
     rope = config.rope_parameters or {}
     known = {*RopeParameters.__annotations__, *YARN_FIELDS, "type"} - {"mrope_section"}
     unknown = next((name for name, value in rope.items() if name not in known and value is not None), None)
     if unknown:
         raise UserError(f"rope_parameters[{unknown!r}]={rope[unknown]!r} is not supported")
     partial = rope.get("partial_rotary_factor")
-    if partial not in (None, 1.0) and rope.get("rope_type") != "proportional":
+    if partial not in (None, 1.0) and rope.get("rope_type") != "proportional" and not family.rotates_part:
         raise UserError(
             f"partial_rotary_factor={partial} is not supported: {config.model_type} models rotate whole heads"
         )

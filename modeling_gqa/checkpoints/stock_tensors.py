@@ -1,4 +1,4 @@
-"""The tensors of a model as transformers' own class stores them.
+"""The tensors of a model as transformers' own class stores them, and back where that is another way.
 
 Of DeepSeek-V3 they are written so that every engine computes the same model. vLLM's and SGLang's classes of it have no
 biases and never tie the output layer to the embeddings. vLLM's pairs neighbours in the rotary parts.
@@ -15,6 +15,49 @@ from transformers import PreTrainedConfig
 from ..configuration_gqa import GQAConfig
 from .export_blockers import scale_ratio
 from .files import LazyTensor
+
+# Of families that store several matrices as one: its name in a layer, and the parts from the first row on.
+FUSED = {
+    "phi3": {
+        "self_attn.qkv_proj.weight": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
+        "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    }
+}
+
+
+def own_names(config: GQAConfig, family: str, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """Return the tensors of a checkpoint of `family` by the names of this package, whose matrices are apart.
+
+    `config` is the checkpoint's as this package's. A matrix of another size is left as it is, for who checks names.
+    """
+    found = dict(tensors)
+    for index in range(config.num_hidden_layers if family in FUSED else 0):
+        key_values = config.num_key_value_heads * config.head_dim
+        rows = {
+            "self_attn.qkv_proj.weight": (config.num_attention_heads * config.head_dim, key_values, key_values),
+            "mlp.gate_up_proj.weight": (config.intermediate_size,) * 2,
+        }
+        for fused, parts in FUSED[family].items():
+            whole = tensors.get(f"model.layers.{index}.{fused}")
+            if whole is None or whole.shape[0] != sum(rows[fused]):
+                continue
+            del found[f"model.layers.{index}.{fused}"]
+            start = 0
+            for part, count in zip(parts, rows[fused], strict=True):
+                load = partial(_rows, whole, start, start + count)
+                found[f"model.layers.{index}.{part}"] = LazyTensor((count, *whole.shape[1:]), whole.dtype, load)
+                start += count
+    return found
+
+
+def _rows(tensor: LazyTensor, start: int, stop: int) -> torch.Tensor:
+    return tensor.load()[start:stop].clone()
+
+
+def _fused(parts: list[LazyTensor]) -> LazyTensor:
+    """Return tensors as one, below each other."""
+    rows = sum(part.shape[0] for part in parts)
+    return LazyTensor((rows, *parts[0].shape[1:]), parts[0].dtype, lambda: torch.cat([part.load() for part in parts]))
 
 
 def stock_tensors(
@@ -33,6 +76,8 @@ def stock_tensors(
                 name = f"{layer}.self_attn.{query}.{part}"
                 if name in tensors:
                     tensors[name] = scaled(tensors[name], ratio)
+        for fused, parts in FUSED.get(stock.model_type, {}).items():
+            tensors[f"{layer}.{fused}"] = _fused([tensors.pop(f"{layer}.{part}") for part in parts])
     if stock.tie_word_embeddings != config.tie_word_embeddings:
         tensors["lm_head.weight"] = computed(tensors["model.embed_tokens.weight"], torch.clone)
     return tensors

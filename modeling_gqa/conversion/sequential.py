@@ -21,6 +21,7 @@ from modeling_gqa_cli.errors import UserError
 from ..attention import Attention
 from ..checkpoints.checkpoint import meta_model, own_tensors
 from ..checkpoints.files import LazyTensor
+from ..checkpoints.stock_tensors import own_names
 from ..common.batches import Batch
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
@@ -343,8 +344,10 @@ def as_own(model: PreTrainedModel) -> GQAForCausalLM:
     if config is model.config:
         return model  # type: ignore[return-value]
     given = {name: LazyTensor(tuple(x.shape), x.dtype, x.detach) for name, x in model.state_dict().items()}
-    own_tensors(meta_model(GQAForCausalLM, config), given)  # raises where they are others
-    return assemble(model, config, {}, share=True)
+    tensors = own_tensors(
+        meta_model(GQAForCausalLM, config), own_names(config, model.config.model_type, given)
+    )  # raises where they are others
+    return built(config, {name: tensor.load() for name, tensor in tensors.items()}, model)
 
 
 def assemble(
@@ -366,10 +369,16 @@ def assemble(
     }
     for index, attention in states.items():
         state |= {f"model.layers.{index}.self_attn.{name}": tensor for name, tensor in attention.items()}
+    return built(config, state, model)
+
+
+def built(config: GQAConfig, state: State, model: PreTrainedModel) -> GQAForCausalLM:
+    """Return a model of these parameters, and of all else as `model` is: device, mode, and how it generates."""
     config._attn_implementation = model.config._attn_implementation
     with no_init_weights():
         converted: Any = GQAForCausalLM(config)
-    converted.load_state_dict(state, assign=True)
+    tied = {name: state[kept] for name, kept in converted.all_tied_weights_keys.items()}
+    converted.load_state_dict(tied | state, assign=True)
     converted.tie_weights()
     converted.generation_config = copy.deepcopy(model.generation_config)
     return converted.to(model.device).train(model.training)

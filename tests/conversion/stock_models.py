@@ -52,6 +52,14 @@ LLAMA3 = {
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0}
+PARTIAL = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.62}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6],
+    "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0],
+    "original_max_position_embeddings": 11,
+}
 MSCALE = {"mscale": 0.8, "mscale_all_dim": 0.6}
 # What a test may change in a model: name -> (model type, fields beside the sizes).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -72,6 +80,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-window-biases": (
         "qwen3",
         {**GROUPED, **WINDOW, "hidden_size": 65, "attention_bias": True, "rope_parameters": LLAMA3},
+    ),
+    "phi3": ("phi3", {"num_key_value_heads": 2, "hidden_size": 84, "rope_parameters": PARTIAL, "sliding_window": 5}),
+    "phi3-long-tied": (
+        "phi3",
+        {"num_key_value_heads": 3, "hidden_size": 84, "tie_word_embeddings": True, "rope_parameters": LONGROPE},
     ),
     "deepseek-v2": ("deepseek_v2", {**LATENT, **DENSE, "rope_parameters": YARN | MSCALE}),
     "deepseek-v2-biases": (
@@ -154,7 +167,16 @@ def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5)
 def own_model(stock, config=None) -> GQAForCausalLM:
     """This package's model of a stock model's configuration, with the stock model's weights."""
     model = GQAForCausalLM(config or import_config(stock.config)).eval()
-    model.load_state_dict(stock.state_dict(), strict=True)
+    state = stock.state_dict()
+    if stock.config.model_type == "phi3":
+        for layer in [name.removesuffix("self_attn.qkv_proj.weight") for name in state if "qkv_proj" in name]:
+            head = model.config.head_dim
+            sizes = [head * stock.config.num_attention_heads, *[head * stock.config.num_key_value_heads] * 2]
+            parts = state.pop(f"{layer}self_attn.qkv_proj.weight").split(sizes)
+            state |= {f"{layer}self_attn.{name}_proj.weight": x for name, x in zip("qkv", parts, strict=True)}
+            parts = state.pop(f"{layer}mlp.gate_up_proj.weight").chunk(2)
+            state |= {f"{layer}mlp.{name}_proj.weight": x for name, x in zip(("gate", "up"), parts, strict=True)}
+    model.load_state_dict(state, strict=True)
     return model
 
 

@@ -18,12 +18,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 128}
+PART = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 BIASES = {"query_bias": True, "key_value_bias": True, "output_bias": False}
 OWN = {
     "llama": {**GQA, "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": LLAMA3},
     "mistral": {**GQA, "sliding_window": 16},
     "qwen2": {**GQA, **BIASES, "hidden_size": 256, "tie_word_embeddings": True},
     "qwen3": {**GQA, "qk_norm": True},
+    "phi3": {**GQA, "hidden_size": 256, "rope_parameters": PART, "tie_word_embeddings": True},
+    "phi3-window": {**GQA, "hidden_size": 256, "rope_parameters": PART, "sliding_window": 16},
     "mla": LARGE,
     "mla-q-lora": {**LARGE, "q_lora_rank": 80},
     "mla-yarn": {**LARGE, "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.6}},
