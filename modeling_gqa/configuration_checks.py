@@ -152,7 +152,7 @@ def check_rope_values(rope: dict):
             raise ValueError(f"rope_parameters has no key {shown(key)}{suggestion(str(key), known)}")
 
 
-def check_rope(rope: dict | None, mixed: bool):
+def check_rope(rope: dict | None):
     """Check that the rotary parameters are complete and go together; `check_rotary` checks them for a layer."""
     if rope is None:
         raise ValueError(f"rope_parameters=None cannot be used: set it to {ROPE_EXAMPLE}")
@@ -165,11 +165,6 @@ def check_rope(rope: dict | None, mixed: bool):
         raise ValueError(
             f"rope_parameters['high_freq_factor']={rope['high_freq_factor']} must be larger than "
             f"rope_parameters['low_freq_factor']={rope['low_freq_factor']}"
-        )
-    if kind == "longrope" and mixed:
-        raise ValueError(
-            "rope_parameters['rope_type']='longrope' lists a factor per rotary dimension and cannot serve the "
-            "layers of a mixed model (per_layer_config): use 'yarn', 'llama3', 'dynamic' or 'linear'"
         )
 
 

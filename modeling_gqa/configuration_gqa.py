@@ -331,7 +331,7 @@ class GQAConfig(PreTrainedConfig):
             CacheQuantization.of(self.cache_quantization).by_layer(self.num_hidden_layers)
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act={self.hidden_act!r} is unknown: choose one of {', '.join(sorted(ACT2FN))}")
-        check_rope(self.rope_parameters, self.is_heterogeneous)
+        check_rope(self.rope_parameters)
         if self.layer_types is None:
             raise ValueError(
                 "layer_types=None is no longer derived: name each layer's, or build the configuration anew"
@@ -343,6 +343,11 @@ class GQAConfig(PreTrainedConfig):
             raise ValueError("layer_types has 'sliding_attention', but sliding_window is None: set it in tokens")
         if self.sliding_window == 1:
             raise ValueError("sliding_window=1 lets a token see itself alone, which caches cannot hold: set 2 or more")
+
+    def validate_rope(self):
+        """Check the rotary parameters as transformers does; factors by frequency fit a layer, see `check_rotary`."""
+        if (self.rope_parameters or {}).get("rope_type") != "longrope":
+            super().validate_rope()
 
     def validate_token_ids(self):
         """Check that the special tokens are in the vocabulary."""

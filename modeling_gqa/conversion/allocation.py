@@ -134,8 +134,6 @@ def smallest_target(
     """Return the smallest configuration that `allocate` could choose; raises `UserError` where it cannot choose any."""
     if attention_kind not in ("gqa", "mla"):
         raise UserError(f"a budget chooses sizes of gqa or mla, and {attention_kind} has none to choose")
-    if config.rope_parameters["rope_type"] == "longrope":
-        raise UserError("a budget makes layers differ, which a model with rope_type 'longrope' cannot have")
     fields = layer_fields(config)
     for index in chosen_layers(config, layers):
         check_kind(config.per_layer_config[index], index)

@@ -318,14 +318,7 @@ def lossy_layers(source: GQAConfig, target: GQAConfig) -> list[int]:
         )
     for index in changed:
         check_linear(source.per_layer_config[index], index)
-    lossy = [index for index in changed if not is_exact(source, target, index)]
-    to_mla = [index for index in lossy if target.per_layer_config[index].attention_kind == "mla"]
-    if to_mla and source.rope_parameters["rope_type"] == "longrope" and source.num_hidden_layers > 1:
-        raise UserError(
-            "rope_type 'longrope' lists a factor per rotary dimension, and in MLA each layer keeps other frequencies: "
-            "convert this model to fewer key/value heads instead"
-        )
-    return lossy
+    return [index for index in changed if not is_exact(source, target, index)]
 
 
 def is_exact(source: GQAConfig, target: GQAConfig, index: int) -> bool:

@@ -355,18 +355,21 @@ def test_refitting_and_refining_come_nearer_on_their_text():
     assert max(kls[1:]) < kls[0]
 
 
-def test_longrope_is_refused_where_layers_would_rotate_differently():
-    """Where layers would need frequencies of their own; else it is converted, and exactly with room for all planes."""
-    rope = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]}
-    rope |= {"long_factor": [2.0] * 7, "original_max_position_embeddings": 16, "rope_theta": 500.0}
-    model = random_model("gqa", rope_parameters=rope)
-    with pytest.raises(UserError, match="'longrope' lists a factor per rotary dimension"):
-        convert_model(model, target(model, "mla", **MLA))
-    with pytest.raises(UserError, match="a budget makes layers differ"):
-        allocate(model, "gqa", 9999, CALIBRATION)
-    convert_model(model, target(model, "mqa"))
-    converted, _ = convert_model(model, target(model, "mla", kv_lora_rank=28, qk_rope_head_dim=28))
-    assert distance(logits(converted), logits(model)) < 1e-5
+@pytest.mark.parametrize("rotated", [14, 8], ids=["whole heads", "a part of each head"])
+def test_a_model_with_factors_by_frequency_is_converted(rotated):
+    """With longrope each layer chooses among the source's frequencies, each with its factor; with room it is exact."""
+    rope = {"rope_type": "longrope", "rope_theta": 500.0, "original_max_position_embeddings": 16}
+    rope |= {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6][: rotated // 2], "long_factor": [2.0] * (rotated // 2)}
+    model = random_model("gqa", rope_parameters=rope | {"partial_rotary_factor": rotated / 14})
+    for wanted in (target(model, "mqa"), target(model, "mla", **MLA), allocate(model, "mla", 600, CALIBRATION)):
+        converted, report = convert_model(model, wanted, CALIBRATION, refine=1)
+        assert not report["exact"] and converted.config.rope_parameters["short_factor"] == rope["short_factor"]
+        frequencies = {converted.model.rotary_emb[size].original_inv_freq for size in converted.model.rotary_sizes}
+        (source,) = (model.model.rotary_emb[size].original_inv_freq for size in set(model.model.rotary_sizes))
+        assert all(torch.equal(found, source) for found in frequencies)
+    whole = target(model, "mla", kv_lora_rank=66, qk_rope_head_dim=2 * rotated)
+    converted, report = convert_model(model, whole)
+    assert report["exact"] and distance(logits(converted), logits(model)) < 1e-5
 
 
 @pytest.mark.parametrize("projection", ["k_proj", "o_proj"])
