@@ -12,6 +12,7 @@ from stock_models import (
     LINEAR,
     LLAMA3,
     MSCALE,
+    MULTIPLIERS,
     SIZES,
     WINDOW,
     YARN,
@@ -38,6 +39,8 @@ def family_fields(family: str) -> dict:
         own["tie_word_embeddings"] = False
     if family.startswith("qwen"):
         own |= WINDOW
+    if family == "granite":
+        own |= MULTIPLIERS
     if family == "mistral":
         own["sliding_window"] = 5
     return {**SIZES, **own, "max_position_embeddings": 11, "rope_parameters": DYNAMIC}
@@ -48,10 +51,12 @@ CHANGED = {
     "architectures": ["SomeModel"],
     "attention_bias": True,
     "attention_dropout": 0.3,
+    "attention_multiplier": 0.5,
     "bos_token_id": 7,
     "chunk_size_feed_forward": 3,
     "dtype": "bfloat16",
     "embedding_initializer_range": 0.5,
+    "embedding_multiplier": 3.0,
     "eos_token_id": [5, 6],
     "first_k_dense_replace": 2,
     "head_dim": 10,
@@ -63,6 +68,7 @@ CHANGED = {
     "is_encoder_decoder": True,
     "kv_lora_rank": 20,
     "label2id": {"a": 0},
+    "logits_scaling": 0.7,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     "max_position_embeddings": 13,
     "max_window_layers": 2,
@@ -86,6 +92,7 @@ CHANGED = {
     "qk_head_dim": 15,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
+    "residual_multiplier": 2,
     "return_dict": False,
     "rms_norm_eps": 0.3,
     "rope_interleave": False,
@@ -117,7 +124,12 @@ REFUSED = {
     family: {"is_encoder_decoder", "return_dict"} | (LATENT_REFUSED if is_latent(family) else set())
     for family in FAMILIES
 }
-EXTRA_FIELDS = {"qwen2": ["head_dim"], "deepseek_v3": ["head_dim", "qk_head_dim"], "youtu": ["head_dim", "qk_head_dim"]}
+EXTRA_FIELDS = {
+    "qwen2": ["head_dim"],
+    "granite": ["head_dim"],
+    "deepseek_v3": ["head_dim", "qk_head_dim"],
+    "youtu": ["head_dim", "qk_head_dim"],
+}
 FAMILY_FIELDS = [
     (family, name)
     for family in FAMILIES

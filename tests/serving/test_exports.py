@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import GQA, LARGE, SIZES, draw_prompts, generate, serve
+from models import GQA, LARGE, MULTIPLIERS, SIZES, draw_prompts, generate, serve
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
@@ -24,6 +24,7 @@ OWN = {
     "mistral": {**GQA, "sliding_window": 16},
     "qwen2": {**GQA, **BIASES, "hidden_size": 256, "tie_word_embeddings": True},
     "qwen3": {**GQA, "qk_norm": True},
+    "granite": {**GQA, **MULTIPLIERS, "softmax_scale": 0.1},
     "mla": LARGE,
     "mla-q-lora": {**LARGE, "q_lora_rank": 80},
     "mla-yarn": {**LARGE, "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.6}},
