@@ -33,6 +33,7 @@ MLA_FIELDS = (
 )
 # Fields of MLA layers with qk_norm: size and number of the heads that are normed before the latent is taken.
 NORMED_FIELDS = ("qk_norm_head_dim", "qk_norm_key_value_heads")
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 # Largest number of layers, heads or labels; published models have fewer than 300 layers and heads.
 MOST = 2**16
@@ -53,7 +54,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "attention_dropout": (0, 1),
     "initializer_range": (0, 10),
     "rms_norm_eps": (1e-12, 1),
-    "softmax_scale": (1e-6, 1e4),
+    **dict.fromkeys(("softmax_scale", *MULTIPLIERS), (1e-6, 1e4)),
     "format_version": (1, LONGEST),
 }
 ROPE_RANGES: dict[str, tuple[float, float]] = {

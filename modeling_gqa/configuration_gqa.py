@@ -16,6 +16,7 @@ from transformers.activations import ACT2FN
 
 from .cache_formats import CacheQuantization
 from .configuration_checks import (
+    MULTIPLIERS,
     NORMED_FIELDS,
     check_frequencies,
     check_grouped,
@@ -40,9 +41,9 @@ from .configuration_overrides import (
     overridden,
 )
 
-# 2: softmax_scale, rope_frequency_indices, rope_frequency_dim. 3: MLA with qk_norm, which earlier code would compute
-# wrongly; other configurations are written as version 2, which earlier code reads.
-FORMAT_VERSION = 3
+# 2: softmax_scale, rope_frequency_indices, rope_frequency_dim. 3: MLA with qk_norm. 4: multipliers. Earlier code would
+# compute 3 and 4 wrongly; other configurations are written as version 2, which it reads.
+FORMAT_VERSION = 4
 # transformers' property of configurations by layer; without it only models whose layers are alike can be built.
 BY_LAYER: Any = getattr(PreTrainedConfig, "per_layer_config", None)
 
@@ -82,6 +83,11 @@ class GQAConfig(PreTrainedConfig):
         rope_frequency_indices (`list[int]`, *optional*):
             Index of each rotary plane's frequency among those of a head of `rope_frequency_dim` dimensions; indices may
             repeat. MLA has P / 2 planes, other kinds at most d / 2; dimensions without a plane are not rotated.
+        embedding_multiplier, residual_multiplier (`float`, defaults to 1.0):
+            Factor of the embeddings, also of `inputs_embeds`; and of what attention and MLP add to the residual stream.
+            Granite's fields, for scales as in muP (2203.03466); its `attention_multiplier` is `softmax_scale` here.
+        logits_scaling (`float`, defaults to 1.0):
+            Divisor of the logits, as in Granite. The base model divides its last hidden states by it.
         sliding_window (`int`, *optional*):
             Window in tokens of the layers that `layer_types` calls `"sliding_attention"`; all where it is left out.
         rope_parameters (`dict`, *optional*):
@@ -119,8 +125,10 @@ class GQAConfig(PreTrainedConfig):
     }
     base_model_pp_plan: ClassVar = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "embedding_multiplier": (["inputs_embeds"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
         "norm": (["hidden_states"], ["hidden_states"]),
+        "logits_scaling": (["hidden_states"], ["hidden_states"]),
     }
     # The generated comparison reads per-layer attributes, which raises in a mixed model.
     __eq__ = PreTrainedConfig.__eq__
@@ -152,6 +160,9 @@ class GQAConfig(PreTrainedConfig):
     softmax_scale: float | None = None
     rope_frequency_indices: list[int] | None = None
     rope_frequency_dim: int | None = None
+    embedding_multiplier: float | int = 1.0
+    residual_multiplier: float | int = 1.0
+    logits_scaling: float | int = 1.0
     sliding_window: int | None = None
     layer_types: list[str] | None = None
     hidden_act: str = "silu"
@@ -285,8 +296,10 @@ class GQAConfig(PreTrainedConfig):
 
     def _raise_format_version(self, written: dict[str, Any]):
         """Let `format_version` be the first that has the fields `written`."""
-        if any(written.get(name) is not None for name in NORMED_FIELDS) and self.format_version < 3:
-            self.format_version = 3
+        needed = 3 if any(written.get(name) is not None for name in NORMED_FIELDS) else 2
+        needed = 4 if any(written.get(name, 1) != 1 for name in MULTIPLIERS) else needed
+        if self.format_version < needed:
+            self.format_version = needed
 
     def _resolve_layer(self, index: int | str, overrides: dict[str, Any]) -> dict[str, Any]:
         """One layer's overrides, completed by every size that follows from them."""

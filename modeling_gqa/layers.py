@@ -1,4 +1,4 @@
-"""The parts of a model beside attention: norm, MLP, maps by head, rotary embedding, chunked loss.
+"""The parts of a model beside attention: norm, MLP, multipliers, maps by head, rotary embedding, chunked loss.
 
 Rotary embedding is that of Su et al. (2104.09864, eq. 34), half-split and interleaved.
 
@@ -73,6 +73,25 @@ class GQAMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GQAMultiplier(nn.Module):
+    """Multiplication by a fixed number, by which Granite keeps muP's scales (2203.03466) apart from its weights."""
+
+    def __init__(self, factor: float):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+    def extra_repr(self) -> str:
+        return f"{self.factor}"
+
+
+def multiplier(factor: float) -> nn.Module:
+    """A `GQAMultiplier`, or where there is nothing to do an identity."""
+    return nn.Identity() if factor == 1 else GQAMultiplier(factor)
 
 
 class GQAHeadLinear(nn.Module):

@@ -37,6 +37,7 @@ from .layers import (
     can_chunk_loss,
     chunked_causal_lm_loss,
     frequency_indices,
+    multiplier,
     refuse_without_tokens,
 )
 from .masks import model_masks
@@ -94,6 +95,7 @@ class GQADecoderLayer(GradientCheckpointingLayer):
         self.mlp = GQAMLP(layer)
         self.input_layernorm = GQARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = GQARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.residual_multiplier = multiplier(config.residual_multiplier)
 
     def forward(
         self,
@@ -114,8 +116,8 @@ class GQADecoderLayer(GradientCheckpointingLayer):
             use_cache=use_cache,
             **kwargs,
         )
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states = hidden_states + self.residual_multiplier(attended)
+        return hidden_states + self.residual_multiplier(self.mlp(self.post_attention_layernorm(hidden_states)))
 
 
 class GQAPreTrainedModel(PreTrainedModel):
@@ -221,8 +223,11 @@ class GQAModel(GQAPreTrainedModel):
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.embedding_multiplier = multiplier(config.embedding_multiplier)
         self.layers = nn.ModuleList(GQADecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = GQARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        # Here and not behind `lm_head`, which engines and measurements call by themselves.
+        self.logits_scaling = multiplier(1 / config.logits_scaling)
         # Kinds rotate heads of different sizes, so there is one embedding per size; layers choose from its frequencies.
         self.rotary_sizes = [str(layer.rotary_dim) for layer in config.per_layer_config]
         self.rotary_emb = nn.ModuleDict(
@@ -256,7 +261,8 @@ class GQAModel(GQAPreTrainedModel):
             past_key_values: cache of earlier tokens; with `use_cache` one is made where it is `None`.
 
         Returns:
-            Last hidden states (B, T, hidden), the cache, and all hidden states and weights where they are asked for.
+            Last hidden states (B, T, hidden) as `lm_head` takes them and the cache; where they are asked for all hidden
+            states, and the weights.
         """
         if isinstance(kwargs.get("cache"), Cache):  # its name since transformers 5.24
             past_key_values = kwargs.pop("cache")
@@ -272,10 +278,11 @@ class GQAModel(GQAPreTrainedModel):
         # With the cache that was given: transformers looks for packed documents only where there is none.
         arguments = self.layer_arguments(inputs_embeds, attention_mask, position_ids, past_key_values, made)
         past_key_values = past_key_values if made is None else made
-        hidden_states = inputs_embeds
+        hidden_states = self.embedding_multiplier(inputs_embeds)
         for layer, own in zip(self.layers, arguments, strict=False):  # early exit runs fewer than all layers
             hidden_states = layer(hidden_states, past_key_values=past_key_values, use_cache=use_cache, **own, **kwargs)
-        outputs: dict[str, Any] = {"last_hidden_state": self.norm(hidden_states), CACHE: past_key_values}
+        hidden_states = self.logits_scaling(self.norm(hidden_states))
+        outputs: dict[str, Any] = {"last_hidden_state": hidden_states, CACHE: past_key_values}
         return BaseModelOutputWithPast(**outputs)
 
     def new_cache(self) -> DynamicCache:

@@ -89,6 +89,8 @@ class GQAForCausalLM(TransformersForCausalLM):
 
     def recursive_replace(self):
         """Replace the projections of attention by vLLM's, divided by heads, and let vLLM replace the rest."""
+        if not self.pp_group.is_first_rank:  # vLLM keeps what is before the layers where embeddings are tied
+            self.model.embedding_multiplier = nn.Identity()
         for index, layer in enumerate(self.model.layers):
             if not isinstance(layer, PPMissingLayer):
                 sizes = self.config.per_layer_config[index]

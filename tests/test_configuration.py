@@ -217,15 +217,18 @@ def test_format_versions(tmp_path):
     saved = make_config("mixed").to_dict()
     del saved["format_version"]
     assert same(GQAConfig.from_dict(saved), make_config("mixed"))
-    (tmp_path / "config.json").write_text(json.dumps({**saved, "format_version": 4}))
+    (tmp_path / "config.json").write_text(json.dumps({**saved, "format_version": 5}))
     with pytest.raises(
-        StrictDataclassError, match=r"format_version=4 is newer than this code reads .3.: update modeling_gqa"
+        StrictDataclassError, match=r"format_version=5 is newer than this code reads .4.: update modeling_gqa"
     ):
         GQAConfig.from_pretrained(tmp_path)
 
 
 def test_only_configurations_that_earlier_code_cannot_read_have_a_newer_version(model_name):
-    """Version 3 is that of MLA with qk_norm, however its fields were given; a mixed model names no new field else."""
+    """Version 3 is that of MLA with qk_norm, however its fields were given, and version 4 that of multipliers.
+
+    A mixed model names no field of version 3 else.
+    """
     config = make_config(model_name)
     assert config.format_version == (3 if model_name == "mla-qk-norm" else 2)
     stored = config.to_dict()
@@ -237,6 +240,12 @@ def test_only_configurations_that_earlier_code_cannot_read_have_a_newer_version(
     assert config.format_version == 3
     again = GQAConfig.from_dict(config.to_dict())
     assert same(again, config) and [layer.qk_norm_head_dim for layer in again.per_layer_config][1] == 15
+    for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+        multiplied = make_config(model_name, **{name: 3})
+        assert multiplied.format_version == 4 and same(GQAConfig.from_dict(multiplied.to_dict()), multiplied)
+        setattr(config, name, 3)
+        assert config.format_version == 4
+        setattr(config, name, 1.0)
     written = make_config("mla")
     for name, value in {**normed, "latent_norm": False}.items():  # a write derives nothing
         setattr(written, name, value)

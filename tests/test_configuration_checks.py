@@ -54,7 +54,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     *(("gqa", {name: wrong}) for name, values in {
         "attention_kind": ["GQA"], "hidden_size": ["66"], "hidden_act": ["swoosh"], "sliding_window": [1],
         "attention_dropout": [1.5, NAN, INF, 1e9], "initializer_range": [-0.1, NAN, INF, 1e9],
-        "rms_norm_eps": [NAN, INF, 1e9], "softmax_scale": [NAN, INF, 1e9], "format_version": [4],
+        "rms_norm_eps": [NAN, INF, 1e9], "softmax_scale": [NAN, INF, 1e9], "format_version": [5],
+        "embedding_multiplier": [0, INF, True], "residual_multiplier": [-1.0, NAN], "logits_scaling": [0.0, "2"],
         "rope_scaling": [0, 3], "torch_dtype": ["float33"], "num_labels": [1.5, 10**9], "label2id": [{5: 0, "b": 1}],
         "dtype": ["float33", "nn", "int8", "auto", torch.int8, torch.float8_e4m3fn], "eos_token_id": [[], [2, 500]],
         "num_attention_heads": [10**12], "num_hidden_layers": [10**9], "is_encoder_decoder": [True],

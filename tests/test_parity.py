@@ -26,6 +26,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "Qwen2": {"use_sliding_window": True},
     "Qwen3": {"use_sliding_window": True},
     "Mistral": {"sliding_window": None},
+    "Granite": {"attention_multiplier": 0.3},
     "DeepseekV3": {
         **KIND_SIZES["mla"],
         "head_dim": KIND_SIZES["mla"]["qk_rope_head_dim"],
@@ -35,6 +36,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
 }
 WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+MULTIPLIERS = {"embedding_multiplier": 5, "residual_multiplier": 0.4, "logits_scaling": 3.0}
 # name -> our kind, transformers' model, the fields of both, those of ours alone
 TWINS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "mha-llama": ("mha", "Llama", {}, {}),
@@ -45,6 +47,7 @@ TWINS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "biases-qwen2": ("gqa", "Qwen2", {}, {"query_bias": True, "key_value_bias": True}),
     "qk-norm-qwen3": ("gqa", "Qwen3", {}, {"qk_norm": True}),
     "window-mistral": ("gqa", "Mistral", {"sliding_window": 4}, {}),
+    "multipliers-granite": ("mqa", "Granite", MULTIPLIERS, {"softmax_scale": 0.3}),
     "windows-by-layer-qwen3": ("mha", "Qwen3", WINDOWS, {"qk_norm": True}),
     "mla-deepseek": ("mla", "DeepseekV3", {"rope_interleave": True}, {}),
     "mla-deepseek-half-split": ("mla", "DeepseekV3", {"rope_interleave": False}, {}),

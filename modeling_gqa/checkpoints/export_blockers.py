@@ -7,6 +7,7 @@ import torch
 
 from ..attention import Attention, GroupedAttention
 from ..attention_latent import LATENT_NORM_EPS, LatentAttention
+from ..configuration_checks import MULTIPLIERS
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 
@@ -17,6 +18,7 @@ EXPORT_FAMILIES: dict[str, type[Attention]] = {
     "qwen2": GroupedAttention,
     "qwen3": GroupedAttention,
     "phi3": GroupedAttention,
+    "granite": GroupedAttention,
     "deepseek_v3": LatentAttention,
 }
 # The releases whose source was read, and the first of them run.
@@ -46,11 +48,14 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
     part = rope.get("partial_rotary_factor", 1.0)
     if rope["rope_type"] != "proportional" and part != 1.0 and family != "phi3":
         yield f"partial_rotary_factor={part}: the class rotates whole heads"
-    if half and not math.log2(scale_ratio(config)).is_integer():
+    if half and not math.log2(scale_ratio(config, family)).is_integer():
         yield (
             f"softmax_scale={config.softmax_scale} would be folded into query weights, for which {config.dtype} is too "
             "coarse: save the model in float32 first"
         )
+    multiplied = next((name for name in MULTIPLIERS if getattr(config, name) != 1), None)
+    if multiplied and family != "granite":
+        yield f"{multiplied}={getattr(config, multiplied)}, which the class does not have"
     if config.qk_norm != (family == "qwen3"):
         yield f"qk_norm={config.qk_norm}"
     query_bias, key_value_bias, output_bias = biases = config.projection_biases
@@ -60,13 +65,14 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         "phi3": not any(biases),
         "qwen2": biases == (True, True, False),
         "qwen3": len(set(biases)) == 1,
+        "granite": len(set(biases)) == 1,
         "deepseek_v3": config.q_lora_rank is not None or not query_bias,
     }[family]:
         yield (
             f"the biases are in other places than the class's: query_bias={query_bias}, "
             f"key_value_bias={key_value_bias}, output_bias={output_bias}"
         )
-    if config.mlp_bias and family != "llama":
+    if config.mlp_bias and family not in ("llama", "granite"):
         yield "mlp_bias=True"
     windows = {"qwen2": 2, "qwen3": 2, "mistral": 1, "phi3": 1}.get(family, 0)  # kinds of layers that may be mixed
     if types != {"full_attention"} and len(types) > windows:
@@ -107,10 +113,12 @@ def misreadings(config: GQAConfig, family: str) -> list[str]:
             f"{LATENT_NORM_EPS}": config.rms_norm_eps != LATENT_NORM_EPS,
         }
         return [f"{VLLM} and {SGLANG} {phrase}" for phrase, holds in phrases.items() if holds]
+    granite_biases = family == "granite" and (config.mlp_bias or any(config.projection_biases))
     phrases = {
         f"{VLLM} takes the factors of long texts (rope_type='longrope') for short ones too": rope_type == "longrope",
         f"{VLLM} drops the bias of o_proj": family == "qwen3" and config.projection_biases[2],
         f"{SGLANG} drops the biases of gate_proj, up_proj and down_proj": family == "llama" and config.mlp_bias,
+        f"{SGLANG} drops all biases of a Granite": granite_biases,
     }
     return [phrase for phrase, holds in phrases.items() if holds]
 
@@ -122,11 +130,10 @@ def _standard_frequencies(config: GQAConfig, attention: type[Attention]) -> bool
     return indices is None or (config.rope_frequency_dim == rotary and list(indices) == list(range(rotary // 2)))
 
 
-def scale_ratio(config: GQAConfig) -> float:
-    """Return the softmax scale of a model of equal layers divided by that of transformers' own of the same sizes."""
-    if config.softmax_scale is None:
+def scale_ratio(config: GQAConfig, family: str) -> float:
+    """Return the softmax scale of a model of equal layers divided by that of the family's class of the same sizes."""
+    if config.softmax_scale is None or family == "granite":  # whose configuration has the scale
         return 1.0
-    kinds = {kind: attention for attention in EXPORT_FAMILIES.values() for kind in attention.kinds}
-    ratio = config.softmax_scale / kinds[config.attention_kind].default_scale(config)
+    ratio = config.softmax_scale / EXPORT_FAMILIES[family].default_scale(config)
     power = 2.0 ** round(math.log2(ratio))
     return power if math.isclose(ratio, power, rel_tol=1e-9) else ratio

@@ -1,6 +1,6 @@
-"""This package's models as transformers' own classes: Llama, Mistral, Qwen2, Qwen3, Phi-3 and, for MLA, DeepSeek-V3.
+"""This package's models as transformers' own classes: Llama, Mistral, Qwen2, Qwen3, Phi-3, Granite; MLA as DeepSeek-V3.
 
-All but the last can be written as a GGUF file too, for llama.cpp.
+The first four can be written as a GGUF file too, for llama.cpp.
 
 An exported model computes the same function, also in engines with classes of their own (see `stock_tensors.py`); a
 model that they would read otherwise is refused unless it is exported for transformers alone. `inexactness` names what
@@ -16,9 +16,11 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 
 from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 
+from ..attention import GroupedAttention
 from ..attention_latent import LatentAttention
 from ..common import cards
 from ..common.progress import Progress
+from ..configuration_checks import MULTIPLIERS
 from ..configuration_gqa import GQAConfig
 from .checkpoint import meta_model, open_checkpoint, own_tensors
 from .export_blockers import EXPORT_FAMILIES, FOR_TRANSFORMERS, export_blockers, misreadings, scale_ratio
@@ -46,7 +48,8 @@ def export_config(config: GQAConfig, family: str | None = None, engine: str | No
 
     Args:
         config: of a model whose layers are all alike.
-        family: "llama", "mistral", "qwen2", "qwen3", "phi3" or "deepseek_v3"; `None` for the first that fits.
+        family: "llama", "mistral", "qwen2", "qwen3", "phi3", "granite" or "deepseek_v3"; `None` for the first that
+            fits.
         engine: "transformers" for a model that other engines may compute wrongly by classes of their own; `None` for
             one that vLLM and SGLang compute rightly, too.
 
@@ -84,13 +87,14 @@ def export_config(config: GQAConfig, family: str | None = None, engine: str | No
     raise UserError(f"this model {how} to transformers' own classes. {listed}")
 
 
-def inexactness(config: GQAConfig) -> str | None:
+def inexactness(config: GQAConfig, family: str) -> str | None:
     """Return in one sentence what the export of a model rounds; `None` where it is exact.
 
     Args:
         config: one that `export_config` accepts.
+        family: that it is exported as.
     """
-    if not math.log2(scale_ratio(config)).is_integer():
+    if not math.log2(scale_ratio(config, family)).is_integer():
         return "The softmax scale is folded into the query weights, which rounds them once more."
     return None
 
@@ -181,17 +185,21 @@ def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
         fields |= _latent_fields(config)
     else:
         fields |= {"num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim}
-    if family in ("llama", "qwen3"):
+    if family in ("llama", "qwen3", "granite"):
         fields["attention_bias"] = config.projection_biases[0]
-    if family == "llama":
+    if family in ("llama", "granite"):
         fields["mlp_bias"] = config.mlp_bias
+    if family == "granite":
+        scale = config.softmax_scale or GroupedAttention.default_scale(config)
+        fields |= {"attention_multiplier": scale, **{name: getattr(config, name) for name in MULTIPLIERS}}
     types = list(config.layer_types)
     sliding = "sliding_attention" in types
     if family in ("mistral", "phi3"):
         fields["sliding_window"] = config.sliding_window if sliding else None
     if family == "phi3" and (original := config.rope_parameters.get("original_max_position_embeddings")):
         fields["original_max_position_embeddings"] = original  # the class takes this field's over the parameters'
-    if family in ("qwen2", "phi3") and config.head_dim * config.num_attention_heads == config.hidden_size:
+    whole = config.head_dim * config.num_attention_heads == config.hidden_size
+    if family in ("qwen2", "phi3", "granite") and whole:
         del fields["head_dim"]  # no field of its own there
     if family in ("qwen2", "qwen3"):
         fields |= {

@@ -13,6 +13,7 @@ from transformers.modeling_rope_utils import RopeParameters
 
 from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 
+from ..configuration_checks import MULTIPLIERS
 from ..configuration_gqa import GQAConfig
 
 # Fields of the same name and meaning in all families and here.
@@ -121,6 +122,8 @@ REFUSED_TYPES = {
     "gemma2": "it soft-caps its attention scores and logits",
     "gemma3_text": "it norms the outputs of its layers and scales its embeddings",
     "gqa": "it is a modeling_gqa model already, there is nothing to import",
+    "granitemoe": "it has mixture-of-experts layers",
+    "granitemoehybrid": "it has state-space layers, mixture-of-experts layers or both",
     "mixtral": "it has mixture-of-experts layers",
     "qwen2_moe": "it has mixture-of-experts layers",
     "qwen3_moe": "it has mixture-of-experts layers",
@@ -182,6 +185,11 @@ def _qwen2(config: PreTrainedConfig) -> dict[str, Any]:
 def _qwen3(config: PreTrainedConfig) -> dict[str, Any]:
     window = {"sliding_window": config.sliding_window, "layer_types": config.layer_types}
     return _grouped(config, qk_norm=True, attention_bias=config.attention_bias, **window)
+
+
+def _granite(config: PreTrainedConfig) -> dict[str, Any]:
+    multipliers = {name: getattr(config, name) for name in MULTIPLIERS}
+    return _llama(config) | multipliers | {"softmax_scale": float(config.attention_multiplier)}
 
 
 def _latent(config: PreTrainedConfig) -> dict[str, Any]:
@@ -246,6 +254,12 @@ FAMILIES = {
         NO_MLP_BIAS | PHI3_FIXED,
         PHI3_IGNORED,
         rotates_part=True,
+    ),
+    "granite": Family(
+        _granite,
+        (*MAPPED_GROUPED_FIELDS, "attention_bias", "mlp_bias", "attention_multiplier", *MULTIPLIERS),
+        {},
+        {},
     ),
     "deepseek_v2": Family(
         _latent,

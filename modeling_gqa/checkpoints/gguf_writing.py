@@ -1,4 +1,4 @@
-"""A model of Llama's, Mistral's, Qwen2's or Qwen3's class and its tokenizer, written as a GGUF file for llama.cpp.
+"""A model of Llama's, Mistral's, Qwen2's, Qwen3's or Granite's class and its tokenizer, as a GGUF file for llama.cpp.
 
 What llama.cpp would compute or tokenize otherwise is refused.
 """
@@ -26,7 +26,9 @@ from .files import LazyTensor, check_finite
 from .gguf import names_in_file
 
 # llama.cpp's architectures, by transformers' families.
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "granite": "granite"}
+# Those in which the two rows of a rotary plane are neighbours.
+PAIRS_NEIGHBOURS = ("llama", "granite")
 # Dtypes by GGUF's names, and what GGUF calls a file of them.
 DTYPES = {
     torch.float32: ("F32", "ALL_F32"),
@@ -178,6 +180,11 @@ def _add_sizes(writer: Any, stock: PreTrainedConfig) -> None:
     writer.add_vocab_size(stock.vocab_size)
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(stock.rope_parameters["rope_theta"])
+    if stock.model_type == "granite":
+        writer.add_attention_scale(stock.attention_multiplier)
+        writer.add_embedding_scale(stock.embedding_multiplier)
+        writer.add_residual_scale(stock.residual_multiplier)
+        writer.add_logit_scale(stock.logits_scaling)  # which llama.cpp divides by, as the class does
     if stock.rope_parameters["rope_type"] == "linear":
         from gguf import RopeScalingType
 
@@ -191,12 +198,12 @@ def _dtype(shape: tuple[int, ...], dtype: torch.dtype) -> torch.dtype:
 
 
 def _in_file_order(name: str, tensor: torch.Tensor, stock: PreTrainedConfig) -> torch.Tensor:
-    """Return a tensor with the rows of Llama's queries and keys where llama.cpp looks for them.
+    """Return a tensor with the rows of queries and keys where llama.cpp looks for them.
 
-    transformers pairs the first half of a head with the second; llama.cpp's Llama pairs neighbours.
+    transformers pairs the first half of a head with the second; llama.cpp's Llama and Granite pair neighbours.
     """
     heads = {"q_proj": stock.num_attention_heads, "k_proj": stock.num_key_value_heads}.get(name.split(".")[-2])
-    if heads is None or ARCHITECTURES[stock.model_type] != "llama":
+    if heads is None or ARCHITECTURES[stock.model_type] not in PAIRS_NEIGHBOURS:
         return tensor
     rows = tensor.view(heads, 2, -1, *tensor.shape[1:])  # heads, half, plane, ...
     return rows.transpose(1, 2).reshape(tensor.shape)

@@ -65,7 +65,7 @@ def stock_tensors(
 ) -> dict[str, LazyTensor]:
     """Return the tensors that transformers' own model stores; those that differ are computed when they are loaded."""
     tensors = dict(tensors)
-    ratio = scale_ratio(config)
+    ratio = scale_ratio(config, stock.model_type)
     query = "q_norm" if config.qk_norm else "q_proj" if config.q_lora_rank is None else "q_b_proj"
     for index in range(config.num_hidden_layers):
         layer = f"model.layers.{index}"

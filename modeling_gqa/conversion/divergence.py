@@ -15,6 +15,7 @@ from modeling_gqa_cli.errors import UserError
 from ..cache_quantized import rounds_cache
 from ..common.batches import MODEL_INPUTS, Batch, evaluating, hooks
 from ..common.progress import Progress
+from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQADecoderLayer, GQAForCausalLM, GQAModel
 
 # Logits are computed for this number of tokens at a time; more no longer fit into the processor's caches, and take
@@ -161,11 +162,14 @@ def predicted_states(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
 
 
 def last_hidden_state(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-    """Return the last hidden states (B, T, hidden) of a batch."""
+    """Return the last hidden states (B, T, hidden) of a batch, of which the output layer makes the logits."""
     # With a cache transformers' own models do not see from the position ids that documents are packed. Ours do, and a
     # model that rounds its cache is measured with it.
     inputs = {name: x.to(model.device) for name, x in batch.items() if name in MODEL_INPUTS}
-    return model.base_model(**inputs, use_cache=rounds_cache(model.config)).last_hidden_state
+    states = model.base_model(**inputs, use_cache=rounds_cache(model.config)).last_hidden_state
+    # Models of this package have divided them; transformers' Granite divides its logits.
+    own = model.config.model_type == GQAConfig.model_type
+    return states if own else states / getattr(model.config, "logits_scaling", 1)
 
 
 @torch.no_grad()

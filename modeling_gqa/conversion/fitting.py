@@ -104,7 +104,8 @@ class Fit(NamedTuple):
 def fit(text: Streams, index: int, attention: Attention, refit: bool = True, trial: float | None = None) -> Fit:
     """Fit the output projection of `attention`, the new one of layer `index`, to bring the stream back.
 
-    Residual r and inputs are those of the converted stream: r = (source after attention) - (converted before it) - out.
+    Residual r and inputs are those of the converted stream: r = (source after attention) - (converted before it) - out,
+    all as outputs of the attention, which the stream gets times `residual_multiplier`.
     For each fold and each of `RIDGES` a fit is made to the other folds. The ridge with the least error over all folds
     is taken, and the fit made again to all of them; where none lowers that error, there is no fit. Text of one document
     is not fitted to, nor is an attention whose outputs are not finite. Without `refit` the error is measured alone.
@@ -114,8 +115,7 @@ def fit(text: Streams, index: int, attention: Attention, refit: bool = True, tri
     parts = [Regression(attention.o_proj) for _ in range(FOLDS)]
     # Not for `finish`: what is tried here need not be what is kept.
     for passage, heads in text.attend(index, attention, math.inf if trial is None else trial):
-        hidden, after = passage.states
-        residual, weights = after - hidden - attention.o_proj(heads), error_weights(passage)
+        residual, weights = text.wanted(passage) - attention.o_proj(heads), error_weights(passage)
         for number, sums in enumerate(parts):
             if (chosen := passage.kept & (passage.fold == number)).any():
                 sums.add(heads[chosen], residual[chosen], weights[chosen])
@@ -151,13 +151,13 @@ def examples(text: Streams, index: int) -> Iterator[Example]:
     norm = text.model.model.layers[index].input_layernorm
     while True:
         for passage in text.passages():
-            hidden, after = passage.states
+            hidden, wanted = passage.states[0], text.wanted(passage)
             weight, mask = error_weights(passage) * (passage.fold > 0), passage.arguments[index]["attention_mask"]
             whole = not (mask is None or isinstance(mask, torch.Tensor))  # masks of flex attention are not cut
             for own in [slice(None)] if whole else pieces(passage.kept):
                 if weight[own].any():
                     arguments = {name: row_of(x, own, len(hidden)) for name, x in passage.arguments[index].items()}
-                    yield norm(hidden[own]), arguments, (after - hidden)[own], weight[own]
+                    yield norm(hidden[own]), arguments, wanted[own], weight[own]
 
 
 def steps(text: Streams) -> int:

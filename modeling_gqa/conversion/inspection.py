@@ -87,7 +87,8 @@ def inspect_checkpoint(source: str | Path, ignore_fields: Collection[str] = ()) 
     family_out: str | None
     reason: str | None
     try:
-        family_out, reason = export_config(config).model_type, inexactness(config)
+        family_out = export_config(config).model_type
+        reason = inexactness(config, family_out)
     except UserError as error:
         family_out, reason = None, str(error)
     return {

@@ -21,7 +21,7 @@ from modeling_gqa_cli.errors import UserError
 
 from ..attention import Attention, GroupedAttention
 from ..common.batches import MODEL_INPUTS, Batch, evaluating, hooks
-from ..modeling_gqa import GQAForCausalLM
+from ..modeling_gqa import GQADecoderLayer, GQAForCausalLM
 from .divergence import not_finite
 from .layers.moments import Statistics, product, windows
 
@@ -265,19 +265,26 @@ class Streams:
         self.folds = list(folds(batches))
         self.judges = sum(int(first_tokens(batch).sum()) for batch in batches) > 1
 
+    def wanted(self, passage: Passage) -> torch.Tensor:
+        """After `collect`: return the attention output (B, T, E) with which the stream would be the source's."""
+        hidden, after = passage.states[:2]
+        return (after - hidden) / self.model.config.residual_multiplier
+
     @torch.no_grad()
     def passages(self) -> Iterator[Passage]:
         """Yield each batch with its states."""
+        decoder = self.model.model
         for number in range(len(self.batches)):
             batch, fold = self.batches[number], self.folds[number]
             inputs = {name: x.to(self.model.device) for name, x in batch.items() if name in MODEL_INPUTS}
             ids = inputs.pop("input_ids")
-            states = self.states[number] if number in self.states else (self.model.model.embed_tokens(ids),)
+            if (states := self.states.get(number)) is None:
+                states = (decoder.embedding_multiplier(decoder.embed_tokens(ids)),)
             mask = inputs.get("attention_mask")
             kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
             first = first_tokens(batch).to(kept.device)
             weight = token_weights(first, kept, self.first_share)
-            prepare = partial(self.model.model.layer_arguments, states[0], **inputs)
+            prepare = partial(decoder.layer_arguments, states[0], **inputs)
             yield Passage(number, kept, fold.to(kept.device), weight, states, prepare)
 
     @torch.no_grad()
@@ -309,7 +316,7 @@ class Streams:
             sums.collect(layer.self_attn, x, passage.kept, passage.weight, arguments)
             before = source[0] if source else hidden
             output, _ = layer.self_attn(layer.input_layernorm(before) if source else x, **arguments)
-            after = before + output
+            after = before + layer.residual_multiplier(output)
             self.states[passage.number] = hidden, after
         return sums.statistics()
 
@@ -345,16 +352,20 @@ class Streams:
         layer = self.model.model.layers[index]
         for passage in self.passages():
             hidden, after, heads = passage.states
-            streams = (hidden + attention.o_proj(heads), after)
-            self.states[passage.number] = tuple(x + layer.mlp(layer.post_attention_layernorm(x)) for x in streams)
+            streams = (hidden + layer.residual_multiplier(attention.o_proj(heads)), after)
+            self.states[passage.number] = tuple(feed_forward(layer, x) for x in streams)
 
     @torch.no_grad()
     def advance_source(self, index: int) -> None:
         """Send the source, after `collect`, through layer `index`'s MLP; the conversion goes on with its states."""
         layer = self.model.model.layers[index]
         for passage in self.passages():
-            after = passage.states[1]
-            self.states[passage.number] = (after + layer.mlp(layer.post_attention_layernorm(after)),)
+            self.states[passage.number] = (feed_forward(layer, passage.states[1]),)
+
+
+def feed_forward(layer: GQADecoderLayer, x: torch.Tensor) -> torch.Tensor:
+    """Return the states (B, T, E) after the MLP of `layer`, for those after its attention."""
+    return x + layer.residual_multiplier(layer.mlp(layer.post_attention_layernorm(x)))
 
 
 @contextmanager

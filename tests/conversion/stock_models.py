@@ -34,6 +34,12 @@ LATENT = {
 }
 DENSE = {"first_k_dense_replace": 3}
 WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+MULTIPLIERS = {
+    "embedding_multiplier": 12,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 3.0,
+    "attention_multiplier": 0.15,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 20.0,
@@ -85,6 +91,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-long-tied": (
         "phi3",
         {"num_key_value_heads": 3, "hidden_size": 84, "tie_word_embeddings": True, "rope_parameters": LONGROPE},
+    ),
+    "granite": ("granite", {**GROUPED, **MULTIPLIERS}),
+    "granite-biases-tied": (
+        "granite",
+        {
+            "num_key_value_heads": 1,
+            "hidden_size": 84,
+            **MULTIPLIERS,
+            "embedding_multiplier": 0.2,
+            "residual_multiplier": 1.5,
+            "logits_scaling": 8.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN,
+        },
     ),
     "deepseek-v2": ("deepseek_v2", {**LATENT, **DENSE, "rope_parameters": YARN | MSCALE}),
     "deepseek-v2-biases": (

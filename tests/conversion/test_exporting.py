@@ -52,6 +52,7 @@ LATENT = {
 }
 WINDOWS = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
 BIASES = {"query_bias": True, "key_value_bias": True, "output_bias": False}
+MULTIPLIERS = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 3.0}
 
 
 def own_config(**fields) -> GQAConfig:
@@ -163,6 +164,8 @@ EXPORTED = {
     "half-scale": ({"softmax_scale": 14**-0.5 / 2}, "llama"),
     "other-scale": ({"softmax_scale": 0.3, "attention_bias": True}, "llama"),
     "other-scale-qk-norm": ({"softmax_scale": 0.3, "qk_norm": True}, "qwen3"),
+    "multipliers": (MULTIPLIERS, "granite"),
+    "multipliers-scale": ({"logits_scaling": 3, "softmax_scale": 0.3, "attention_bias": False}, "granite"),
     "mla": ({"attention_kind": "mla", "q_lora_rank": 17}, "deepseek_v3"),
     "mla-tied": ({"attention_kind": "mla", "tie_word_embeddings": True}, "deepseek_v3"),
     "mla-halves": ({"attention_kind": "mla", "rope_interleave": False}, "deepseek_v3"),
@@ -181,7 +184,7 @@ def test_logits_and_tokens_are_ours(name, tmp_path):
     fields, family = EXPORTED[name]
     model = own_model(**fields)
     rounded = ("other-scale", "mla-scale")
-    assert (inexactness(model.config) is not None) == any(part in name for part in rounded)
+    assert (inexactness(model.config, family) is not None) == any(part in name for part in rounded)
     stock = exported(model, tmp_path)
     assert stock.config.model_type == family
     assert close(logits(stock), logits(model))
@@ -236,9 +239,13 @@ ALONE = {
     ),
     "longrope": (
         {"rope_parameters": LONG},
-        r"llama and mistral: vLLM 0.32 takes the factors of long texts \(rope_type='longrope'\) for short ones",
+        r"llama and mistral and granite: vLLM 0.32 takes the factors of long texts .* for short ones",
     ),
     "qwen3-biases": ({"qk_norm": True, "attention_bias": True}, "qwen3: vLLM 0.32 drops the bias of o_proj"),
+    "granite-biases": (
+        {**MULTIPLIERS, "attention_bias": True},
+        "granite: SGLang 0.5.23 drops all biases of a Granite",
+    ),
     "mlp-biases": (
         {"attention_bias": True, "mlp_bias": True},
         "llama: SGLang 0.5.23 drops the biases of gate_proj, up_proj and down_proj",
@@ -289,7 +296,7 @@ MIXED = {"per_layer_config": {0: {"num_key_value_heads": 3}}}
 REFUSED = {
     "mixed": (
         MIXED,
-        r"qwen2 and qwen3 and phi3: its layers differ in num_key_value_heads \(per_layer_config\)",
+        r"llama .* and qwen3 and phi3 and granite: its layers differ in num_key_value_heads \(per_layer_config\)",
     ),
     "mixed-kinds": ({"per_layer_config": {1: {"attention_kind": "mla"}}}, "its layers differ"),
     "frequencies": (
@@ -306,18 +313,25 @@ REFUSED = {
     ),
     "window-without-biases": (
         WINDOWS,
-        r"llama and mistral and phi3: layer_types=\['full_attention', 'sliding_attention'\]",
+        r"mistral and phi3 and granite: layer_types=\['full_attention', 'slid",
     ),
     "biases-and-qk-norm": (
         {**BIASES, "qk_norm": True},
-        "phi3: qk_norm=True; qwen3: the biases are in other places",
+        "qwen2 and phi3 and granite: qk_norm=True; qwen3: the biases are in other places",
     ),
     "mlp-bias": ({**WINDOWS, "qk_norm": True, "mlp_bias": True}, "qwen3: mlp_bias=True"),
-    "hidden-size": (
-        {"hidden_size": 65, "attention_bias": True},
-        "llama: hidden_size=65 is not a multiple of num_attention_heads=6",
+    "coarse-scale": (
+        {"softmax_scale": 0.3, "dtype": "bfloat16", "qk_norm": True},
+        "qwen3 and phi3: softmax_scale=0.3 would be folded into query weights, for which .*float16",
     ),
-    "coarse-scale": ({"softmax_scale": 0.3, "dtype": "bfloat16"}, "folded into query weights, for which .*float16"),
+    "mla-multiplier": (
+        {"attention_kind": "mla", "residual_multiplier": 0.22},
+        "deepseek_v3: residual_multiplier=0.22, which the class does not have",
+    ),
+    "multiplier-qk-norm": (
+        {"logits_scaling": 3.0, "qk_norm": True},
+        "qwen3 and phi3: logits_scaling=3.0, which the class does not have; granite: qk_norm=True",
+    ),
     "mla-query-bias": (
         {"attention_kind": "mla", "attention_bias": True},
         "deepseek_v3: the biases are in other places",
@@ -359,10 +373,16 @@ def test_what_no_class_expresses_is_refused_with_the_reason(name, tmp_path):
         ({}, "qwen3", "qwen3: qk_norm=False"),
         ({}, "deepseek_v3", "deepseek_v3: attention_kind='gqa' is not this class's"),
         ({"attention_kind": "mla"}, "llama", "llama: attention_kind='mla' is not this class's"),
+        ({"hidden_size": 65}, "llama", "llama: hidden_size=65 is not a multiple of num_attention_heads=6"),
         ({"attention_bias": True}, "mistral", "mistral: the biases are in other places"),
-        ({}, "gpt2", "family='gpt2' is unknown: choose one of llama, mistral, qwen2, qwen3, phi3, deepseek_v3"),
+        (
+            {},
+            "gpt2",
+            "family='gpt2' is unknown: choose one of llama, mistral, qwen2, qwen3, phi3, granite, deepseek_v3",
+        ),
+        *(({name: 3.0}, other, f"{other}: {name}=3.0") for name in MULTIPLIERS for other in ("llama", "mistral")),
     ],
-    ids=["qwen2", "qwen3", "latent-family", "grouped-family", "mistral", "unknown"],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)[:12],
 )
 def test_a_family_that_does_not_fit_is_refused(fields, family, reason):
     with pytest.raises(UserError, match=reason):

@@ -12,6 +12,7 @@ from stock_models import (
     LINEAR,
     LLAMA3,
     MSCALE,
+    MULTIPLIERS,
     PARTIAL,
     SIZES,
     WINDOW,
@@ -41,6 +42,8 @@ def family_fields(family: str) -> dict:
         own["tie_word_embeddings"] = False
     if family.startswith("qwen"):
         own |= WINDOW
+    if family == "granite":
+        own |= MULTIPLIERS
     if family == "mistral":
         own["sliding_window"] = 5
     return {**SIZES, "max_position_embeddings": 11, "rope_parameters": DYNAMIC, **own}
@@ -51,11 +54,13 @@ CHANGED = {
     "architectures": ["SomeModel"],
     "attention_bias": True,
     "attention_dropout": 0.3,
+    "attention_multiplier": 0.5,
     "bos_token_id": 7,
     "chunk_size_feed_forward": 3,
     "dtype": "bfloat16",
     "embd_pdrop": 0.3,
     "embedding_initializer_range": 0.5,
+    "embedding_multiplier": 3.0,
     "eos_token_id": [5, 6],
     "first_k_dense_replace": 2,
     "head_dim": 10,
@@ -67,6 +72,7 @@ CHANGED = {
     "is_encoder_decoder": True,
     "kv_lora_rank": 20,
     "label2id": {"a": 0},
+    "logits_scaling": 0.7,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     "max_position_embeddings": 13,
     "max_window_layers": 2,
@@ -92,6 +98,7 @@ CHANGED = {
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
     "resid_pdrop": 0.1,
+    "residual_multiplier": 2,
     "return_dict": False,
     "rms_norm_eps": 0.3,
     "rope_interleave": False,
@@ -124,7 +131,12 @@ REFUSED = {
     for family in FAMILIES
 }
 REFUSED["phi3"].add("resid_pdrop")
-EXTRA_FIELDS = {"qwen2": ["head_dim"], "deepseek_v3": ["head_dim", "qk_head_dim"], "youtu": ["head_dim", "qk_head_dim"]}
+EXTRA_FIELDS = {
+    "qwen2": ["head_dim"],
+    "granite": ["head_dim"],
+    "deepseek_v3": ["head_dim", "qk_head_dim"],
+    "youtu": ["head_dim", "qk_head_dim"],
+}
 FAMILY_FIELDS = [
     (family, name)
     for family in FAMILIES

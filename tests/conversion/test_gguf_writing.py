@@ -52,6 +52,7 @@ UNREAD = {
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "linear": ("llama", {"rope_parameters": LINEAR}),
     "llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "granite": ("granite", {"residual_multiplier": 0.3, "logits_scaling": 3.0, "softmax_scale": 0.1}),
     "no-multiple": ("llama", {"hidden_size": 68}),  # of the heads: Mistral's class
 }
 TEXTS = [
@@ -153,7 +154,7 @@ def test_every_tensor_holds_the_same_bits(name, dtype, tmp_path):
     for stock_name, tensor in state.items():
         values, kind = tensors[names.get_name(stock_name, (".weight", ".bias"))]
         part = stock_name.split(".")[-2]
-        if architecture == "llama" and part in ("q_proj", "k_proj"):
+        if architecture in ("llama", "granite") and part in ("q_proj", "k_proj"):
             heads = stock.num_attention_heads if part == "q_proj" else stock.num_key_value_heads
             tensor = interleaved(tensor, heads)
         assert torch.equal(values, tensor.float()), stock_name
@@ -182,6 +183,14 @@ def test_the_entries_are_the_configurations(tmp_path):
     own = {name.removeprefix("llama."): value for name, value in entries.items() if name.startswith("llama.")}
     assert own == expected
     assert tensors["blk.1.ffn_down.weight"][0].shape == (66, 58)
+
+
+def test_the_entries_of_a_granite_are_its_multipliers(tmp_path):
+    _, fields = UNREAD["granite"]
+    entries, _ = read(export(tmp_path, embedding_multiplier=6.0, **fields))
+    found = {name: entries[f"granite.{name}"] for name in ("embedding_scale", "residual_scale", "logit_scale")}
+    assert found == pytest.approx({"embedding_scale": 6.0, "residual_scale": 0.3, "logit_scale": 3.0})
+    assert entries["granite.attention.scale"] == pytest.approx(0.1)
 
 
 def test_llama3s_frequencies_are_divided(tmp_path):
@@ -224,7 +233,7 @@ REFUSED = {
             "qk_rope_head_dim": 6,
             "v_head_dim": 13,
         },
-        "it exports to deepseek_v3, and only llama, mistral, qwen2, qwen3 are written",
+        "it exports to deepseek_v3, and only llama, mistral, qwen2, qwen3, granite are written",
     ),
     "mixed": ({"per_layer_config": {1: {"attention_kind": "mqa"}}}, "its layers differ in attention_kind"),
     "window": ({"sliding_window": 5, "layer_types": ["sliding_attention"] * 2}, r"its layers have windows"),

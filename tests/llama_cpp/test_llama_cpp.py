@@ -35,6 +35,7 @@ SIZES: dict[str, Any] = {
 }
 GQA = {"attention_kind": "gqa", "num_key_value_heads": 2}
 ROPE = {"rope_theta": 10000.0}
+MULTIPLIERS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 3.0}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 MODELS = {
     "gqa": GQA,
@@ -48,6 +49,8 @@ MODELS = {
     "no-multiple": {**GQA, "hidden_size": 130},  # of the heads: Mistral's class
     "qwen2": {**GQA, "query_bias": True, "key_value_bias": True, "output_bias": False},
     "qwen3": {**GQA, "qk_norm": True, "head_dim": 40},
+    "granite": {**GQA, **MULTIPLIERS, "softmax_scale": 0.1},
+    "granite-biases": {**GQA, **MULTIPLIERS, "attention_bias": True, "mlp_bias": True},
 }
 PROMPTS = ["import os\n\n\ndef", "class Foo:\n    def __init__(self", "for i in range(", "The", "if __name__ =="]
 TEXTS = [

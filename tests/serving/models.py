@@ -36,11 +36,14 @@ MLA: dict[str, Any] = {
     "v_head_dim": 64,
 }
 LARGE = {"attention_kind": "mla", "kv_lora_rank": 512, "qk_rope_head_dim": 64}  # 576 numbers, as in DeepSeek's models
+MULTIPLIERS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 3.0}
 MODELS: dict[str, dict[str, Any]] = {
     "mha": {"attention_kind": "mha"},
     "mqa": {"attention_kind": "mqa"},
     "gqa": GQA,
     "gqa-norm-bias": {**GQA, "qk_norm": True, "attention_bias": True},
+    "gqa-multipliers-tied": {**GQA, **MULTIPLIERS, "tie_word_embeddings": True},
+    "mla-multipliers": {**MLA, **MULTIPLIERS},
     "gqa-window-tied": {**GQA, "sliding_window": 16, "tie_word_embeddings": True},
     "grouped-mixed": {**GQA, "per_layer_config": {0: {"attention_kind": "mha"}, 2: {"attention_kind": "mqa"}}},
     "mla": MLA,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import GQA, LARGE, SIZES, draw_prompts, generate, serve
+from models import GQA, LARGE, MULTIPLIERS, SIZES, draw_prompts, generate, serve
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
@@ -27,6 +27,7 @@ OWN = {
     "qwen3": {**GQA, "qk_norm": True},
     "phi3": {**GQA, "hidden_size": 256, "rope_parameters": PART, "tie_word_embeddings": True},
     "phi3-window": {**GQA, "hidden_size": 256, "rope_parameters": PART, "sliding_window": 16},
+    "granite": {**GQA, **MULTIPLIERS, "softmax_scale": 0.1},
     "mla": LARGE,
     "mla-q-lora": {**LARGE, "q_lora_rank": 80},
     "mla-yarn": {**LARGE, "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.6}},

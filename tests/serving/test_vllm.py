@@ -131,7 +131,7 @@ def test_prompts_in_chunks_and_cached_prefixes_give_the_same_tokens(name, tmp_pa
     assert answer["cached"] == [0, 96, 96]
 
 
-@pytest.mark.parametrize("name", ["gqa", "mla", "mla-576"])
+@pytest.mark.parametrize("name", ["gqa", "mla", "mla-576", "mla-multipliers"])
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(name, tmp_path):
     """Log-probabilities of given tokens, served in bfloat16, beside those that transformers computes in bfloat16."""
     model = save_model(name, tmp_path)
