@@ -54,7 +54,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     *(("gqa", {name: wrong}) for name, values in {
         "attention_kind": ["GQA"], "hidden_size": ["66"], "hidden_act": ["swoosh"], "sliding_window": [1],
         "attention_dropout": [1.5, NAN, INF, 1e9], "initializer_range": [-0.1, NAN, INF, 1e9],
-        "rms_norm_eps": [NAN, INF, 1e9], "softmax_scale": [NAN, INF, 1e9], "format_version": [4],
+        "rms_norm_eps": [NAN, INF, 1e9], "softmax_scale": [NAN, INF, 1e9], "format_version": [5],
+        "norm_position": ["pre", 1, None], "qk_norm_span": ["all", "all_heads", None],
+        "sliding_rope_parameters": [ROPE["linear"], 3],
         "rope_scaling": [0, 3], "torch_dtype": ["float33"], "num_labels": [1.5, 10**9], "label2id": [{5: 0, "b": 1}],
         "dtype": ["float33", "nn", "int8", "auto", torch.int8, torch.float8_e4m3fn], "eos_token_id": [[], [2, 500]],
         "num_attention_heads": [10**12], "num_hidden_layers": [10**9], "is_encoder_decoder": [True],
@@ -92,6 +94,11 @@ NAMED: list[tuple[str, dict[str, Any], str]] = [
     ("gqa", {"layer_types": ["chunked_attention"] * 3}, r"layer_types has \['chunked_attention'\]"),
     ("gqa", {"layer_types": ["full_attention"]}, r"num_hidden_layers.*3.*layer_types.*1"),
     ("gqa", {"layer_types": ["sliding_attention"] * 3}, "sliding_window is None"),
+    *(("mixed-window", {"sliding_rope_parameters": rope}, said) for rope, said in (
+        ({"rope_type": "default"}, r"sliding_rope_parameters=.* lacks 'rope_theta'"),
+        ({**ROPE["linear"], "factor": NAN}, r"sliding_rope_parameters\['factor'\]=nan"),
+        ({**ROPE["linear"], "partial_rotary_factor": 0.5}, r"sliding_rope_parameters\['partial_rotary_factor'\]=0.5"),
+        (LONGROPE, r"sliding_rope_parameters\['rope_type'\]='longrope'"))),
     ("gqa", {"num_key_value_head": 2}, "'num_key_value_head', did you mean 'num_key_value_heads'"),
     ("gqa", {LAYER: {1: {"attention_knd": "mla"}}}, r"\[1\] sets 'attention_knd'.* did you mean 'attention_kind'"),
     ("gqa", {"rope_parameters": {"rope_typ": "yarn"}}, "no key 'rope_typ', did you mean 'rope_type'"),

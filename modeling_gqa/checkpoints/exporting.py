@@ -1,4 +1,4 @@
-"""This package's models as transformers' own classes: Llama, Mistral, Qwen2, Qwen3 and, for MLA, DeepSeek-V3.
+"""This package's models as transformers' own classes: Llama, Mistral, Qwen2, Qwen3, OLMo 2, OLMo 3; MLA as DeepSeek-V3.
 
 All but the last can be written as a GGUF file too, for llama.cpp.
 
@@ -46,7 +46,7 @@ def export_config(config: GQAConfig, family: str | None = None, engine: str | No
 
     Args:
         config: of a model whose layers are all alike.
-        family: "llama", "mistral", "qwen2", "qwen3" or "deepseek_v3"; `None` for the first that fits.
+        family: "llama", "mistral", "qwen2", "qwen3", "olmo2", "olmo3" or "deepseek_v3"; `None` for the first that fits.
         engine: "transformers" for a model that other engines may compute wrongly by classes of their own; `None` for
             one that vLLM and SGLang compute rightly, too.
 
@@ -181,7 +181,7 @@ def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
         fields |= _latent_fields(config)
     else:
         fields |= {"num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim}
-    if family in ("llama", "qwen3"):
+    if family in ("llama", "qwen3", "olmo2", "olmo3"):
         fields["attention_bias"] = config.projection_biases[0]
     if family == "llama":
         fields["mlp_bias"] = config.mlp_bias
@@ -189,7 +189,12 @@ def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
     sliding = "sliding_attention" in types
     if family == "mistral":
         fields["sliding_window"] = config.sliding_window if sliding else None
-    if family == "qwen2" and config.head_dim * config.num_attention_heads == config.hidden_size:
+    if family == "olmo3":
+        own = config.sliding_rope_parameters
+        ropes = {"full_attention": config.rope_parameters, "sliding_attention": own or config.rope_parameters}
+        fields |= {"rope_parameters": copy.deepcopy(ropes), "sliding_window": config.sliding_window}
+        fields["layer_types"] = types
+    if family in ("qwen2", "olmo2", "olmo3") and config.head_dim * config.num_attention_heads == config.hidden_size:
         del fields["head_dim"]  # no field of its own there
     if family in ("qwen2", "qwen3"):
         fields |= {

@@ -241,8 +241,8 @@ def kl_alone(text: Streams, index: int, attention: Attention, ends: Mapping[int,
         if passage.number not in ends:  # which are of the first batches
             break
         x = passage.states[0]  # (B, T, E)
-        x = x + attention(layer.input_layernorm(x), **passage.arguments[index])[0]
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
+        x = x + layer.attention_output(attention(layer.attention_input(x), **passage.arguments[index])[0])
+        x = x + layer.mlp_output(x)
         for number, other in enumerate(rest, start=index + 1):
             x = other(x, **passage.arguments[number])
         batch = text.batches[passage.number]

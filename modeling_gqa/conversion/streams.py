@@ -305,11 +305,11 @@ class Streams:
             sums.normed = NormedSums(layer.self_attn)
         for passage in self.passages():
             arguments, (hidden, *source) = passage.arguments[index], passage.states
-            x = layer.input_layernorm(hidden)
+            x = layer.attention_input(hidden)
             sums.collect(layer.self_attn, x, passage.kept, passage.weight, arguments)
             before = source[0] if source else hidden
-            output, _ = layer.self_attn(layer.input_layernorm(before) if source else x, **arguments)
-            after = before + output
+            output, _ = layer.self_attn(layer.attention_input(before) if source else x, **arguments)
+            after = before + layer.attention_output(output)
             self.states[passage.number] = hidden, after
         return sums.statistics()
 
@@ -325,7 +325,7 @@ class Streams:
         with hooks(attention.o_proj.register_forward_pre_hook(lambda _, arguments: given.append(arguments[0]))):
             for passage in self.passages():
                 given.clear()  # what the caller has sent through the projection meanwhile
-                attention(layer.input_layernorm(passage.states[0]), **passage.arguments[index])
+                attention(layer.attention_input(passage.states[0]), **passage.arguments[index])
                 (heads,) = given
                 if trial is None:
                     self.states[passage.number] = (*passage.states, heads)
@@ -345,8 +345,8 @@ class Streams:
         layer = self.model.model.layers[index]
         for passage in self.passages():
             hidden, after, heads = passage.states
-            streams = (hidden + attention.o_proj(heads), after)
-            self.states[passage.number] = tuple(x + layer.mlp(layer.post_attention_layernorm(x)) for x in streams)
+            streams = (hidden + layer.attention_output(attention.o_proj(heads)), after)
+            self.states[passage.number] = tuple(x + layer.mlp_output(x) for x in streams)
 
     @torch.no_grad()
     def advance_source(self, index: int) -> None:
@@ -354,7 +354,7 @@ class Streams:
         layer = self.model.model.layers[index]
         for passage in self.passages():
             after = passage.states[1]
-            self.states[passage.number] = (after + layer.mlp(layer.post_attention_layernorm(after)),)
+            self.states[passage.number] = (after + layer.mlp_output(after),)
 
 
 @contextmanager

@@ -51,6 +51,7 @@ LATENT = {
     "v_head_dim": 13,
 }
 WINDOWS = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+OLMO = {"norm_position": "after", "qk_norm": True, "qk_norm_span": "all_heads"}
 BIASES = {"query_bias": True, "key_value_bias": True, "output_bias": False}
 
 
@@ -82,7 +83,7 @@ def exported(model, folder, **arguments):
 
 # The family that each model comes back as, where not its own.
 OTHER_FAMILY = {"mistral-full": "llama", "deepseek-v2": "deepseek_v3", "youtu": "deepseek_v3"}
-OTHER_FAMILY["youtu-half-split"] = "deepseek_v3"
+OTHER_FAMILY |= {"youtu-half-split": "deepseek_v3", "olmo3-full": "olmo2"}
 # Without effect, or without a place here.
 NOT_CARRIED = {
     "architectures",
@@ -169,6 +170,9 @@ EXPORTED = {
         {"attention_kind": "mla", "softmax_scale": 0.3, "q_lora_rank": 17, "rope_parameters": YARN | MSCALE},
         "deepseek_v3",
     ),
+    "olmo2": ({**OLMO, "softmax_scale": 14**-0.5 / 2}, "olmo2"),
+    "olmo2-mha": ({**OLMO, "attention_kind": "mha", "num_key_value_heads": 6, "hidden_size": 84}, "olmo2"),
+    "olmo3": ({**OLMO, **WINDOWS, "sliding_rope_parameters": YARN, "attention_bias": True}, "olmo3"),
     "mla-nothing-unrotated": ({"attention_kind": "mla", "qk_nope_head_dim": 0}, "deepseek_v3"),
 }
 
@@ -286,7 +290,7 @@ MIXED = {"per_layer_config": {0: {"num_key_value_heads": 3}}}
 REFUSED = {
     "mixed": (
         MIXED,
-        r"llama and mistral and qwen2 and qwen3: its layers differ in num_key_value_heads \(per_layer_config\)",
+        r"llama .*and qwen3 and olmo2 and olmo3: its layers differ in num_key_value_heads \(per_layer_config\)",
     ),
     "mixed-kinds": ({"per_layer_config": {1: {"attention_kind": "mla"}}}, "its layers differ"),
     "frequencies": (
@@ -309,6 +313,15 @@ REFUSED = {
         "llama: hidden_size=65 is not a multiple of num_attention_heads=6",
     ),
     "coarse-scale": ({"softmax_scale": 0.3, "dtype": "bfloat16"}, "folded into query weights, for which .*float16"),
+    "norms-after": (
+        {"norm_position": "after"},
+        "llama and mistral and qwen2: norm_position='after'; .*olmo3: qk_norm=False",
+    ),
+    "norms-both": ({**OLMO, "norm_position": "both"}, "olmo2 and olmo3: norm_position='both'"),
+    "norm-of-heads": ({"qk_norm": True, "qk_norm_span": "all_heads"}, "qwen3: qk_norm_span='all_heads'; olmo2"),
+    "norm-of-each-head": ({**OLMO, "qk_norm_span": "head"}, "olmo2 and olmo3: qk_norm_span='head'"),
+    "two-ropes": ({**WINDOWS, "qk_norm": True, "sliding_rope_parameters": LINEAR}, "qwen3: sliding_rope_parameters"),
+    "mla-after": ({"attention_kind": "mla", "norm_position": "after"}, "deepseek_v3: norm_position='after'"),
     "mla-query-bias": (
         {"attention_kind": "mla", "attention_bias": True},
         "deepseek_v3: the biases are in other places",
@@ -351,7 +364,7 @@ def test_what_no_class_expresses_is_refused_with_the_reason(name, tmp_path):
         ({}, "deepseek_v3", "deepseek_v3: attention_kind='gqa' is not this class's"),
         ({"attention_kind": "mla"}, "llama", "llama: attention_kind='mla' is not this class's"),
         ({"attention_bias": True}, "mistral", "mistral: the biases are in other places"),
-        ({}, "gpt2", "family='gpt2' is unknown: choose one of llama, mistral, qwen2, qwen3, deepseek_v3"),
+        ({}, "gpt2", "family='gpt2' is unknown: choose one of llama, mistral, qwen2, qwen3, olmo2, o"),
     ],
     ids=["qwen2", "qwen3", "latent-family", "grouped-family", "mistral", "unknown"],
 )
