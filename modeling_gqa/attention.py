@@ -35,7 +35,7 @@ from .cache_quantized import (
     tiled_attention,
 )
 from .configuration_gqa import GQAConfig
-from .layers import GQARMSNorm, frequency_indices, is_plain_linear, rotate, select_frequencies
+from .layers import frequency_indices, head_norm, is_plain_linear, rotate, select_frequencies
 from .masks import attended_part
 
 # Our rules of tensor parallelism, beside those of transformers: each rank computes the whole output and uses it for its
@@ -138,7 +138,7 @@ class Attention(nn.Module):
 
     @staticmethod
     def split_heads(x: torch.Tensor, size: int, norm: nn.Module | None = None) -> torch.Tensor:
-        """Split (B, T, heads x size) into (B, heads, T, size); `norm` is applied to each head."""
+        """Split (B, T, heads x size) into (B, heads, T, size); `norm` is applied to (B, T, heads, size)."""
         # -1 for the number of heads, because under tensor parallelism a rank has only some of them.
         x = x.view(*x.shape[:-1], -1, size)  # (B, T, heads, size)
         return (x if norm is None else norm(x)).transpose(1, 2)
@@ -285,22 +285,23 @@ class GroupedAttention(Attention):
         self.head_dim = layer.head_dim
         self.scaling = layer.softmax_scale or self.default_scale(layer)
         hidden = config.hidden_size
-        query_size, key_value_size = (
-            heads * self.head_dim for heads in (layer.num_attention_heads, layer.num_key_value_heads)
-        )
+        heads, key_value_heads = layer.num_attention_heads, layer.num_key_value_heads
+        query_size, key_value_size = heads * self.head_dim, key_value_heads * self.head_dim
         query_bias, key_value_bias, output_bias = layer.projection_biases
         self.q_proj = nn.Linear(hidden, query_size, bias=query_bias)
         self.k_proj = nn.Linear(hidden, key_value_size, bias=key_value_bias)
         self.v_proj = nn.Linear(hidden, key_value_size, bias=key_value_bias)
         self.o_proj = nn.Linear(query_size, hidden, bias=output_bias)
         # One key/value head cannot be split over ranks, so each computes it.
-        self.shared_heads = layer.num_key_value_heads
+        self.shared_heads = key_value_heads
         of_keys = "colwise" if self.shared_heads > 1 else SHARED_BY_RANKS
         self.tp_plan = {"q_proj": "colwise", "k_proj": of_keys, "v_proj": of_keys, "o_proj": "rowwise"}
         if layer.qk_norm:
             self.tp_plan |= dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce")
-        self.q_norm = GQARMSNorm(self.head_dim, eps=config.rms_norm_eps) if layer.qk_norm else None
-        self.k_norm = GQARMSNorm(self.head_dim, eps=config.rms_norm_eps) if layer.qk_norm else None
+        self.q_norm = head_norm(layer, heads, self.head_dim) if layer.qk_norm else None
+        self.k_norm = head_norm(layer, key_value_heads, self.head_dim) if layer.qk_norm else None
+        if layer.norms_all_heads:
+            self.tp_plan = {}  # no rank has all heads
 
     def forward(
         self,
@@ -352,7 +353,7 @@ class GroupedAttention(Attention):
     def describe(layer: GQAConfig) -> str:
         """Such as `gqa, 2 of 8 heads of 64`: key/value heads, query heads and their size."""
         heads = f"{layer.num_key_value_heads} of {layer.num_attention_heads} heads of {layer.head_dim}"
-        return f"{layer.attention_kind}, {heads}{', qk-norm' if layer.qk_norm else ''}"
+        return f"{layer.attention_kind}, {heads}{describe_norm(layer)}"
 
     @staticmethod
     def parameter_counts(layer: GQAConfig) -> tuple[int, int]:
@@ -362,7 +363,7 @@ class GroupedAttention(Attention):
             heads * layer.head_dim for heads in (layer.num_attention_heads, layer.num_key_value_heads)
         )
         biases = query_bias * query_size + 2 * key_value_bias * key_value_size + output_bias * layer.hidden_size
-        norms = 2 * layer.head_dim if layer.qk_norm else 0
+        norms = (query_size + key_value_size if layer.norms_all_heads else 2 * layer.head_dim) if layer.qk_norm else 0
         return 2 * layer.hidden_size * (query_size + key_value_size), biases + norms
 
     @staticmethod
@@ -378,6 +379,12 @@ class GroupedAttention(Attention):
         """
         projections, _ = cls.parameter_counts(layer)
         return queries * projections + queries * keys * layer.num_attention_heads * 2 * layer.head_dim
+
+
+def describe_norm(layer: GQAConfig) -> str:
+    """How queries and keys are normed, as `describe` ends with it."""
+    over = " over all heads" if layer.norms_all_heads else ""
+    return f", qk-norm{over}" if layer.qk_norm else ""
 
 
 def refuse_other_heads(cache: Cache, key: torch.Tensor, layer_idx: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import Cache
 
-from .attention import SHARED_BY_RANKS, SPLIT_BY_HEADS, Attention
+from .attention import SHARED_BY_RANKS, SPLIT_BY_HEADS, Attention, describe_norm
 from .attention_functions import (
     ALL_ATTENTION_FUNCTIONS,
     CPU_HAS_AMX,
@@ -23,7 +23,7 @@ from .cache_layers import is_paged
 from .cache_quantized import CacheBasis, held_by, tiled_attention
 from .compatibility import is_tracing
 from .configuration_gqa import GQAConfig
-from .layers import GQAHeadLinear, GQARMSNorm, is_plain_linear, multiply_by_head, rotate, select_frequencies
+from .layers import GQAHeadLinear, GQARMSNorm, head_norm, is_plain_linear, multiply_by_head, rotate, select_frequencies
 
 # DeepSeek's latent norms use this whatever `rms_norm_eps` says; its checkpoints must keep their function here.
 LATENT_NORM_EPS = 1e-6
@@ -39,7 +39,7 @@ class LatentAttention(Attention):
     `kv_b_proj` folded into the query and the output (absorb).
 
     With `qk_norm` the latent c and the rotary key m are linear in what is there after the norms, y = [k; v]:
-    k = k_norm(W_k x) for each of G heads, v = W_v x, [c; m] = W_a y. The query of head h is W_h q_norm(W_q,h x) with a
+    k = k_norm(W_k x) of G heads, v = W_v x, [c; m] = W_a y. The query of head h is W_h q_norm(W_q,h x) with a
     matrix W_h of its own. y is computed for new tokens only; the cache holds R + P numbers as without the norms.
 
     Arguments and errors as in `Attention`.
@@ -66,12 +66,13 @@ class LatentAttention(Attention):
         self.qk_norm_head_dim = layer.qk_norm_head_dim
         compressed = hidden
         if layer.qk_norm:
-            size, key_value_size = layer.qk_norm_head_dim, layer.qk_norm_key_value_heads * layer.qk_norm_head_dim
+            size, key_value_heads = layer.qk_norm_head_dim, layer.qk_norm_key_value_heads
+            key_value_size = key_value_heads * size
             self.q_proj = nn.Linear(hidden, heads * size, bias=query_bias)
-            self.q_norm = GQARMSNorm(size, eps=config.rms_norm_eps)
+            self.q_norm = head_norm(layer, heads, size)
             self.q_head_proj = GQAHeadLinear(heads, size, self.qk_head_dim)
             self.k_proj = nn.Linear(hidden, key_value_size, bias=key_value_bias)
-            self.k_norm = GQARMSNorm(size, eps=config.rms_norm_eps)
+            self.k_norm = head_norm(layer, key_value_heads, size)
             self.v_proj = nn.Linear(hidden, key_value_size, bias=key_value_bias)
             compressed, key_value_bias = 2 * key_value_size, False
         elif self.q_lora_rank is None:
@@ -90,6 +91,8 @@ class LatentAttention(Attention):
         self.tp_plan |= {"kv_b_proj": "colwise", "o_proj": "rowwise"}
         if layer.qk_norm:
             self.tp_plan |= {"q_norm": "replicated_with_grad_allreduce", "q_head_proj": SPLIT_BY_HEADS}
+        if layer.norms_all_heads:
+            self.tp_plan = {}  # no rank has all heads
 
     @staticmethod
     def _norm(layer: GQAConfig, size: int) -> nn.Module:
@@ -235,7 +238,7 @@ class LatentAttention(Attention):
     @staticmethod
     def describe(layer: GQAConfig) -> str:
         """Such as `mla, 8 heads, R + P = 32 + 16`: query heads, and sizes of the latent and the rotary key."""
-        norm = ", qk-norm" if layer.qk_norm else "" if layer.latent_norm else ", no latent norm"
+        norm = describe_norm(layer) or ("" if layer.latent_norm else ", no latent norm")
         return f"mla, {layer.num_attention_heads} heads, R + P = {layer.kv_lora_rank} + {layer.qk_rope_head_dim}{norm}"
 
     @staticmethod
@@ -250,7 +253,7 @@ class LatentAttention(Attention):
             first, size = heads * layer.qk_norm_head_dim, layer.qk_norm_head_dim
             key_values = 2 * layer.qk_norm_key_value_heads * size
             matrices += hidden * (first + key_values) + query_size * size + key_values * cached
-            norms = 2 * size
+            norms = first + key_values // 2 if layer.norms_all_heads else 2 * size
         else:
             first, key_values = query_rank or query_size, cached
             matrices += hidden * (first + cached) + (query_rank or 0) * query_size

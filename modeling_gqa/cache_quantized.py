@@ -297,7 +297,8 @@ def rounds_cache(config: Any) -> bool:
 
 def turns_back(config: Any) -> bool:
     """Whether a key that is stored can be turned back, which frequencies that change with the length do not allow."""
-    return config.rope_parameters["rope_type"] not in ("dynamic", "longrope")
+    ropes = (config.rope_parameters, getattr(config, "sliding_rope_parameters", None))
+    return not any(rope and rope["rope_type"] in ("dynamic", "longrope") for rope in ropes)
 
 
 def quantized_layer(cache: Cache | None, layer_idx: int) -> QuantizedLayer | None:

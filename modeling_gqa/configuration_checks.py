@@ -34,6 +34,11 @@ MLA_FIELDS = (
 # Fields of MLA layers with qk_norm: size and number of the heads that are normed before the latent is taken.
 NORMED_FIELDS = ("qk_norm_head_dim", "qk_norm_key_value_heads")
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+# What a field that names one of a few ways may be; the first is the default.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "norm_position": ("before", "after", "both"),
+    "qk_norm_span": ("head", "all_heads"),
+}
 
 # Largest number of layers, heads or labels; published models have fewer than 300 layers and heads.
 MOST = 2**16
@@ -93,12 +98,14 @@ def check_value(name: str, value: Any):
         return
     if name in TYPES and not isinstance(value, TYPES[name]):
         raise ValueError(f"{name}={shown(value)} must be of type {TYPES[name].__name__}")
+    if name in CHOICES and value not in CHOICES[name]:
+        raise ValueError(f"{name}={shown(value)} is unknown: choose one of {', '.join(map(repr, CHOICES[name]))}")
     if name in RANGES:
         check_range(name, value, RANGES[name])
-    elif name in ("rope_parameters", "rope_scaling"):
+    elif name in ("rope_parameters", "rope_scaling", "sliding_rope_parameters"):
         if not isinstance(value, dict):
             raise ValueError(f"{name}={shown(value)} must be a dict, such as {ROPE_EXAMPLE}")
-        check_rope_values(value)
+        check_rope_values(value, "rope_parameters" if name == "rope_scaling" else name)
     elif name == "cache_quantization":
         CacheQuantization.of(value)
     elif (
@@ -125,16 +132,16 @@ def check_range(name: str, value: Any, limits: tuple[float, float]):
         raise ValueError(f"{name}={shown(value)} must lie between {low} and {high}")
 
 
-def check_rope_values(rope: dict):
-    """Check each rotary parameter that is given."""
+def check_rope_values(rope: dict, field: str = "rope_parameters"):
+    """Check each rotary parameter that is given in `field`."""
     for key, value in rope.items():
-        name = f"rope_parameters[{key!r}]"
+        name = f"{field}[{key!r}]"
         if not isinstance(key, str):
-            raise ValueError(f"rope_parameters has the key {shown(key)}: keys must be text, as in {ROPE_EXAMPLE}")
+            raise ValueError(f"{field} has the key {shown(key)}: keys must be text, as in {ROPE_EXAMPLE}")
         if isinstance(value, dict):
             raise ValueError(
-                f"{name}={shown(value)} is a set of its own, and rope_parameters by layer type is not supported: give "
-                "one set for all layers"
+                f"{name}={shown(value)} is a set of its own: give one set for all layers, or sliding_rope_parameters "
+                "for those with a window"
             )
         kinds = ["default", *sorted(ROPE_INIT_FUNCTIONS)]
         if key == "rope_type" and value not in kinds:
@@ -150,22 +157,41 @@ def check_rope_values(rope: dict):
             raise ValueError(f"{name}={shown(value)} must be True or False")
         known = ("rope_type", "truncate", *ROPE_RANGES)
         if key not in known and suggestion(str(key), known):
-            raise ValueError(f"rope_parameters has no key {shown(key)}{suggestion(str(key), known)}")
+            raise ValueError(f"{field} has no key {shown(key)}{suggestion(str(key), known)}")
 
 
-def check_rope(rope: dict | None):
+def check_rope(rope: dict | None, field: str = "rope_parameters"):
     """Check that the rotary parameters are complete and go together; `check_rotary` checks them for a layer."""
     if rope is None:
-        raise ValueError(f"rope_parameters=None cannot be used: set it to {ROPE_EXAMPLE}")
-    check_rope_values(rope)
+        raise ValueError(f"{field}=None cannot be used: set it to {ROPE_EXAMPLE}")
+    check_rope_values(rope, field)
     kind = rope.get("rope_type", "default")
     for key in ("rope_type", "rope_theta", *ROPE_NEEDS.get(kind, ())):
         if key not in rope:
-            raise ValueError(f"rope_parameters={shown(rope)} lacks {key!r}, which rope_type={kind!r} needs: add it")
+            raise ValueError(f"{field}={shown(rope)} lacks {key!r}, which rope_type={kind!r} needs: add it")
     if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
         raise ValueError(
-            f"rope_parameters['high_freq_factor']={rope['high_freq_factor']} must be larger than "
-            f"rope_parameters['low_freq_factor']={rope['low_freq_factor']}"
+            f"{field}['high_freq_factor']={rope['high_freq_factor']} must be larger than "
+            f"{field}['low_freq_factor']={rope['low_freq_factor']}"
+        )
+
+
+def check_sliding_rope(config: "GQAConfig"):
+    """Check the rotary parameters of the layers with a window, where they have others than the rest."""
+    rope, field = config.sliding_rope_parameters, "sliding_rope_parameters"
+    if rope is None:
+        return
+    if rope.get("rope_type") in ("longrope", "proportional"):
+        raise ValueError(f"{field}['rope_type']={rope['rope_type']!r} is not supported: choose another")
+    check_rope(rope, field)
+    if "sliding_attention" not in config.layer_types:
+        raise ValueError(
+            f"{field}={shown(rope)} belongs to layers with a window, and layer_types has none: leave it out"
+        )
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"{field}['partial_rotary_factor']={rope['partial_rotary_factor']} is not supported: these layers rotate "
+            "whole heads"
         )
 
 

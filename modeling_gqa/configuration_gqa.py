@@ -16,6 +16,7 @@ from transformers.activations import ACT2FN
 
 from .cache_formats import CacheQuantization
 from .configuration_checks import (
+    CHOICES,
     MULTIPLIERS,
     NORMED_FIELDS,
     check_frequencies,
@@ -24,6 +25,7 @@ from .configuration_checks import (
     check_layer_sizes,
     check_rope,
     check_rotary,
+    check_sliding_rope,
     check_token_ids,
     check_value,
     shown,
@@ -41,8 +43,9 @@ from .configuration_overrides import (
     overridden,
 )
 
-# 2: softmax_scale, rope_frequency_indices, rope_frequency_dim. 3: MLA with qk_norm. 4: multipliers. Earlier code would
-# compute 3 and 4 wrongly; other configurations are written as version 2, which it reads.
+# 2: softmax_scale, rope_frequency_indices, rope_frequency_dim. 3: MLA with qk_norm. 4: multipliers, norm_position,
+# qk_norm_span, sliding_rope_parameters. Earlier code would compute 3 and 4 wrongly; other configurations are written as
+# version 2, which it reads.
 FORMAT_VERSION = 4
 # transformers' property of configurations by layer; without it only models whose layers are alike can be built.
 BY_LAYER: Any = getattr(PreTrainedConfig, "per_layer_config", None)
@@ -75,6 +78,9 @@ class GQAConfig(PreTrainedConfig):
         qk_norm (`bool`, defaults to `False`):
             RMSNorm on each head of queries and keys, as in Qwen3. In MLA the latent is then taken from normed keys and
             from values, without `latent_norm` and `q_lora_rank`; a conversion of Qwen3 makes such layers.
+        qk_norm_span (`str`, defaults to `"head"`):
+            What `qk_norm` takes the mean square over: one `"head"`, as Qwen3, or `"all_heads"` of the queries, and of
+            the keys, as OLMo 2 (2501.00656).
         qk_norm_head_dim, qk_norm_key_value_heads (`int`, *optional*):
             MLA with `qk_norm`: size of the heads that are normed, and number of those of keys and values.
         softmax_scale (`float`, *optional*):
@@ -88,10 +94,16 @@ class GQAConfig(PreTrainedConfig):
             Granite's fields, for scales as in muP (2203.03466); its `attention_multiplier` is `softmax_scale` here.
         logits_scaling (`float`, defaults to 1.0):
             Divisor of the logits, as in Granite. The base model divides its last hidden states by it.
+        norm_position (`str`, defaults to `"before"`):
+            Where a layer has RMSNorms: `"before"` attention and MLP, as Llama, `"after"` them, on what they add to the
+            stream, as OLMo 2 (2501.00656), or `"both"`, as Gemma 3 (2503.19786).
         sliding_window (`int`, *optional*):
             Window in tokens of the layers that `layer_types` calls `"sliding_attention"`; all where it is left out.
         rope_parameters (`dict`, *optional*):
             `rope_type`, `rope_theta` and the type's own keys; `partial_rotary_factor` rotates part of each head.
+        sliding_rope_parameters (`dict`, *optional*):
+            `rope_parameters` of the layers that `layer_types` calls `"sliding_attention"`, where they have others than
+            the rest, as in OLMo 3.
         cache_quantization (`dict`, *optional*):
             Lets `generate` round what it caches to a few bits: `{"nbits": 4}`, or `{}` for the defaults of
             `CacheQuantization` (`cache_formats.py`). The weights stay as they are.
@@ -157,6 +169,8 @@ class GQAConfig(PreTrainedConfig):
     qk_norm: bool = False
     qk_norm_head_dim: int | None = None
     qk_norm_key_value_heads: int | None = None
+    qk_norm_span: str = "head"
+    norm_position: str = "before"
     softmax_scale: float | None = None
     rope_frequency_indices: list[int] | None = None
     rope_frequency_dim: int | None = None
@@ -169,6 +183,7 @@ class GQAConfig(PreTrainedConfig):
     mlp_bias: bool = False
     max_position_embeddings: int = 2048
     rope_parameters: dict | None = None
+    sliding_rope_parameters: dict | None = None
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-6
     use_cache: bool = True
@@ -186,6 +201,7 @@ class GQAConfig(PreTrainedConfig):
         if self.rope_parameters is not None:
             self.rope_parameters = copy.deepcopy(self.rope_parameters)  # transformers completes it in place
             self.rope_parameters = merged_rope(self.rope_parameters, kwargs)
+        self.sliding_rope_parameters = copy.deepcopy(self.sliding_rope_parameters)
         if self.layer_types is None:
             self.layer_types = [layer_type(self.sliding_window)] * self.num_hidden_layers
         self.layer_types = list(self.layer_types)
@@ -254,6 +270,11 @@ class GQAConfig(PreTrainedConfig):
         return self.head_dim if self.rope_frequency_dim is None else self.rope_frequency_dim
 
     @property
+    def norms_all_heads(self) -> bool:
+        """Whether a layer norms all heads of its queries, and of its keys, at once."""
+        return self.qk_norm and self.qk_norm_span == "all_heads"
+
+    @property
     def projection_biases(self) -> tuple[bool, bool, bool]:
         """Whether the query, key/value and output projections of a layer have a bias."""
         single = (self.query_bias, self.key_value_bias, self.output_bias)
@@ -297,7 +318,9 @@ class GQAConfig(PreTrainedConfig):
     def _raise_format_version(self, written: dict[str, Any]):
         """Let `format_version` be the first that has the fields `written`."""
         needed = 3 if any(written.get(name) is not None for name in NORMED_FIELDS) else 2
-        needed = 4 if any(written.get(name, 1) != 1 for name in MULTIPLIERS) else needed
+        usual = dict.fromkeys(MULTIPLIERS, 1) | {name: ways[0] for name, ways in CHOICES.items()}
+        usual["sliding_rope_parameters"] = None
+        needed = 4 if any(written.get(name, value) != value for name, value in usual.items()) else needed
         if self.format_version < needed:
             self.format_version = needed
 
@@ -354,6 +377,7 @@ class GQAConfig(PreTrainedConfig):
             raise ValueError(f"layer_types has {unknown}: use 'full_attention' or 'sliding_attention'")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has 'sliding_attention', but sliding_window is None: set it in tokens")
+        check_sliding_rope(self)
         if self.sliding_window == 1:
             raise ValueError("sliding_window=1 lets a token see itself alone, which caches cannot hold: set 2 or more")
 
@@ -368,8 +392,13 @@ class GQAConfig(PreTrainedConfig):
 
     def validate_layers(self):
         """Check each layer's attention."""
-        for index, layer in enumerate(self.per_layer_config if self.is_heterogeneous else [self]):
-            where = f"layer {index}: " if self.is_heterogeneous else ""
+        if self.qk_norm_span != "head" and not any(layer.qk_norm for layer in self.per_layer_config):
+            raise ValueError(
+                f"qk_norm_span={self.qk_norm_span!r} belongs to qk_norm=True, and no layer has it: leave it out"
+            )
+        differ = self.is_heterogeneous or self.sliding_rope_parameters is not None
+        for index, layer in enumerate(self.per_layer_config if differ else [self]):
+            where = f"layer {index}: " if differ else ""
             check_kind = check_latent if layer.attention_kind == "mla" else check_grouped
             for check in (check_layer_sizes, check_kind, check_frequencies, check_rotary):
                 try:
@@ -422,6 +451,9 @@ class _Layers(Sequence):
             return [self[i] for i in range(*index.indices(len(self)))]
         layer = GQALayerConfig.__new__(GQALayerConfig)
         layer.__dict__.update(self._layers[index].__dict__)
+        kind = index if isinstance(index, str) else layer.layer_types[index]
+        if layer.sliding_rope_parameters is not None and kind == "sliding_attention":
+            layer.__dict__["rope_parameters"] = layer.sliding_rope_parameters
         return layer
 
 

@@ -117,4 +117,6 @@ def derived_anew(kind: str, overrides: dict[str, Any]) -> set[str]:
                 )
     if new_kind == "mla" and "qk_norm" in overrides:
         names |= {"latent_norm", *(() if overrides["qk_norm"] else NORMED_FIELDS)}
+    if "qk_norm" in names - overrides.keys():
+        names.add("qk_norm_span")
     return names - overrides.keys()

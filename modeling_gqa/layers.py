@@ -61,6 +61,20 @@ class GQARMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
 
+class GQAHeadsRMSNorm(GQARMSNorm):
+    """RMSNorm over all heads of a token at once, of `hidden_states` (..., heads, size), as in OLMo 2 (2501.00656)."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states.flatten(-2)).view_as(hidden_states)
+
+
+def head_norm(layer: GQAConfig, heads: int, size: int) -> GQARMSNorm:
+    """The norm of `heads` heads of queries or keys, over what `qk_norm_span` says."""
+    if layer.qk_norm_span == "all_heads":
+        return GQAHeadsRMSNorm(heads * size, eps=layer.rms_norm_eps)
+    return GQARMSNorm(size, eps=layer.rms_norm_eps)
+
+
 class GQAMLP(nn.Module):
     """Gated feed-forward block, `down(act(gate(x)) * up(x))` (Shazeer, 2002.05202, eq. 5)."""
 

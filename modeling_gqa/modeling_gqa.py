@@ -85,17 +85,47 @@ GenericForQuestionAnswering: Any = optional(
 )
 
 
+# Names of a layer's norms before and after the attention, then before and after the MLP, by `norm_position`: those of
+# Llama, OLMo 2 and Gemma 3.
+LAYER_NORMS = {
+    "before": ("input_layernorm", "no_norm", "post_attention_layernorm", "no_norm"),
+    "after": ("no_norm", "post_attention_layernorm", "no_norm", "post_feedforward_layernorm"),
+    "both": (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+}
+
+
 class GQADecoderLayer(GradientCheckpointingLayer):
-    """Pre-norm block: attention of the layer's kind, then a gated MLP, each added to its input."""
+    """Attention of the layer's kind, then a gated MLP, each added to its input, with norms where `norm_position` says.
+
+    `attention_input`, `attention_output` and `mlp_output` are the layer in steps, for tools that change its attention.
+    """
 
     def __init__(self, config: GQAConfig, layer_idx: int):
         super().__init__()
         layer = config.per_layer_config[layer_idx]
         self.self_attn = ATTENTION_CLASSES[layer.attention_kind](config, layer_idx)
         self.mlp = GQAMLP(layer)
-        self.input_layernorm = GQARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = GQARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm_names = LAYER_NORMS[config.norm_position]
+        for name in self.norm_names:
+            norm = nn.Identity() if name == "no_norm" else GQARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.add_module(name, norm)
         self.residual_multiplier = multiplier(config.residual_multiplier)
+
+    def attention_input(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the attention reads of the stream `hidden_states` (B, T, hidden)."""
+        return getattr(self, self.norm_names[0])(hidden_states)
+
+    def attention_output(self, attended: torch.Tensor) -> torch.Tensor:
+        """What is added to the stream for the output `attended` (B, T, hidden) of the attention."""
+        return self.residual_multiplier(getattr(self, self.norm_names[1])(attended))
+
+    def mlp_output(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the MLP adds to the stream `hidden_states` (B, T, hidden), which is behind the attention."""
+        before, after = self.norm_names[2:]
+        return self.residual_multiplier(getattr(self, after)(self.mlp(getattr(self, before)(hidden_states))))
 
     def forward(
         self,
@@ -108,7 +138,7 @@ class GQADecoderLayer(GradientCheckpointingLayer):
         **kwargs: Any,
     ) -> torch.Tensor:
         attended, _ = self.self_attn(
-            self.input_layernorm(hidden_states),
+            self.attention_input(hidden_states),
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
@@ -116,8 +146,8 @@ class GQADecoderLayer(GradientCheckpointingLayer):
             use_cache=use_cache,
             **kwargs,
         )
-        hidden_states = hidden_states + self.residual_multiplier(attended)
-        return hidden_states + self.residual_multiplier(self.mlp(self.post_attention_layernorm(hidden_states)))
+        hidden_states = hidden_states + self.attention_output(attended)
+        return hidden_states + self.mlp_output(hidden_states)
 
 
 class GQAPreTrainedModel(PreTrainedModel):
@@ -229,7 +259,12 @@ class GQAModel(GQAPreTrainedModel):
         # Here and not behind `lm_head`, which engines and measurements call by themselves.
         self.logits_scaling = multiplier(1 / config.logits_scaling)
         # Kinds rotate heads of different sizes, so there is one embedding per size; layers choose from its frequencies.
-        self.rotary_sizes = [str(layer.rotary_dim) for layer in config.per_layer_config]
+        # Layers with a window may have their own.
+        own = "_sliding" if config.sliding_rope_parameters is not None else ""
+        self.rotary_sizes = [
+            f"{layer.rotary_dim}{own if kind == 'sliding_attention' else ''}"
+            for layer, kind in zip(config.per_layer_config, config.layer_types, strict=False)
+        ]
         self.rotary_emb = nn.ModuleDict(
             {size: GQARotaryEmbedding(config, index) for index, size in enumerate(self.rotary_sizes)}
         )

@@ -80,7 +80,8 @@ class GQAForCausalLM(TransformersForCausalLM):
     """The language model as vLLM serves it.
 
     Raises:
-        ValueError: the query heads of a layer, or its key/value heads, do not divide over the ranks.
+        ValueError: the query heads of a layer, or its key/value heads, do not divide over the ranks, or a norm is over
+            all heads and there are several ranks.
     """
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
@@ -95,6 +96,11 @@ class GQAForCausalLM(TransformersForCausalLM):
             if not isinstance(layer, PPMissingLayer):
                 sizes = self.config.per_layer_config[index]
                 shared = layer.self_attn.shared_heads
+                if sizes.norms_all_heads and self.tp_group.world_size > 1:
+                    raise ValueError(
+                        f"layer {index} has qk_norm_span='all_heads', a norm over all heads, of which each of the "
+                        f"{self.tp_group.world_size} ranks has some: serve it with tensor_parallel_size=1"
+                    )
                 refuse_uneven(index, sizes.num_attention_heads, shared, self.tp_group.world_size)
                 self._divide(layer.self_attn, sizes, f"model.layers.{index}.self_attn")
         super().recursive_replace()

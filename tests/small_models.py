@@ -24,6 +24,7 @@ KIND_SIZES: dict[str, Any] = {
     "gqa": {"num_key_value_heads": 2},
     "mla": {"kv_lora_rank": 22, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 13},
 }
+OLMO_NORMS: dict[str, Any] = {"qk_norm": True, "qk_norm_span": "all_heads"}
 # Every kind in every layer, and models whose layers differ.
 MODELS: dict[str, dict[str, Any]] = {
     **{kind: {"attention_kind": kind, **KIND_SIZES.get(kind, {})} for kind in ATTENTION_CLASSES},
@@ -32,6 +33,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "attention_kind": "mla",
         **KIND_SIZES["mla"],
         "qk_norm": True,
+        "qk_norm_head_dim": 15,
+        "qk_norm_key_value_heads": 2,
+    },
+    # OLMo 3's norms and two sets of rotary parameters, and Gemma 3's norms.
+    "olmo": {
+        **KIND_SIZES["gqa"],
+        **OLMO_NORMS,
+        "norm_position": "after",
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 3.0},
+    },
+    "mla-olmo": {
+        "attention_kind": "mla",
+        **KIND_SIZES["mla"],
+        **OLMO_NORMS,
+        "norm_position": "both",
         "qk_norm_head_dim": 15,
         "qk_norm_key_value_heads": 2,
     },

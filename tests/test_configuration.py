@@ -225,19 +225,19 @@ def test_format_versions(tmp_path):
 
 
 def test_only_configurations_that_earlier_code_cannot_read_have_a_newer_version(model_name):
-    """Version 3 is that of MLA with qk_norm, however its fields were given, and version 4 that of multipliers.
+    """Version 3 is that of MLA with qk_norm, however its fields were given; a mixed model names no new field else.
 
-    A mixed model names no field of version 3 else.
+    Version 4 is that of multipliers, norms at other places or over all heads, and two sets of rotary parameters.
     """
     config = make_config(model_name)
-    assert config.format_version == (3 if model_name == "mla-qk-norm" else 2)
+    assert config.format_version == {"mla-qk-norm": 3, "olmo": 4, "mla-olmo": 4}.get(model_name, 2)
     stored = config.to_dict()
     new = {"qk_norm_head_dim", "qk_norm_key_value_heads"}
     assert not any(new & layer.keys() for layer in stored.get("per_layer_config", {}).values())
     assert same(GQAConfig.from_dict({**stored, "format_version": 2}), config)
     normed = {name: MODELS["mla-qk-norm"][name] for name in ("attention_kind", "qk_norm", *sorted(new))}
     config.per_layer_config = {1: {**normed, "head_dim": 14, "q_lora_rank": None, **MLA}}
-    assert config.format_version == 3
+    assert config.format_version == (4 if "olmo" in model_name else 3)
     again = GQAConfig.from_dict(config.to_dict())
     assert same(again, config) and [layer.qk_norm_head_dim for layer in again.per_layer_config][1] == 15
     for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
@@ -251,6 +251,32 @@ def test_only_configurations_that_earlier_code_cannot_read_have_a_newer_version(
         setattr(written, name, value)
     written.validate()
     assert same(written, make_config("mla-qk-norm"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"norm_position": "after"},
+        {"norm_position": "both"},
+        {"qk_norm": True, "qk_norm_span": "all_heads"},
+        {"sliding_window": 5, "sliding_rope_parameters": {"rope_type": "default", "rope_theta": 9.0}},
+    ],
+    ids=lambda fields: "-".join(map(str, fields.values()))[:20],
+)
+@pytest.mark.parametrize("arrival", ARRIVALS.values(), ids=lambda f: f.__name__)
+def test_each_field_of_version_4_raises_the_version(fields, arrival):
+    config = arrival({**SIZES, **MODELS["gqa"]}, fields)
+    assert config.format_version == 4 and GQAConfig.from_dict(config.to_dict()).format_version == 4
+
+
+def test_rotary_parameters_of_layers_with_a_window_are_theirs():
+    config = make_config("olmo")
+    own = MODELS["olmo"]["sliding_rope_parameters"]
+    ropes = [layer.rope_parameters for layer in config.per_layer_config]
+    assert ropes == [own, config.rope_parameters, own] and config.rope_parameters != own
+    angles = [make_model("olmo").model.rotary_emb[name].inv_freq for name in ("14_sliding", "14")]
+    torch.testing.assert_close(angles[0], 50.0 ** (-torch.arange(7) / 7) / 3)
+    torch.testing.assert_close(angles[1], 10000.0 ** (-torch.arange(7) / 7))
 
 
 def test_loading_without_qk_norm_drops_its_heads(tmp_path):

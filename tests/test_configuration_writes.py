@@ -43,6 +43,12 @@ WRITES = {
     "qk_norm": ("mha", {"qk_norm": True}),
     "qk_norm_head_dim": ("mla-qk-norm", {"qk_norm_head_dim": 9}),
     "qk_norm_key_value_heads": ("mla-qk-norm", {"qk_norm_key_value_heads": 3}),
+    "qk_norm_span": ("gqa", {"qk_norm": True, "qk_norm_span": "all_heads"}),
+    "norm_position": ("gqa", {"norm_position": "after"}),
+    "sliding_rope_parameters": (
+        "mixed-window",
+        {"sliding_rope_parameters": {"rope_type": "default", "rope_theta": 9.0}},
+    ),
     "softmax_scale": ("gqa", {"softmax_scale": 3.0}),
     "rope_frequency_indices": ("gqa", {"rope_frequency_indices": [0, 1], "rope_frequency_dim": 14}),
     "rope_frequency_dim": ("mla", {"rope_frequency_indices": [0, 3, 3], "rope_frequency_dim": 8}),

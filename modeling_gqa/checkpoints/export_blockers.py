@@ -19,8 +19,12 @@ EXPORT_FAMILIES: dict[str, type[Attention]] = {
     "qwen3": GroupedAttention,
     "phi3": GroupedAttention,
     "granite": GroupedAttention,
+    "olmo2": GroupedAttention,
+    "olmo3": GroupedAttention,
     "deepseek_v3": LatentAttention,
 }
+# Those with norms after attention and MLP, and over all heads of queries and keys.
+OLMO = ("olmo2", "olmo3")
 # The releases whose source was read, and the first of them run.
 VLLM, SGLANG = "vLLM 0.32", "SGLang 0.5.23"
 FOR_TRANSFORMERS = ": --for transformers (in Python engine='transformers') exports it for transformers alone"
@@ -56,8 +60,14 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
     multiplied = next((name for name in MULTIPLIERS if getattr(config, name) != 1), None)
     if multiplied and family != "granite":
         yield f"{multiplied}={getattr(config, multiplied)}, which the class does not have"
-    if config.qk_norm != (family == "qwen3"):
+    if config.qk_norm != (family in ("qwen3", *OLMO)):
         yield f"qk_norm={config.qk_norm}"
+    if config.norms_all_heads != (config.qk_norm and family in OLMO):
+        yield f"qk_norm_span={config.qk_norm_span!r}"
+    if config.norm_position != ("after" if family in OLMO else "before"):
+        yield f"norm_position={config.norm_position!r}"
+    if config.sliding_rope_parameters is not None and family != "olmo3":
+        yield "sliding_rope_parameters: its layers with a window rotate otherwise"
     query_bias, key_value_bias, output_bias = biases = config.projection_biases
     if not {
         "llama": len(set(biases)) == 1,
@@ -66,6 +76,7 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         "qwen2": biases == (True, True, False),
         "qwen3": len(set(biases)) == 1,
         "granite": len(set(biases)) == 1,
+        **dict.fromkeys(OLMO, len(set(biases)) == 1),
         "deepseek_v3": config.q_lora_rank is not None or not query_bias,
     }[family]:
         yield (
@@ -74,7 +85,7 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         )
     if config.mlp_bias and family not in ("llama", "granite"):
         yield "mlp_bias=True"
-    windows = {"qwen2": 2, "qwen3": 2, "mistral": 1, "phi3": 1}.get(family, 0)  # kinds of layers that may be mixed
+    windows = {"qwen2": 2, "qwen3": 2, "olmo3": 2, "mistral": 1, "phi3": 1}.get(family, 0)  # kinds that may be mixed
     if types != {"full_attention"} and len(types) > windows:
         yield f"layer_types={sorted(types)}"
     if family == "llama" and config.hidden_size % config.num_attention_heads:

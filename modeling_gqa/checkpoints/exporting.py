@@ -1,4 +1,4 @@
-"""This package's models as transformers' own classes: Llama, Mistral, Qwen2, Qwen3, Phi-3, Granite; MLA as DeepSeek-V3.
+"""This package's models as transformers' classes: Llama, Mistral, Qwen, Phi-3, Granite, OLMo, and for MLA DeepSeek-V3.
 
 The first four can be written as a GGUF file too, for llama.cpp.
 
@@ -48,8 +48,8 @@ def export_config(config: GQAConfig, family: str | None = None, engine: str | No
 
     Args:
         config: of a model whose layers are all alike.
-        family: "llama", "mistral", "qwen2", "qwen3", "phi3", "granite" or "deepseek_v3"; `None` for the first that
-            fits.
+        family: "llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "olmo2", "olmo3" or "deepseek_v3"; `None` for
+            the first that fits.
         engine: "transformers" for a model that other engines may compute wrongly by classes of their own; `None` for
             one that vLLM and SGLang compute rightly, too.
 
@@ -185,7 +185,7 @@ def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
         fields |= _latent_fields(config)
     else:
         fields |= {"num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim}
-    if family in ("llama", "qwen3", "granite"):
+    if family in ("llama", "qwen3", "granite", "olmo2", "olmo3"):
         fields["attention_bias"] = config.projection_biases[0]
     if family in ("llama", "granite"):
         fields["mlp_bias"] = config.mlp_bias
@@ -198,8 +198,13 @@ def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
         fields["sliding_window"] = config.sliding_window if sliding else None
     if family == "phi3" and (original := config.rope_parameters.get("original_max_position_embeddings")):
         fields["original_max_position_embeddings"] = original  # the class takes this field's over the parameters'
+    if family == "olmo3":
+        own = config.sliding_rope_parameters
+        ropes = {"full_attention": config.rope_parameters, "sliding_attention": own or config.rope_parameters}
+        fields |= {"rope_parameters": copy.deepcopy(ropes), "sliding_window": config.sliding_window}
+        fields["layer_types"] = types
     whole = config.head_dim * config.num_attention_heads == config.hidden_size
-    if family in ("qwen2", "phi3", "granite") and whole:
+    if family in ("qwen2", "phi3", "granite", "olmo2", "olmo3") and whole:
         del fields["head_dim"]  # no field of its own there
     if family in ("qwen2", "qwen3"):
         fields |= {

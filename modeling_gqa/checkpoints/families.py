@@ -37,6 +37,7 @@ SHARED = (
     "dtype",
 )
 # Fields that some families have beside them.
+LAYER_TYPES = ("full_attention", "sliding_attention")
 WINDOW_FIELDS = ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers")
 MAPPED_LATENT_FIELDS = (
     "kv_lora_rank",
@@ -192,6 +193,20 @@ def _granite(config: PreTrainedConfig) -> dict[str, Any]:
     return _llama(config) | multipliers | {"softmax_scale": float(config.attention_multiplier)}
 
 
+def _olmo2(config: PreTrainedConfig) -> dict[str, Any]:
+    norms = {"norm_position": "after", "qk_norm": True, "qk_norm_span": "all_heads"}
+    return _grouped(config, attention_bias=config.attention_bias, **norms)
+
+
+def _olmo3(config: PreTrainedConfig) -> dict[str, Any]:
+    full, sliding = (config.rope_parameters[kind] for kind in LAYER_TYPES)
+    if "full_attention" not in config.layer_types:
+        full = sliding
+    own = sliding if sliding != full and "sliding_attention" in config.layer_types else None
+    window = {"sliding_window": config.sliding_window, "layer_types": config.layer_types}
+    return _olmo2(config) | window | copy.deepcopy({"rope_parameters": full, "sliding_rope_parameters": own})
+
+
 def _latent(config: PreTrainedConfig) -> dict[str, Any]:
     if config.v_head_dim is None:  # ours would derive it
         raise UserError("v_head_dim=None is not supported: it must be given")
@@ -261,6 +276,10 @@ FAMILIES = {
         {},
         {},
     ),
+    "olmo2": Family(_olmo2, (*MAPPED_GROUPED_FIELDS, "attention_bias"), NO_MLP_BIAS, {}),
+    "olmo3": Family(
+        _olmo3, (*MAPPED_GROUPED_FIELDS, "attention_bias", "sliding_window", "layer_types"), NO_MLP_BIAS, {}
+    ),
     "deepseek_v2": Family(
         _latent,
         (*MAPPED_LATENT_FIELDS, "mlp_bias", "first_k_dense_replace"),
@@ -327,12 +346,25 @@ def refuse_fields(config: PreTrainedConfig, family: Family, ignored: Collection[
 
 def _refuse_rope(config: PreTrainedConfig, family: Family) -> None:
     rope = config.rope_parameters or {}
+    if config.model_type == "olmo3":  # whose class reads a set for each type of layers, and nothing beside them
+        for kind in LAYER_TYPES:
+            _refuse_entries(config, rope[kind] or {})
+        rope = {name: value for name, value in rope.items() if name not in LAYER_TYPES}
+        unread = next((name for name, value in rope.items() if value is not None), None)
+        if unread:
+            raise UserError(f"rope_parameters[{unread!r}]={rope[unread]!r} is not in the set of a type of layers")
+    else:
+        _refuse_entries(config, rope)
+
+
+def _refuse_entries(config: PreTrainedConfig, rope: dict[str, Any]) -> None:
     known = {*RopeParameters.__annotations__, *YARN_FIELDS, "type"} - {"mrope_section"}
     unknown = next((name for name, value in rope.items() if name not in known and value is not None), None)
     if unknown:
         raise UserError(f"rope_parameters[{unknown!r}]={rope[unknown]!r} is not supported")
-    partial = rope.get("partial_rotary_factor")
-    if partial not in (None, 1.0) and rope.get("rope_type") != "proportional" and not family.rotates_part:
+    partial = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
+    part = find_family(config.model_type).rotates_part
+    if partial not in (None, 1.0) and rope.get("rope_type") != "proportional" and not part:
         raise UserError(
             f"partial_rotary_factor={partial} is not supported: {config.model_type} models rotate whole heads"
         )

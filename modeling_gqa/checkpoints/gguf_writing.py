@@ -88,7 +88,7 @@ def check_file(target: Path, force: bool) -> None:
 
 def refuse_for_llama_cpp(config: GQAConfig, stock: PreTrainedConfig) -> None:
     """Raise `UserError` for a model that llama.cpp would compute otherwise; `stock` is what it is exported as."""
-    family, rope = stock.model_type, stock.rope_parameters["rope_type"]
+    family, rope = stock.model_type, stock.rope_parameters.get("rope_type")  # OLMo 3 has a set by type of layers
     reason = None
     if family not in ARCHITECTURES:
         reason = f"it exports to {family}, and only {', '.join(ARCHITECTURES)} are written"

@@ -28,7 +28,7 @@ from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_states, predicted_positions, predicted_states, require_one_device
 from .fitting import fit
 from .sequential import NOT_CHOSEN, Setting, as_own, best_latent, convert_layer, new_attention, read_latent_source
-from .streams import Streams, feed_forward, streams
+from .streams import Streams, streams
 from .targets import (
     Fields,
     cached_numbers,
@@ -240,8 +240,8 @@ def kl_alone(text: Streams, index: int, attention: Attention, ends: Mapping[int,
         if passage.number not in ends:  # which are of the first batches
             break
         x = passage.states[0]  # (B, T, E)
-        x = x + layer.residual_multiplier(attention(layer.input_layernorm(x), **passage.arguments[index])[0])
-        x = feed_forward(layer, x)
+        x = x + layer.attention_output(attention(layer.attention_input(x), **passage.arguments[index])[0])
+        x = x + layer.mlp_output(x)
         for number, other in enumerate(rest, start=index + 1):
             x = other(x, **passage.arguments[number])
         batch = text.batches[passage.number]

@@ -247,4 +247,4 @@ def attend(
     # The two layers may rotate heads of different sizes.
     rotary = model.rotary_emb[model.rotary_sizes[index]]
     kwargs["position_embeddings"] = rotary(hidden, kwargs["position_ids"])
-    return layer.self_attn(layer.input_layernorm(hidden), **kwargs)[0]
+    return layer.attention_output(layer.self_attn(layer.attention_input(hidden), **kwargs)[0])

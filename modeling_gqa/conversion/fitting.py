@@ -7,7 +7,7 @@ Shapes: B rows, T tokens, E hidden size, M = heads times value size.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import islice
 from operator import mul
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..attention import Attention
+from ..layers import GQARMSNorm
 from .layers.moments import product
 from .streams import FOLDS, Passage, Streams, folds
 
@@ -29,6 +30,8 @@ PASSES = 2  # over the text, of gradient steps, where nothing else is said
 TRIAL_STEPS = 8  # with each learning rate, to choose one
 STEP_TOKENS = 1024  # of a gradient step
 LEAST_POWER = 0.01  # of a token's states that an error is compared with, as a share of the median
+# Share of the mean square of a norm's weights that is added to the square of each before it divides.
+NORM_DAMPING = 0.03
 # One example: the layer's input (B, T, E), the keyword arguments of its forward, the wanted output (B, T, E), and what
 # each token's squared error counts (B, T).
 Example = tuple[torch.Tensor, dict, torch.Tensor, torch.Tensor]
@@ -86,6 +89,45 @@ class Regression:
             self.linear.bias.copy_(self.linear.bias + change[-1])
 
 
+class NormedRegression(Regression):
+    """The same for a linear layer whose output y an RMSNorm g y / |y| follows; residuals are of what the norm gives.
+
+    A change d of y changes the norm's output by about g d / |y|, where |y|, the root mean square, is taken for fixed.
+    Where g is small, a damped share of the residual is wanted of y, because all of it would take the others' power.
+
+    Args:
+        linear: the layer.
+        norm: the norm behind it.
+    """
+
+    def __init__(self, linear: torch.nn.Linear, norm: GQARMSNorm) -> None:
+        super().__init__(linear)
+        gain = norm.weight.float()
+        self.epsilon = norm.variance_epsilon
+        self.root = (gain.square() + NORM_DAMPING * gain.square().mean()).sqrt()  # (E,); solutions are times this
+        self.share = gain / self.root
+        self.lost = self.counted = 0.0  # of the errors behind the norm, and what they count
+
+    def add(self, inputs: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> None:
+        """Add inputs (tokens, M), the residuals (tokens, E) behind the norm, and what each token counts."""
+        power = self.linear(inputs).float().square().mean(-1) + self.epsilon
+        super().add(inputs, power.sqrt()[:, None] * self.share * residual.float(), weight / power)
+        self.lost += (weight.float() @ residual.float().square().sum(-1)).item()
+        self.counted += weight.sum().item()
+
+    def include(self, other: Any, times: int = 1) -> None:
+        super().include(other, times)
+        self.lost += times * other.lost
+        self.counted += times * other.counted
+
+    def error(self, change: torch.Tensor | None = None) -> float:
+        """Return the error as it is, or under a change before the norm, which only serves to compare changes."""
+        return self.lost / self.counted if change is None else super().error(change)
+
+    def apply(self, change: torch.Tensor) -> None:
+        super().apply(change / self.root)
+
+
 class Fit(NamedTuple):
     """What `fit` found.
 
@@ -111,15 +153,25 @@ def fit(text: Streams, index: int, attention: Attention, refit: bool = True, tri
     is not fitted to, nor is an attention whose outputs are not finite. Without `refit` the error is measured alone.
     `trial`, as for `Streams.attend`: the fit is made on these tokens alone, with the middle ridge, and only its error
     is found.
+
+    With a norm behind the projection, out is behind that norm, and `NormedRegression` makes the fit, whose error is
+    found by computing the attention once more.
     """
-    parts = [Regression(attention.o_proj) for _ in range(FOLDS)]
+    norm: Any = text.norm_behind(index)
+    normed = isinstance(norm, GQARMSNorm)
+
+    def empty() -> Regression:
+        return NormedRegression(attention.o_proj, norm) if normed else Regression(attention.o_proj)
+
+    parts = [empty() for _ in range(FOLDS)]
     # Not for `finish`: what is tried here need not be what is kept.
     for passage, heads in text.attend(index, attention, math.inf if trial is None else trial):
-        residual, weights = text.wanted(passage) - attention.o_proj(heads), error_weights(passage)
+        residual, weights = text.wanted(passage) - norm(attention.o_proj(heads)), error_weights(passage)
         for number, sums in enumerate(parts):
             if (chosen := passage.kept & (passage.fold == number)).any():
                 sums.add(heads[chosen], residual[chosen], weights[chosen])
-    parts, whole = [part for part in parts if part.weight], Regression(attention.o_proj)
+    numbers = [number for number, part in enumerate(parts) if part.weight]
+    parts, whole = [parts[number] for number in numbers], empty()
     for part in parts:
         whole.include(part)
     before = Fit(whole.error(), parts[0].error(), None)
@@ -136,6 +188,13 @@ def fit(text: Streams, index: int, attention: Attention, refit: bool = True, tri
     found = {ridge: sum(map(mul, shares, errors)) for ridge, errors in left.items()}
     ridge = min(found, key=found.__getitem__)
     best = Fit(found[ridge], left[ridge][0], ridge)
+    if isinstance(whole, NormedRegression):
+        changes = {}
+        for number, part in zip(numbers, parts, strict=True):
+            whole.include(part, -1)
+            changes[number] = (whole.solution(ridge) / whole.root).float()
+            whole.include(part)
+        best = Fit(*normed_errors(text, index, attention, changes, trial), ridge)
     if not best.error < before.error:
         return before
     if trial is None:
@@ -143,12 +202,35 @@ def fit(text: Streams, index: int, attention: Attention, refit: bool = True, tri
     return best
 
 
+def normed_errors(
+    text: Streams, index: int, attention: Attention, changes: Mapping[int, torch.Tensor], trial: float | None
+) -> tuple[float, float]:
+    """Return the stream's error behind the norm of layer `index`, of all tokens and of those of the first fold.
+
+    The output projection of `attention` is changed, for the tokens of each fold, by (M + 1, E) in `changes`; `trial` as
+    for `fit`.
+    """
+    norm = text.norm_behind(index)
+    lost, counted = dict.fromkeys(changes, 0.0), dict.fromkeys(changes, 0.0)
+    for passage, heads in text.attend(index, attention, math.inf if trial is None else trial):
+        weights, projection = error_weights(passage), attention.o_proj
+        for number, change in changes.items():
+            chosen = passage.kept & (passage.fold == number)
+            y = projection(heads[chosen]) + heads[chosen].float() @ change[:-1]
+            y = y if projection.bias is None else y + change[-1]
+            left = text.wanted(passage)[chosen] - norm(y)
+            lost[number] += (weights[chosen].float() @ left.float().square().sum(-1)).item()
+            counted[number] += weights[chosen].sum().item()
+    first = min(changes)
+    return sum(lost.values()) / sum(counted.values()), lost[first] / counted[first]
+
+
 def examples(text: Streams, index: int) -> Iterator[Example]:
     """Yield what `refine` trains layer `index` on, some rows of a batch at a time, over and over.
 
     Tokens of the first fold count nothing.
     """
-    norm = text.model.model.layers[index].input_layernorm
+    layer: Any = text.model.model.layers[index]
     while True:
         for passage in text.passages():
             hidden, wanted = passage.states[0], text.wanted(passage)
@@ -157,7 +239,7 @@ def examples(text: Streams, index: int) -> Iterator[Example]:
             for own in [slice(None)] if whole else pieces(passage.kept):
                 if weight[own].any():
                     arguments = {name: row_of(x, own, len(hidden)) for name, x in passage.arguments[index].items()}
-                    yield norm(hidden[own]), arguments, wanted[own], weight[own]
+                    yield layer.attention_input(hidden[own]), arguments, wanted[own], weight[own]
 
 
 def steps(text: Streams) -> int:
@@ -190,11 +272,18 @@ def error_weights(passage: Passage) -> torch.Tensor:
     return passage.weight / power.clamp(min=max(least.item(), torch.finfo(torch.float32).tiny))
 
 
-def refine(attention: Attention, examples: Iterable[Example], steps: int, learning_rate: float) -> None:
+def refine(
+    attention: Attention,
+    examples: Iterable[Example],
+    steps: int,
+    learning_rate: float,
+    norm: torch.nn.Module,
+) -> None:
     """Train the parameters of `attention` but its output projection, in place, with one example a step.
 
     Least squares find the projection's best values afterwards. The module computes in its dtype, and its parameters are
-    kept in at least float32 meanwhile. `examples` has at least `steps`; the optimizer is Adam (1412.6980).
+    kept in at least float32 meanwhile. `examples` has at least `steps`; the optimizer is Adam (1412.6980). `norm` is
+    behind the attention.
     """
     dtype = attention.o_proj.weight.dtype
     computed = torch.promote_types(dtype, torch.float32)
@@ -209,7 +298,7 @@ def refine(attention: Attention, examples: Iterable[Example], steps: int, learni
         with torch.enable_grad():
             with torch.autocast(x.device.type, dtype) if dtype != computed else nullcontext():
                 output, _ = attention(x, **arguments)
-            error = (output.to(computed) - target.to(computed)).square().sum(-1)  # (B, T)
+            error = (norm(output.to(computed)) - target.to(computed)).square().sum(-1)  # (B, T)
             loss = (weight * error).sum() / (weight * target.to(computed).square().sum(-1)).sum()
         optimizer.zero_grad()
         loss.backward()

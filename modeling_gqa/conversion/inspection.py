@@ -22,6 +22,7 @@ LAYER_FIELDS = (
     "num_key_value_heads",
     "head_dim",
     "qk_norm",
+    "qk_norm_span",
     "qk_norm_head_dim",
     "qk_norm_key_value_heads",
     "kv_lora_rank",
@@ -99,6 +100,7 @@ def inspect_checkpoint(source: str | Path, ignore_fields: Collection[str] = ()) 
         "dtype": str(dtype).removeprefix("torch."),
         "cache_bytes_per_token": cache_bytes_per_token(config, dtype),
         "cache_quantization": getattr(checkpoint.stock_config, "cache_quantization", None),
+        "norm_position": config.norm_position,
         "layers": [
             {
                 "layer": index,

@@ -192,7 +192,7 @@ def best_attention(
 
     def trained(rate: float, number: int, trial: float | None = None) -> tuple[Attention, Fit]:
         result = copy.deepcopy(untrained)
-        refine(result, examples(text, index), number, rate)
+        refine(result, examples(text, index), number, rate, text.norm_behind(index))
         return result, fit(text, index, result, setting.refit, trial)
 
     def tried(rate: float) -> float:
@@ -320,13 +320,17 @@ def fewer_heads(heads: Heads, fields: Fields, statistics: Statistics, setting: S
     if number % len(heads.k) == 0:
         return repeat_heads(heads, number), 0.0
     from .layers.grouping import contiguous, merge_heads, regrouped
+    from .layers.normed import before_norms_of_all, behind_norms, seen_behind
 
     # Where neither number divides the other, heads are repeated up to a common multiple first, which is exact.
-    heads = repeat_heads(heads, math.lcm(len(heads.k), number))
+    source = behind_norms(heads) if heads.norms_all_heads else heads
+    seen = seen_behind(heads, statistics) if heads.norms_all_heads else statistics
+    source = repeat_heads(source, math.lcm(len(heads.k), number))
     output_bias = heads.biases[2] or bool(fields["output_bias"])
-    moments = compute_moments(heads, statistics, setting.weighted, centered=output_bias)
-    partition = regrouped(moments, number, setting.seed) if setting.regroup else contiguous(len(heads.k), number)
-    return merge_heads(heads, moments, partition, setting.method, output_bias)
+    moments = compute_moments(source, seen, setting.weighted, centered=output_bias)
+    partition = regrouped(moments, number, setting.seed) if setting.regroup else contiguous(len(source.k), number)
+    merged, loss = merge_heads(source, moments, partition, setting.method, output_bias)
+    return (before_norms_of_all(heads, merged, seen, partition) if heads.norms_all_heads else merged), loss
 
 
 def as_own(model: PreTrainedModel) -> GQAForCausalLM:

@@ -21,7 +21,7 @@ from modeling_gqa_cli.errors import UserError
 
 from ..attention import Attention, GroupedAttention
 from ..common.batches import MODEL_INPUTS, Batch, evaluating, hooks
-from ..modeling_gqa import GQADecoderLayer, GQAForCausalLM
+from ..modeling_gqa import GQAForCausalLM
 from .divergence import not_finite
 from .layers.moments import Statistics, product, windows
 
@@ -265,8 +265,13 @@ class Streams:
         self.folds = list(folds(batches))
         self.judges = sum(int(first_tokens(batch).sum()) for batch in batches) > 1
 
+    def norm_behind(self, index: int) -> torch.nn.Module:
+        """Return the norm between the attention of layer `index` and the stream; an identity where there is none."""
+        layer: Any = self.model.model.layers[index]
+        return layer.get_submodule(layer.norm_names[1])
+
     def wanted(self, passage: Passage) -> torch.Tensor:
-        """After `collect`: return the attention output (B, T, E) with which the stream would be the source's."""
+        """Return what is wanted behind that norm, (B, T, E), to bring the stream, after `collect`, to the source's."""
         hidden, after = passage.states[:2]
         return (after - hidden) / self.model.config.residual_multiplier
 
@@ -312,11 +317,11 @@ class Streams:
             sums.normed = NormedSums(layer.self_attn)
         for passage in self.passages():
             arguments, (hidden, *source) = passage.arguments[index], passage.states
-            x = layer.input_layernorm(hidden)
+            x = layer.attention_input(hidden)
             sums.collect(layer.self_attn, x, passage.kept, passage.weight, arguments)
             before = source[0] if source else hidden
-            output, _ = layer.self_attn(layer.input_layernorm(before) if source else x, **arguments)
-            after = before + layer.residual_multiplier(output)
+            output, _ = layer.self_attn(layer.attention_input(before) if source else x, **arguments)
+            after = before + layer.attention_output(output)
             self.states[passage.number] = hidden, after
         return sums.statistics()
 
@@ -332,7 +337,7 @@ class Streams:
         with hooks(attention.o_proj.register_forward_pre_hook(lambda _, arguments: given.append(arguments[0]))):
             for passage in self.passages():
                 given.clear()  # what the caller has sent through the projection meanwhile
-                attention(layer.input_layernorm(passage.states[0]), **passage.arguments[index])
+                attention(layer.attention_input(passage.states[0]), **passage.arguments[index])
                 (heads,) = given
                 if trial is None:
                     self.states[passage.number] = (*passage.states, heads)
@@ -352,20 +357,16 @@ class Streams:
         layer = self.model.model.layers[index]
         for passage in self.passages():
             hidden, after, heads = passage.states
-            streams = (hidden + layer.residual_multiplier(attention.o_proj(heads)), after)
-            self.states[passage.number] = tuple(feed_forward(layer, x) for x in streams)
+            streams = (hidden + layer.attention_output(attention.o_proj(heads)), after)
+            self.states[passage.number] = tuple(x + layer.mlp_output(x) for x in streams)
 
     @torch.no_grad()
     def advance_source(self, index: int) -> None:
         """Send the source, after `collect`, through layer `index`'s MLP; the conversion goes on with its states."""
         layer = self.model.model.layers[index]
         for passage in self.passages():
-            self.states[passage.number] = (feed_forward(layer, passage.states[1]),)
-
-
-def feed_forward(layer: GQADecoderLayer, x: torch.Tensor) -> torch.Tensor:
-    """Return the states (B, T, E) after the MLP of `layer`, for those after its attention."""
-    return x + layer.residual_multiplier(layer.mlp(layer.post_attention_layernorm(x)))
+            after = passage.states[1]
+            self.states[passage.number] = (after + layer.mlp_output(after),)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from ..attention import Attention
 from ..cache_formats import CacheQuantization
 from ..configuration_gqa import GQAConfig
-from ..modeling_gqa import ATTENTION_CLASSES
+from ..modeling_gqa import ATTENTION_CLASSES, LAYER_NORMS
 
 POSITION_BYTES = 4  # of a token, in a quantized cache
 
@@ -167,8 +167,9 @@ def count_embeddings(config: GQAConfig) -> int:
 
 
 def count_norms(config: GQAConfig) -> int:
-    """Number of parameters of the norms before each attention and MLP, and of the final one."""
-    return (2 * config.num_hidden_layers + 1) * config.hidden_size
+    """Number of parameters of the norms before and after each attention and MLP, and of the final one."""
+    in_layer = len(set(LAYER_NORMS[config.norm_position]) - {"no_norm"})
+    return (in_layer * config.num_hidden_layers + 1) * config.hidden_size
 
 
 def count_attention_parameters(model: GQAConfig | CostedModel) -> int:

@@ -1,5 +1,6 @@
 """Small stock models of every family that can be imported, with random weights, norms and biases."""
 
+import copy
 from typing import Any
 
 import torch
@@ -108,6 +109,28 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN,
         },
     ),
+    "olmo2": ("olmo2", {"hidden_size": 84, "num_key_value_heads": 3}),
+    "olmo2-biases-head-dim": (
+        "olmo2",
+        {**GROUPED, "attention_bias": True, "rope_parameters": LLAMA3},
+    ),
+    "olmo3-two-ropes": (
+        "olmo3",
+        {
+            "hidden_size": 84,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": LINEAR},
+        },
+    ),
+    "olmo3-full": (
+        "olmo3",
+        {
+            **GROUPED,
+            "layer_types": ["full_attention"] * 3,
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": YARN},
+        },
+    ),
     "deepseek-v2": ("deepseek_v2", {**LATENT, **DENSE, "rope_parameters": YARN | MSCALE}),
     "deepseek-v2-biases": (
         "deepseek_v2",
@@ -144,7 +167,7 @@ def stock_config(name: str, **fields):
     model_type, own = MODELS[name]
     given = {**SIZES, **own, **fields}
     if given.get("rope_parameters") is not None:
-        given["rope_parameters"] = dict(given["rope_parameters"])  # transformers completes it in place
+        given["rope_parameters"] = copy.deepcopy(given["rope_parameters"])  # transformers completes it in place
     return CONFIG_MAPPING[model_type](**given)
 
 

@@ -51,6 +51,7 @@ LATENT = {
     "v_head_dim": 13,
 }
 WINDOWS = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
+OLMO = {"norm_position": "after", "qk_norm": True, "qk_norm_span": "all_heads"}
 BIASES = {"query_bias": True, "key_value_bias": True, "output_bias": False}
 MULTIPLIERS = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 3.0}
 
@@ -83,7 +84,7 @@ def exported(model, folder, **arguments):
 
 # The family that each model comes back as, where not its own.
 OTHER_FAMILY = {"mistral-full": "llama", "deepseek-v2": "deepseek_v3", "youtu": "deepseek_v3"}
-OTHER_FAMILY["youtu-half-split"] = "deepseek_v3"
+OTHER_FAMILY |= {"youtu-half-split": "deepseek_v3", "olmo3-full": "olmo2"}
 # Without effect, or without a place here.
 NOT_CARRIED = {
     "architectures",
@@ -175,6 +176,9 @@ EXPORTED = {
         {"attention_kind": "mla", "softmax_scale": 0.3, "q_lora_rank": 17, "rope_parameters": YARN | MSCALE},
         "deepseek_v3",
     ),
+    "olmo2": ({**OLMO, "softmax_scale": 14**-0.5 / 2}, "olmo2"),
+    "olmo2-mha": ({**OLMO, "attention_kind": "mha", "num_key_value_heads": 6, "hidden_size": 84}, "olmo2"),
+    "olmo3": ({**OLMO, **WINDOWS, "sliding_rope_parameters": YARN, "attention_bias": True}, "olmo3"),
     "mla-nothing-unrotated": ({"attention_kind": "mla", "qk_nope_head_dim": 0}, "deepseek_v3"),
 }
 
@@ -296,7 +300,7 @@ MIXED = {"per_layer_config": {0: {"num_key_value_heads": 3}}}
 REFUSED = {
     "mixed": (
         MIXED,
-        r"llama .* and qwen3 and phi3 and granite: its layers differ in num_key_value_heads \(per_layer_config\)",
+        r"llama .* and phi3 and granite and olmo2 and olmo3: its layers differ in num_key_value_heads \(per_lay",
     ),
     "mixed-kinds": ({"per_layer_config": {1: {"attention_kind": "mla"}}}, "its layers differ"),
     "frequencies": (
@@ -322,7 +326,7 @@ REFUSED = {
     "mlp-bias": ({**WINDOWS, "qk_norm": True, "mlp_bias": True}, "qwen3: mlp_bias=True"),
     "coarse-scale": (
         {"softmax_scale": 0.3, "dtype": "bfloat16", "qk_norm": True},
-        "qwen3 and phi3: softmax_scale=0.3 would be folded into query weights, for which .*float16",
+        "phi3 and olmo2 and olmo3: softmax_scale=0.3 would be folded into query weights, for which .*float16",
     ),
     "mla-multiplier": (
         {"attention_kind": "mla", "residual_multiplier": 0.22},
@@ -330,8 +334,17 @@ REFUSED = {
     ),
     "multiplier-qk-norm": (
         {"logits_scaling": 3.0, "qk_norm": True},
-        "qwen3 and phi3: logits_scaling=3.0, which the class does not have; granite: qk_norm=True",
+        "phi3 and olmo2 and olmo3: logits_scaling=3.0, which the class does not have; granite: qk_norm=True",
     ),
+    "norms-after": (
+        {"norm_position": "after"},
+        "llama and mistral and qwen2 and phi3 and granite: norm_position='after'; .*olmo3: qk_norm=False",
+    ),
+    "norms-both": ({**OLMO, "norm_position": "both"}, "olmo2 and olmo3: norm_position='both'"),
+    "norm-of-heads": ({"qk_norm": True, "qk_norm_span": "all_heads"}, "qwen3: qk_norm_span='all_heads'; olmo2"),
+    "norm-of-each-head": ({**OLMO, "qk_norm_span": "head"}, "olmo2 and olmo3: qk_norm_span='head'"),
+    "two-ropes": ({**WINDOWS, "qk_norm": True, "sliding_rope_parameters": LINEAR}, "qwen3: sliding_rope_parameters"),
+    "mla-after": ({"attention_kind": "mla", "norm_position": "after"}, "deepseek_v3: norm_position='after'"),
     "mla-query-bias": (
         {"attention_kind": "mla", "attention_bias": True},
         "deepseek_v3: the biases are in other places",
@@ -375,11 +388,7 @@ def test_what_no_class_expresses_is_refused_with_the_reason(name, tmp_path):
         ({"attention_kind": "mla"}, "llama", "llama: attention_kind='mla' is not this class's"),
         ({"hidden_size": 65}, "llama", "llama: hidden_size=65 is not a multiple of num_attention_heads=6"),
         ({"attention_bias": True}, "mistral", "mistral: the biases are in other places"),
-        (
-            {},
-            "gpt2",
-            "family='gpt2' is unknown: choose one of llama, mistral, qwen2, qwen3, phi3, granite, deepseek_v3",
-        ),
+        ({}, "gpt2", "family='gpt2' is unknown: choose one of llama, mistral, qwen2, qwen3, phi3, granite, olmo2, o"),
         *(({name: 3.0}, other, f"{other}: {name}=3.0") for name in MULTIPLIERS for other in ("llama", "mistral")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)[:12],

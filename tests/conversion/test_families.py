@@ -1,5 +1,6 @@
 """Every field of every family is followed, refused by name, or shown not to matter."""
 
+import copy
 from dataclasses import fields
 
 import pytest
@@ -44,8 +45,10 @@ def family_fields(family: str) -> dict:
         own |= WINDOW
     if family == "granite":
         own |= MULTIPLIERS
-    if family == "mistral":
+    if family in ("mistral", "olmo3"):
         own["sliding_window"] = 5
+    if family == "olmo3":
+        own["layer_types"] = ["full_attention", "sliding_attention", "sliding_attention"]
     return {**SIZES, "max_position_embeddings": 11, "rope_parameters": DYNAMIC, **own}
 
 
@@ -132,10 +135,8 @@ REFUSED = {
 }
 REFUSED["phi3"].add("resid_pdrop")
 EXTRA_FIELDS = {
-    "qwen2": ["head_dim"],
-    "granite": ["head_dim"],
-    "deepseek_v3": ["head_dim", "qk_head_dim"],
-    "youtu": ["head_dim", "qk_head_dim"],
+    **{family: ["head_dim"] for family in ("qwen2", "granite", "olmo2", "olmo3")},
+    **{family: ["head_dim", "qk_head_dim"] for family in ("deepseek_v3", "youtu")},
 }
 FAMILY_FIELDS = [
     (family, name)
@@ -146,7 +147,10 @@ FAMILY_FIELDS = [
 
 def build_config(family: str, **changes):
     given = {**family_fields(family), **changes}
-    given["rope_parameters"] = dict(given["rope_parameters"])  # transformers completes it in place
+    rope = copy.deepcopy(given["rope_parameters"])  # transformers completes it in place
+    if family == "olmo3" and not rope.keys() & {"full_attention", "sliding_attention"}:
+        rope = {"full_attention": rope, "sliding_attention": dict(rope)}
+    given["rope_parameters"] = rope
     return CONFIG_MAPPING[family](**given)
 
 
@@ -174,6 +178,8 @@ def test_every_field_is_followed_refused_or_irrelevant(family, name):
     changes = {name: CHANGED[name]}  # a KeyError here is a field that a new transformers has: say what it is
     if name == "num_attention_heads" and is_latent(family):
         changes["num_key_value_heads"] = CHANGED[name]
+    if name == "num_hidden_layers" and family == "olmo3":  # whose class does not cut the list
+        changes["layer_types"] = family_fields(family)["layer_types"][: CHANGED[name]]
     config = written_config(family, **changes)
     if name in REFUSED[family]:
         with pytest.raises(UserError, match=name) as raised:
@@ -305,6 +311,17 @@ def test_a_field_of_no_family_is_refused_by_name(family, changes, message):
         ("deepseek_v3", {"v_head_dim": None}, "v_head_dim"),
         ("deepseek_v3", {"q_lora_rank": 0}, "q_lora_rank=0"),
         ("llama", {"num_key_value_heads": 4}, "not divisible by num_key_value_heads=4"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": LINEAR, "rope_theta": 9.0}},
+            r"rope_parameters\['rope_theta'\]=9.0",
+        ),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": {**LINEAR, "finetuned": True}}},
+            r"rope_parameters\['finetuned'\]=True",
+        ),
+        ("olmo2", {"sliding_window": 5}, "sliding_window=5 is not a field"),
         (
             "qwen3",
             {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": LINEAR}},

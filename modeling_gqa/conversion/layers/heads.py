@@ -35,7 +35,8 @@ class Heads:
         scaling: factor of the attention scores.
         rotary_scaling: factor of cosine and sine (YaRN and longrope have one other than 1).
         biases: whether the query, the key/value and the output projections have a bias.
-        q_norm, k_norm: (D,) weights of the RMSNorm on each head; `None` where there is no norm.
+        q_norm, k_norm: (D,) weights of the RMSNorm on each head, or (H, D) and (G, D) of that over all heads; `None`
+            where there is no norm.
         before_norms: the heads behind whose norms these begin, see `normed.behind_norms`; `None` where these begin at
             the layer's input.
     """
@@ -62,6 +63,11 @@ class Heads:
     def groups(self) -> int:
         """Query heads per key/value head."""
         return len(self.q) // len(self.k)
+
+    @cached_property
+    def norms_all_heads(self) -> bool:
+        """Whether an RMSNorm is over all heads."""
+        return self.k_norm is not None and self.k_norm.ndim == 2
 
     @cached_property
     def planes(self) -> int:
@@ -126,6 +132,8 @@ def read_grouped(attention: GroupedAttention, layer: GQAConfig, common: dict[str
     v, v_bias = weight_and_bias(attention.v_proj, key_heads)
     o = attention.o_proj.weight.detach().double().unflatten(1, (heads, -1)).transpose(0, 1)  # (H, E, D)
     norms = [norm if norm is None else norm.weight.detach().double() for norm in (attention.q_norm, attention.k_norm)]
+    if layer.norms_all_heads:
+        norms = [norm.unflatten(0, (-1, attention.head_dim)) for norm in norms]
     return Heads(q, q_bias, k, k_bias, v, v_bias, o, q_norm=norms[0], k_norm=norms[1], **common)
 
 
@@ -187,7 +195,7 @@ def write_grouped(heads: Heads) -> tuple[dict[str, torch.Tensor], dict[str, Any]
     if output_bias:
         state["o_proj.bias"] = heads.o_bias
     if heads.q_norm is not None:
-        state |= {"q_norm.weight": heads.q_norm, "k_norm.weight": heads.k_norm}
+        state |= {"q_norm.weight": heads.q_norm.flatten(), "k_norm.weight": heads.k_norm.flatten()}
     size = heads.q.shape[1]
     fields = {
         "head_dim": size,
@@ -216,8 +224,9 @@ def rotary_fields(frequencies: torch.Tensor, frequency_dim: int, size: int) -> d
 
 def repeat_heads(heads: Heads, number: int) -> Heads:
     """Return the same function with `number` key/value heads, a multiple of G: each head is repeated."""
-    times = number // len(heads.k)
-    repeated = {name: getattr(heads, name).repeat_interleave(times, dim=0) for name in ("k", "k_bias", "v", "v_bias")}
+    times, names = number // len(heads.k), ("k", "k_bias", "v", "v_bias", *["k_norm"] * heads.norms_all_heads)
+    # The mean square over all heads stays what it is.
+    repeated = {name: getattr(heads, name).repeat_interleave(times, dim=0) for name in names}
     return replace(heads, **repeated)
 
 
@@ -237,13 +246,14 @@ def plane_rows(weight: torch.Tensor, planes: int) -> torch.Tensor:
 def norm_rows(
     weight: torch.Tensor, bias: torch.Tensor, norm: torch.Tensor | None, covariance: torch.Tensor, mean: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scale rows (heads, D, E) and bias (heads, D) as the RMSNorm on each head does on average.
+    """Scale rows (heads, D, E) and bias (heads, D) as the RMSNorm on each head, or over all, does on average.
 
     Also returns the scale (heads,) before the norm's own weights; ones where `norm` is `None`.
     """
     if norm is None:
         return weight, bias, torch.ones_like(bias[:, 0])
     power = (weight @ covariance * weight).sum((1, 2)) + (weight @ mean + bias).pow(2).sum(1)
+    power = power if norm.ndim == 1 else power.mean().expand_as(power)
     scale = (weight.shape[1] / power).sqrt()
     factor = norm * scale[:, None]  # (heads, D)
     return weight * factor[..., None], bias * factor, scale

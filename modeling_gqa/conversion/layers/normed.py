@@ -1,8 +1,11 @@
-"""Layers with an RMSNorm on each head of queries and keys, as Qwen3 has them, on their way to MLA.
+"""Layers with an RMSNorm on queries and keys, as Qwen3 has it on each head and OLMo 2 over all, on their way to MLA.
 
-A norm on each head lets no linear map of the layer's input mix keys of several heads. What attention reads behind the
-norms is linear again: with y = [k; v] of all heads, and q of one head, every step of the conversion to MLA holds when
-y takes the place of the input for keys and values, and q its place for queries.
+A norm on each head lets no linear map of the layer's input mix keys of several heads, and none over all is linear.
+What attention reads behind the norms is linear again: with y = [k; v] of all heads, and q of one head, every step of
+the conversion to MLA holds when y takes the place of the input for keys and values, and q its place for queries.
+
+A norm over all heads divides a token's heads by one number. Heads behind it can be merged by any linear maps, and what
+these make of the heads before it is divided by another number, which is right on average.
 
 Shapes: E hidden size, H query heads, G key/value heads, D head size, M = 2 G D size of y, P, N and R those of MLA.
 """
@@ -62,7 +65,12 @@ def latent_source(heads: Heads, statistics: Statistics) -> tuple[Heads, Moments]
         statistics: of its input; `normed` says what was seen behind the norms, `None` without text.
     """
     behind = behind_norms(heads)
-    return behind, compute_moments(behind, statistics.normed or assumed(heads, statistics))
+    return behind, compute_moments(behind, seen_behind(heads, statistics))
+
+
+def seen_behind(heads: Heads, statistics: Statistics) -> Statistics:
+    """Return the statistics of y and the queries, as they were seen on text or as the weights let expect."""
+    return statistics.normed or assumed(heads, statistics)
 
 
 def behind_norms(heads: Heads) -> Heads:
@@ -124,10 +132,48 @@ def add_norms(
         if query_bias if name == "q" else key_value_bias:
             own[f"{name}_proj.bias"] = bias.flatten()
     assert heads.q_norm is not None and heads.k_norm is not None
-    own |= {"q_norm.weight": heads.q_norm, "k_norm.weight": heads.k_norm}
+    own |= {"q_norm.weight": heads.q_norm.flatten(), "k_norm.weight": heads.k_norm.flatten()}
     kept = {name: tensor for name, tensor in state.items() if name != "q_proj.weight"}
     sizes = {"qk_norm": True, "qk_norm_head_dim": heads.k.shape[1], "qk_norm_key_value_heads": len(heads.k)}
     return (
         {**own, "q_head_proj.weight": state["q_proj.weight"], **kept},
         {**fields, **sizes, "query_bias": query_bias, "key_value_bias": key_value_bias},
+    )
+
+
+def before_norms_of_all(heads: Heads, merged: Heads, seen: Statistics, partition: list[list[int]]) -> Heads:
+    """Return merged heads with an RMSNorm over all of them, from those that begin behind such norms.
+
+    The weights of the old norms go into the projections. Those of the new norms are equal, and give queries and keys
+    the mean square that `merged` has.
+
+    Args:
+        heads: the layer's weights, with G key/value heads.
+        merged: what became of `behind_norms(heads)`.
+        seen: statistics of y and the queries, see `seen_behind`.
+        partition: groups of indices of the key/value heads that were merged, some of which may be repeated.
+    """
+    assert heads.q_norm is not None and heads.k_norm is not None
+    size, rows = heads.k.shape[1], heads.k.shape[:2].numel()
+    members = torch.tensor([head for group in partition for head in group], device=heads.q.device)
+    order = torch.arange(len(heads.q), device=heads.q.device).view(len(members), -1)[members].flatten()
+    query, query_bias = heads.q_norm[..., None] * heads.q, heads.q_norm * heads.q_bias
+    key, key_bias = heads.k_norm[..., None] * heads.k, heads.k_norm * heads.k_bias
+    of_keys, of_values = merged.k[..., :rows], merged.v[..., rows:]  # (G', D, G D)
+    power = (of_keys @ seen.second[:rows, :rows] * of_keys).sum() / (len(of_keys) * size)
+    assert seen.queries is not None
+    query_power = (merged.q @ seen.queries[order] * merged.q).sum() / (len(order) * size)
+    return replace(
+        heads,
+        q=merged.q @ query[order],
+        q_bias=torch.einsum("hij,hj->hi", merged.q, query_bias[order]),
+        k=of_keys @ key.flatten(0, 1),
+        k_bias=of_keys @ key_bias.flatten(),
+        v=of_values @ heads.v.flatten(0, 1),
+        v_bias=of_values @ heads.v_bias.flatten(),
+        o=merged.o,
+        o_bias=merged.o_bias,
+        q_norm=query_power.sqrt().expand(len(order), size),
+        k_norm=power.sqrt().expand(len(of_keys), size),
+        biases=(*heads.biases[:2], merged.biases[2]),
     )
