@@ -144,8 +144,8 @@ def add_norms(
 def before_norms_of_all(heads: Heads, merged: Heads, seen: Statistics, partition: list[list[int]]) -> Heads:
     """Return merged heads with an RMSNorm over all of them, from those that begin behind such norms.
 
-    The weights of the old norms go into the projections. Those of the new norms are equal, and give queries and keys
-    the mean square that `merged` has.
+    The weights of the new norms are chosen such that each plane before them has the mean power of the planes that it is
+    made of, so that the power of a token's heads is about what it was, and its norm divides by about the same number.
 
     Args:
         heads: the layer's weights, with G key/value heads.
@@ -153,27 +153,45 @@ def before_norms_of_all(heads: Heads, merged: Heads, seen: Statistics, partition
         seen: statistics of y and the queries, see `seen_behind`.
         partition: groups of indices of the key/value heads that were merged, some of which may be repeated.
     """
-    assert heads.q_norm is not None and heads.k_norm is not None
-    size, rows = heads.k.shape[1], heads.k.shape[:2].numel()
-    members = torch.tensor([head for group in partition for head in group], device=heads.q.device)
-    order = torch.arange(len(heads.q), device=heads.q.device).view(len(members), -1)[members].flatten()
+    assert heads.q_norm is not None and heads.k_norm is not None and seen.queries is not None
+    rows = heads.k.shape[:2].numel()
+    members = torch.tensor(partition, device=heads.q.device)  # (G', m)
+    order = torch.arange(len(heads.q), device=heads.q.device).view(members.numel(), -1)[members.flatten()].flatten()
+    keys, values = merged.k[..., :rows], merged.v[..., rows:]  # (G', D, G D)
+    second, queries = seen.second[:rows, :rows], seen.queries[order]  # (G D, G D), (H, D, D)
+    power = second.diagonal().view_as(heads.k_norm)[members // (members.numel() // len(heads.k))]  # (G', m, D)
+    weight = heads.k_norm[members // (members.numel() // len(heads.k))]
+    k_norm = norm_weights((keys @ second * keys).sum(-1), (power / weight.square()).mean(1), heads.planes)
+    power = (merged.q @ queries * merged.q).sum(-1)
+    q_norm = norm_weights(power, queries.diagonal(dim1=1, dim2=2) / heads.q_norm[order].square(), heads.planes)
     query, query_bias = heads.q_norm[..., None] * heads.q, heads.q_norm * heads.q_bias
     key, key_bias = heads.k_norm[..., None] * heads.k, heads.k_norm * heads.k_bias
-    of_keys, of_values = merged.k[..., :rows], merged.v[..., rows:]  # (G', D, G D)
-    power = (of_keys @ seen.second[:rows, :rows] * of_keys).sum() / (len(of_keys) * size)
-    assert seen.queries is not None
-    query_power = (merged.q @ seen.queries[order] * merged.q).sum() / (len(order) * size)
     return replace(
         heads,
-        q=merged.q @ query[order],
-        q_bias=torch.einsum("hij,hj->hi", merged.q, query_bias[order]),
-        k=of_keys @ key.flatten(0, 1),
-        k_bias=of_keys @ key_bias.flatten(),
-        v=of_values @ heads.v.flatten(0, 1),
-        v_bias=of_values @ heads.v_bias.flatten(),
+        q=merged.q @ query[order] / q_norm[..., None],
+        q_bias=torch.einsum("hij,hj->hi", merged.q, query_bias[order]) / q_norm,
+        k=keys @ key.flatten(0, 1) / k_norm[..., None],
+        k_bias=keys @ key_bias.flatten() / k_norm,
+        v=values @ heads.v.flatten(0, 1),
+        v_bias=values @ heads.v_bias.flatten(),
         o=merged.o,
         o_bias=merged.o_bias,
-        q_norm=query_power.sqrt().expand(len(order), size),
-        k_norm=power.sqrt().expand(len(of_keys), size),
+        q_norm=q_norm,
+        k_norm=k_norm,
         biases=(*heads.biases[:2], merged.biases[2]),
     )
+
+
+def norm_weights(behind: torch.Tensor, before: torch.Tensor, planes: int) -> torch.Tensor:
+    """Return weights (heads, D) of a norm, from the power (heads, D) behind it and that wanted before it.
+
+    The two dimensions of a plane get the same weight, and so do all that are not rotated.
+    """
+
+    def shared(power: torch.Tensor) -> torch.Tensor:
+        pair = (power[:, :planes] + power[:, planes : 2 * planes]) / 2
+        rest = power[:, 2 * planes :]
+        return torch.cat((pair, pair, rest.mean(1, keepdim=True).expand_as(rest)), dim=1)
+
+    ratio = (shared(behind) / shared(before)).nan_to_num(0.0, 0.0)
+    return ratio.clamp(min=1e-8 * ratio.max()).sqrt()
