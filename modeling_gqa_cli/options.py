@@ -109,7 +109,9 @@ class ImportOptions:
 class ExportOptions:
     _argument_group_name = "Options"
 
-    family: str | None = option("llama, mistral, qwen2, qwen3, granite or deepseek_v3. Default: the first that fits.")
+    family: str | None = option(
+        "llama, mistral, qwen2, qwen3, granite, smollm3 or deepseek_v3. Default: the first that fits."
+    )
     engine: Literal["transformers"] | None = option(
         "Export also what vLLM's and SGLang's own classes would compute wrongly; the card says what.",
         aliases=["--for"],

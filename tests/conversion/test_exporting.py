@@ -52,6 +52,7 @@ LATENT = {
 }
 WINDOWS = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
 BIASES = {"query_bias": True, "key_value_bias": True, "output_bias": False}
+UNROTATED = {"per_layer_config": {1: {"rope_frequency_indices": [], "rope_frequency_dim": 14}}}
 MULTIPLIERS = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 3.0}
 
 
@@ -89,6 +90,7 @@ NOT_CARRIED = {
     "architectures",
     "num_nextn_predict_layers",  # none is exported
     "max_window_layers",  # follows from layer_types
+    "no_rope_layer_interval",  # no_rope_layers says it
 }
 
 
@@ -161,6 +163,9 @@ EXPORTED = {
     "half-scale": ({"softmax_scale": 14**-0.5 / 2}, "llama"),
     "other-scale": ({"softmax_scale": 0.3, "attention_bias": True}, "llama"),
     "other-scale-qk-norm": ({"softmax_scale": 0.3, "qk_norm": True}, "qwen3"),
+    "windows": (WINDOWS, "smollm3"),
+    "unrotated": ({**UNROTATED, **WINDOWS, "softmax_scale": 14**-0.5 / 2}, "smollm3"),
+    "all-unrotated": ({"rope_frequency_indices": [], "rope_frequency_dim": 14, "attention_bias": True}, "smollm3"),
     "multipliers": (MULTIPLIERS, "granite"),
     "multipliers-scale": ({"logits_scaling": 3, "softmax_scale": 0.3, "attention_bias": False}, "granite"),
     "mla": ({"attention_kind": "mla", "q_lora_rank": 17}, "deepseek_v3"),
@@ -293,7 +298,7 @@ MIXED = {"per_layer_config": {0: {"num_key_value_heads": 3}}}
 REFUSED = {
     "mixed": (
         MIXED,
-        r"llama .* and qwen3 and granite: its layers differ in num_key_value_heads \(per_layer_config\)",
+        r"llama .* and smollm3: its layers differ in num_key_value_heads \(per_layer_config\)",
     ),
     "mixed-kinds": ({"per_layer_config": {1: {"attention_kind": "mla"}}}, "its layers differ"),
     "frequencies": (
@@ -308,15 +313,27 @@ REFUSED = {
         {"query_bias": True},
         "the biases are in other places than the class's: query_bias=True, key_value_bias=False, output_bias=False",
     ),
-    "window-without-biases": (WINDOWS, r"llama and mistral and granite: layer_types=\['full_attention', 'slid"),
+    "windows-some-biases": (
+        {**WINDOWS, "output_bias": True},
+        "qwen2 and granite and smollm3: the biases are in other places",
+    ),
+    "windows-multipliers": ({**WINDOWS, **MULTIPLIERS}, r"granite: layer_types=\['full_attention', 'sliding_attention"),
+    "unrotated-multipliers": (
+        {**UNROTATED, **MULTIPLIERS},
+        "granite: its layers differ in rope_frequency_indices, rope_frequency_dim .*; smollm3: embedding_multiplier=12",
+    ),
+    "all-unrotated-qk-norm": (
+        {"rope_frequency_indices": [], "rope_frequency_dim": 14, "qk_norm": True},
+        "qwen3 and granite: rope_frequency_indices are not .*; smollm3: qk_norm=True",
+    ),
     "biases-and-qk-norm": (
         {**BIASES, "qk_norm": True},
-        "qwen2 and granite: qk_norm=True; qwen3: the biases are in other places",
+        "granite and smollm3: qk_norm=True; qwen3: the biases are in other places",
     ),
     "mlp-bias": ({**WINDOWS, "qk_norm": True, "mlp_bias": True}, "qwen3: mlp_bias=True"),
     "coarse-scale": (
         {"softmax_scale": 0.3, "dtype": "bfloat16", "qk_norm": True},
-        "qwen3: softmax_scale=0.3 would be folded into query weights, for which .*float16",
+        "smollm3: softmax_scale=0.3 would be folded into query weights, for which .*float16",
     ),
     "mla-multiplier": (
         {"attention_kind": "mla", "residual_multiplier": 0.22},
@@ -324,7 +341,7 @@ REFUSED = {
     ),
     "multiplier-qk-norm": (
         {"logits_scaling": 3.0, "qk_norm": True},
-        "qwen3: logits_scaling=3.0, which the class does not have; granite: qk_norm=True",
+        "smollm3: logits_scaling=3.0, which the class does not have; granite: qk_norm=True",
     ),
     "mla-query-bias": (
         {"attention_kind": "mla", "attention_bias": True},
@@ -369,7 +386,7 @@ def test_what_no_class_expresses_is_refused_with_the_reason(name, tmp_path):
         ({"attention_kind": "mla"}, "llama", "llama: attention_kind='mla' is not this class's"),
         ({"hidden_size": 65}, "llama", "llama: hidden_size=65 is not a multiple of num_attention_heads=6"),
         ({"attention_bias": True}, "mistral", "mistral: the biases are in other places"),
-        ({}, "gpt2", "family='gpt2' is unknown: choose one of llama, mistral, qwen2, qwen3, granite, deepseek_v3"),
+        ({}, "gpt2", "family='gpt2' is unknown: choose one of llama, mistral, qwen2, .*, smollm3, deepseek_v3"),
         *(({name: 3.0}, other, f"{other}: {name}=3.0") for name in MULTIPLIERS for other in ("llama", "mistral")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)[:12],

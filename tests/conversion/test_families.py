@@ -41,6 +41,9 @@ def family_fields(family: str) -> dict:
         own |= WINDOW
     if family == "granite":
         own |= MULTIPLIERS
+    if family == "smollm3":
+        own |= {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2}
+        own["tie_word_embeddings"] = False
     if family == "mistral":
         own["sliding_window"] = 5
     return {**SIZES, **own, "max_position_embeddings": 11, "rope_parameters": DYNAMIC}
@@ -77,6 +80,8 @@ CHANGED = {
     "n_group": 2,
     "n_routed_experts": 3,
     "n_shared_experts": 3,
+    "no_rope_layer_interval": 3,
+    "no_rope_layers": [0, 0, 1],
     "norm_topk_prob": None,
     "num_attention_heads": 2,
     "num_experts_per_tok": 3,
@@ -127,6 +132,7 @@ REFUSED = {
 EXTRA_FIELDS = {
     "qwen2": ["head_dim"],
     "granite": ["head_dim"],
+    "smollm3": ["head_dim"],
     "deepseek_v3": ["head_dim", "qk_head_dim"],
     "youtu": ["head_dim", "qk_head_dim"],
 }
@@ -201,6 +207,7 @@ ROPES = {
         "long_factor": [2.0, 2.2, 2.4, 2.6, 2.8, 3.0, 3.2],
     },
 }
+LONG = ROPES["longrope"]
 ROPE_CHANGES = {
     "linear": {"factor": 2.0, "rope_theta": 20.0},
     "dynamic": {"factor": 2.0, "rope_theta": 20.0},
@@ -258,7 +265,6 @@ def test_every_rotary_parameter_is_followed(family, rope_type):
     [
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is not supported: soft-capped attention scores"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported: soft-capped logits"),
-        ({"no_rope_layers": [1, 0, 1]}, "no_rope_layers is not supported: layers without positions"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported: quantized weights"),
         ({"per_layer_config": {0: {"intermediate_size": 20}}}, "per_layer_config makes layers differ"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
@@ -283,6 +289,8 @@ def test_a_field_of_no_family_is_refused_by_name(family, changes, message):
     ("family", "changes", "message"),
     [
         ("llama", {"sliding_window": 5}, "sliding_window=5 is not a field"),
+        ("llama", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers is not supported: layers without positions"),
+        ("smollm3", {"rope_parameters": LONG}, "'longrope' .* cannot serve the layers of a mixed model"),
         ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types=.* only .*'sliding_attention'"),
         ("mistral", {"sliding_window": 1}, "sliding_window=1"),
         ("qwen2", {"attention_bias": True}, "attention_bias=True is not a field"),

@@ -124,7 +124,8 @@ def test_fields_of_smollm2_and_of_early_llamas_are_understood():
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("smollm3", "layers without positions"),
+        ("llama4_text", "layers without positions and mixture-of-experts layers"),
+        ("granitemoehybrid", "state-space layers"),
         ("gpt_oss", "attention sinks"),
         ("gemma2", "soft-caps its attention scores and logits"),
         ("gqa", "a modeling_gqa model already"),
