@@ -353,7 +353,8 @@ class GroupedAttention(Attention):
     def describe(layer: GQAConfig) -> str:
         """Such as `gqa, 2 of 8 heads of 64`: key/value heads, query heads and their size."""
         heads = f"{layer.num_key_value_heads} of {layer.num_attention_heads} heads of {layer.head_dim}"
-        return f"{layer.attention_kind}, {heads}{describe_norm(layer)}"
+        unrotated = ", no rotation" if layer.rope_frequency_indices == [] else ""
+        return f"{layer.attention_kind}, {heads}{describe_norm(layer)}{unrotated}"
 
     @staticmethod
     def parameter_counts(layer: GQAConfig) -> tuple[int, int]:

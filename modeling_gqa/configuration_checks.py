@@ -319,10 +319,10 @@ def check_frequencies(layer: "GQAConfig"):
             f"rope_frequency_indices={shown(indices)} has {len(indices)} entries: MLA needs qk_rope_head_dim / 2 = "
             f"{layer.qk_rope_head_dim // 2}"
         )
-    if not 0 < 2 * len(indices) <= layer.head_dim:
+    if 2 * len(indices) > layer.head_dim:
         raise ValueError(
             f"rope_frequency_indices={shown(indices)} has {len(indices)} entries: a head of {layer.head_dim} "
-            f"dimensions has 1 to {layer.head_dim // 2} rotary planes"
+            f"dimensions has at most {layer.head_dim // 2} rotary planes"
         )
 
 

@@ -44,8 +44,8 @@ from .configuration_overrides import (
 )
 
 # 2: softmax_scale, rope_frequency_indices, rope_frequency_dim. 3: MLA with qk_norm. 4: multipliers, norm_position,
-# qk_norm_span, sliding_rope_parameters. Earlier code would compute 3 and 4 wrongly; other configurations are written as
-# version 2, which it reads.
+# qk_norm_span, sliding_rope_parameters, and layers without rotation. Earlier code would compute 3 and 4 wrongly or
+# refuse them; others are written as version 2, which it reads.
 FORMAT_VERSION = 4
 # transformers' property of configurations by layer; without it only models whose layers are alike can be built.
 BY_LAYER: Any = getattr(PreTrainedConfig, "per_layer_config", None)
@@ -88,7 +88,8 @@ class GQAConfig(PreTrainedConfig):
             YaRN correction) where left out. A converted model keeps its source's.
         rope_frequency_indices (`list[int]`, *optional*):
             Index of each rotary plane's frequency among those of a head of `rope_frequency_dim` dimensions; indices may
-            repeat. MLA has P / 2 planes, other kinds at most d / 2; dimensions without a plane are not rotated.
+            repeat. MLA has P / 2 planes, other kinds at most d / 2; dimensions without a plane are not rotated. A layer
+            with `[]` rotates nothing, as every fourth of SmolLM3 does (RNoPE; 2501.18795).
         embedding_multiplier, residual_multiplier (`float`, defaults to 1.0):
             Factor of the embeddings, also of `inputs_embeds`; and of what attention and MLP add to the residual stream.
             Granite's fields, for scales as in muP (2203.03466); its `attention_multiplier` is `softmax_scale` here.
@@ -320,7 +321,8 @@ class GQAConfig(PreTrainedConfig):
         needed = 3 if any(written.get(name) is not None for name in NORMED_FIELDS) else 2
         usual = dict.fromkeys(MULTIPLIERS, 1) | {name: ways[0] for name, ways in CHOICES.items()}
         usual["sliding_rope_parameters"] = None
-        needed = 4 if any(written.get(name, value) != value for name, value in usual.items()) else needed
+        newer = any(written.get(name, value) != value for name, value in usual.items())
+        needed = 4 if newer or written.get("rope_frequency_indices") == [] else needed
         if self.format_version < needed:
             self.format_version = needed
 

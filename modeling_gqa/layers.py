@@ -211,6 +211,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
             same, which changes no score because queries and keys are permuted alike.
     """
     size = cos.shape[-1]
+    if size == 0:
+        return x
     if size < x.shape[-1]:
         return torch.cat((rotate(x[..., :size], cos, sin, interleaved), x[..., size:]), dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, T, P)

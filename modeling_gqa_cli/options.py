@@ -110,7 +110,7 @@ class ExportOptions:
     _argument_group_name = "Options"
 
     family: str | None = option(
-        "llama, mistral, qwen2, qwen3, phi3, granite, olmo2, olmo3 or deepseek_v3. Default: the first that fits."
+        "llama, mistral, qwen2, qwen3, phi3, granite, smollm3, olmo2, olmo3, deepseek_v3. Default: the first that fits."
     )
     engine: Literal["transformers"] | None = option(
         "Export also what vLLM's and SGLang's own classes would compute wrongly; the card says what.",

@@ -19,6 +19,7 @@ EXPORT_FAMILIES: dict[str, type[Attention]] = {
     "qwen3": GroupedAttention,
     "phi3": GroupedAttention,
     "granite": GroupedAttention,
+    "smollm3": GroupedAttention,
     "olmo2": GroupedAttention,
     "olmo3": GroupedAttention,
     "deepseek_v3": LatentAttention,
@@ -39,15 +40,20 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
     if config.is_heterogeneous:
         first, *rest = layers
         differing = [n for n in PER_LAYER_FIELDS if any(getattr(x, n) != getattr(first, n) for x in rest)]
-        yield f"its layers differ in {', '.join(differing)} (per_layer_config), and these classes have equal layers"
-        return
+        if family != "smollm3" or not set(differing) <= {"rope_frequency_indices", "rope_frequency_dim"}:
+            yield f"its layers differ in {', '.join(differing)} (per_layer_config), and these classes have equal layers"
+            return
     attention = EXPORT_FAMILIES[family]
     if config.attention_kind not in attention.kinds:
         yield f"attention_kind={config.attention_kind!r} is not this class's"
         return
     rope, types = config.rope_parameters, set(config.layer_types)
     half = config.dtype in (torch.float16, torch.bfloat16)
-    if not _standard_frequencies(config, attention):
+    unrotated = family == "smollm3"  # layers may be
+    if not all(
+        _standard_frequencies(layer, attention) or (unrotated and layer.rope_frequency_indices == [])
+        for layer in layers
+    ):
         yield "rope_frequency_indices are not the frequencies that a head of this size has by default"
     part = rope.get("partial_rotary_factor", 1.0)
     if rope["rope_type"] != "proportional" and part != 1.0 and family != "phi3":
@@ -77,15 +83,16 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         "qwen3": len(set(biases)) == 1,
         "granite": len(set(biases)) == 1,
         **dict.fromkeys(OLMO, len(set(biases)) == 1),
+        "smollm3": len(set(biases)) == 1,
         "deepseek_v3": config.q_lora_rank is not None or not query_bias,
     }[family]:
         yield (
             f"the biases are in other places than the class's: query_bias={query_bias}, "
             f"key_value_bias={key_value_bias}, output_bias={output_bias}"
         )
-    if config.mlp_bias and family not in ("llama", "granite"):
+    if config.mlp_bias and family not in ("llama", "granite", "smollm3"):
         yield "mlp_bias=True"
-    windows = {"qwen2": 2, "qwen3": 2, "olmo3": 2, "mistral": 1, "phi3": 1}.get(family, 0)  # kinds that may be mixed
+    windows = {"qwen2": 2, "qwen3": 2, "olmo3": 2, "smollm3": 2, "mistral": 1, "phi3": 1}.get(family, 0)  # mixed kinds
     if types != {"full_attention"} and len(types) > windows:
         yield f"layer_types={sorted(types)}"
     if family == "llama" and config.hidden_size % config.num_attention_heads:
@@ -134,11 +141,11 @@ def misreadings(config: GQAConfig, family: str) -> list[str]:
     return [phrase for phrase, holds in phrases.items() if holds]
 
 
-def _standard_frequencies(config: GQAConfig, attention: type[Attention]) -> bool:
+def _standard_frequencies(layer: GQAConfig, attention: type[Attention]) -> bool:
     """Return whether the rotary planes have the frequencies that a head of their size has by default."""
-    rotary = config.qk_rope_head_dim if attention is LatentAttention else config.head_dim
-    indices = config.rope_frequency_indices
-    return indices is None or (config.rope_frequency_dim == rotary and list(indices) == list(range(rotary // 2)))
+    rotary = layer.qk_rope_head_dim if attention is LatentAttention else layer.head_dim
+    indices = layer.rope_frequency_indices
+    return indices is None or (layer.rope_frequency_dim == rotary and list(indices) == list(range(rotary // 2)))
 
 
 def scale_ratio(config: GQAConfig, family: str) -> float:

@@ -1,6 +1,6 @@
-"""This package's models as transformers' classes: Llama, Mistral, Qwen, Phi-3, Granite, OLMo, and for MLA DeepSeek-V3.
+"""This package's models as transformers' own classes (`EXPORT_FAMILIES`); MLA becomes DeepSeek-V3.
 
-The first four can be written as a GGUF file too, for llama.cpp.
+Some can be written as a GGUF file too, for llama.cpp.
 
 An exported model computes the same function, also in engines with classes of their own (see `stock_tensors.py`); a
 model that they would read otherwise is refused unless it is exported for transformers alone. `inexactness` names what
@@ -47,9 +47,9 @@ def export_config(config: GQAConfig, family: str | None = None, engine: str | No
     """Return the configuration of transformers' own model that computes what the model of `config` computes.
 
     Args:
-        config: of a model whose layers are all alike.
-        family: "llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "olmo2", "olmo3" or "deepseek_v3"; `None` for
-            the first that fits.
+        config: of a model whose layers are all alike, but for rotation and windows.
+        family: "llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "olmo2", "olmo3" or "deepseek_v3";
+            `None` for the first that fits.
         engine: "transformers" for a model that other engines may compute wrongly by classes of their own; `None` for
             one that vLLM and SGLang compute rightly, too.
 
@@ -185,9 +185,9 @@ def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
         fields |= _latent_fields(config)
     else:
         fields |= {"num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim}
-    if family in ("llama", "qwen3", "granite", "olmo2", "olmo3"):
+    if family in ("llama", "qwen3", "granite", "smollm3", "olmo2", "olmo3"):
         fields["attention_bias"] = config.projection_biases[0]
-    if family in ("llama", "granite"):
+    if family in ("llama", "granite", "smollm3"):
         fields["mlp_bias"] = config.mlp_bias
     if family == "granite":
         scale = config.softmax_scale or GroupedAttention.default_scale(config)
@@ -204,13 +204,18 @@ def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
         fields |= {"rope_parameters": copy.deepcopy(ropes), "sliding_window": config.sliding_window}
         fields["layer_types"] = types
     whole = config.head_dim * config.num_attention_heads == config.hidden_size
-    if family in ("qwen2", "phi3", "granite", "olmo2", "olmo3") and whole:
+    if family in ("qwen2", "phi3", "granite", "smollm3", "olmo2", "olmo3") and whole:
         del fields["head_dim"]  # no field of its own there
-    if family in ("qwen2", "qwen3"):
+    if family in ("qwen2", "qwen3", "smollm3"):
         fields |= {
             "use_sliding_window": sliding or config.sliding_window is not None,
             "sliding_window": config.sliding_window,
             "layer_types": types,
+        }
+    if family == "smollm3":
+        fields["no_rope_layers"] = [int(layer.rope_frequency_indices != []) for layer in config.per_layer_config]
+    if family in ("qwen2", "qwen3"):
+        fields |= {
             # The first layer with a window, for readers of this family that do not know layer_types.
             "max_window_layers": types.index("sliding_attention") if sliding else len(types),
         }

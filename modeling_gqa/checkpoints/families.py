@@ -118,7 +118,6 @@ FIXED = {
     "pruned_heads": lambda config: {},
 }
 REFUSED_TYPES = {
-    "smollm3": "it has layers without positions",
     "gpt_oss": "it has attention sinks and mixture-of-experts layers",
     "gemma2": "it soft-caps its attention scores and logits",
     "gemma3_text": "it norms the outputs of its layers and scales its embeddings",
@@ -191,6 +190,14 @@ def _qwen3(config: PreTrainedConfig) -> dict[str, Any]:
 def _granite(config: PreTrainedConfig) -> dict[str, Any]:
     multipliers = {name: getattr(config, name) for name in MULTIPLIERS}
     return _llama(config) | multipliers | {"softmax_scale": float(config.attention_multiplier)}
+
+
+def _smollm3(config: PreTrainedConfig) -> dict[str, Any]:
+    # `layer_types` and `no_rope_layers` hold what `use_sliding_window` and `no_rope_layer_interval` have decided.
+    fields = _llama(config) | {"sliding_window": config.sliding_window, "layer_types": config.layer_types}
+    unrotated = {"rope_frequency_indices": [], "rope_frequency_dim": fields["head_dim"]}
+    layers = [index for index in range(config.num_hidden_layers) if not config.no_rope_layers[index]]
+    return fields | {"per_layer_config": {index: dict(unrotated) for index in layers} or None}
 
 
 def _olmo2(config: PreTrainedConfig) -> dict[str, Any]:
@@ -273,6 +280,15 @@ FAMILIES = {
     "granite": Family(
         _granite,
         (*MAPPED_GROUPED_FIELDS, "attention_bias", "mlp_bias", "attention_multiplier", *MULTIPLIERS),
+        {},
+        {},
+    ),
+    "smollm3": Family(
+        _smollm3,
+        (
+            *(*MAPPED_GROUPED_FIELDS, "attention_bias", "mlp_bias"),
+            *("sliding_window", "layer_types", "use_sliding_window", "no_rope_layers", "no_rope_layer_interval"),
+        ),
         {},
         {},
     ),

@@ -36,10 +36,12 @@ from .targets import (
     chosen_layers,
     configuration,
     divided,
+    exact_latent_sizes,
     grouped_fields,
     latent_fields,
     layer_fields,
     layer_head_dim,
+    rotary_planes,
 )
 
 # Cache sizes that are considered for an MLA layer, as shares of its present one.
@@ -158,7 +160,8 @@ def layer_sizes(
     layer = config.per_layer_config[index]
     heads, size, sizes = layer.num_key_value_heads, layer_head_dim(layer), {}
     if kind == "mla":
-        for numbers in sorted({max(4, round(share * 2 * heads * size)) for share in SHARES}):
+        most = 2 * heads * size if rotary_planes(layer) else sum(exact_latent_sizes(layer))
+        for numbers in sorted({min(most, max(4, round(share * 2 * heads * size))) for share in SHARES}):
             factor = between(numbers, factors) if factors else 1.0
             sizes[numbers] = latent_fields(config, index, *divided(numbers, layer, factor), None)
     else:

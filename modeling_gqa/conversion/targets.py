@@ -29,6 +29,8 @@ SHAPE_FIELDS = (
     *("num_key_value_heads", "head_dim", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     *NORMED_FIELDS,
 )
+# The least size P of a rotary key. In a layer without rotation it is zeros.
+LEAST_ROTARY = 2
 # Fields in which two configurations may differ and describe the same function.
 BOOKKEEPING_FIELDS = {
     "per_layer_config", "transformers_version", "_name_or_path", "architectures", "auto_map",
@@ -220,7 +222,7 @@ def latent_sizes(
 ) -> tuple[int, int]:
     """Return the sizes R and P of layer `index` as MLA; those that are `None` follow from the others."""
     planes, head_dim, key_heads = rotary_planes(layer), layer_head_dim(layer), layer.num_key_value_heads
-    most = 2 * planes * key_heads
+    most = 2 * planes * key_heads or max(LEAST_ROTARY, qk_rope_head_dim or 0)
     rank, rope = kv_lora_rank, qk_rope_head_dim
     if cache_size is not None:
         if rank is not None or rope is not None:
@@ -229,8 +231,10 @@ def latent_sizes(
             raise UserError(f"cache_size={cache_size} leaves no room for a latent and a rotary key: 3 is the least")
         rope = min(cache_size // 4 * 2 or 2, most)
         rank = cache_size - rope
+        if not planes:  # there is no more to hold, and P does not grow
+            rank = min(rank, exact_latent_sizes(layer)[0])
     elif rank is None and key_heads == 1 and layer.attention_kind != "mla":
-        rope = 2 * planes if rope is None else rope
+        rope = max(2 * planes, LEAST_ROTARY) if rope is None else rope
         rank = 2 * (head_dim - planes)
     if rank is None:
         raise UserError("mla needs kv_lora_rank (and qk_rope_head_dim), or cache_size")
@@ -270,7 +274,7 @@ def divided(total: int, layer: GQAConfig, factor: float = 1.0) -> tuple[int, int
     """
     key_heads = layer.num_key_value_heads
     share = factor * (0.2 + 0.05 * math.log2(max(2 * key_heads * layer_head_dim(layer) / total, 1)))
-    most = min(2 * rotary_planes(layer) * key_heads, (total - 1) // 2 * 2)
+    most = min(max(2 * rotary_planes(layer) * key_heads, LEAST_ROTARY), (total - 1) // 2 * 2)
     size = min(max(2 * round(share * total / 2), 2, -(-(total - latent_input(layer)) // 2) * 2), most)
     return total - size, size
 
@@ -330,17 +334,18 @@ def is_exact(source: GQAConfig, target: GQAConfig, index: int) -> bool:
     if after.attention_kind != "mla":
         return after.num_key_value_heads % before.num_key_value_heads == 0
     rank, rope = exact_latent_sizes(before)
-    return after.qk_rope_head_dim == rope and after.kv_lora_rank >= rank
+    return (after.qk_rope_head_dim == rope or not rotary_planes(before)) and after.kv_lora_rank >= rank
 
 
 def exact_latent_sizes(layer: GQAConfig) -> tuple[int, int]:
     """Return the least sizes R and P with which a layer is MLA of the same function.
 
     The rotary key holds the rotated dimensions of all G key/value heads, P = G D where whole heads are rotated; the
-    latent holds their values and unrotated keys, R = G D there, or the layer's input where that is smaller.
+    latent holds their values and unrotated keys, R = G D there, or the layer's input where that is smaller. The rotary
+    key of a layer without rotation has P = 2 zeros, and its latent R = 2 G D.
     """
     planes, size, key_heads = rotary_planes(layer), layer_head_dim(layer), layer.num_key_value_heads
-    return min(2 * (size - planes) * key_heads, latent_input(layer)), 2 * planes * key_heads
+    return min(2 * (size - planes) * key_heads, latent_input(layer)), max(2 * planes * key_heads, LEAST_ROTARY)
 
 
 def latent_input(layer: GQAConfig) -> int:

@@ -109,6 +109,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": YARN,
         },
     ),
+    "smollm3": (
+        "smollm3",
+        {**GROUPED, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": False, "rope_parameters": YARN},
+    ),
+    "smollm3-window-biases-tied": (
+        "smollm3",
+        {
+            "hidden_size": 84,
+            "num_key_value_heads": 3,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 5,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
     "olmo2": ("olmo2", {"hidden_size": 84, "num_key_value_heads": 3}),
     "olmo2-biases-head-dim": (
         "olmo2",

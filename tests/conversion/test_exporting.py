@@ -53,6 +53,7 @@ LATENT = {
 WINDOWS = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
 OLMO = {"norm_position": "after", "qk_norm": True, "qk_norm_span": "all_heads"}
 BIASES = {"query_bias": True, "key_value_bias": True, "output_bias": False}
+UNROTATED = {"per_layer_config": {1: {"rope_frequency_indices": [], "rope_frequency_dim": 14}}}
 MULTIPLIERS = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 3.0}
 
 
@@ -90,6 +91,7 @@ NOT_CARRIED = {
     "architectures",
     "num_nextn_predict_layers",  # none is exported
     "max_window_layers",  # follows from layer_types
+    "no_rope_layer_interval",  # no_rope_layers says it
 }
 
 
@@ -165,6 +167,9 @@ EXPORTED = {
     "half-scale": ({"softmax_scale": 14**-0.5 / 2}, "llama"),
     "other-scale": ({"softmax_scale": 0.3, "attention_bias": True}, "llama"),
     "other-scale-qk-norm": ({"softmax_scale": 0.3, "qk_norm": True}, "qwen3"),
+    "windows": (WINDOWS, "smollm3"),
+    "unrotated": ({**UNROTATED, **WINDOWS, "softmax_scale": 14**-0.5 / 2}, "smollm3"),
+    "all-unrotated": ({"rope_frequency_indices": [], "rope_frequency_dim": 14, "attention_bias": True}, "smollm3"),
     "multipliers": (MULTIPLIERS, "granite"),
     "multipliers-scale": ({"logits_scaling": 3, "softmax_scale": 0.3, "attention_bias": False}, "granite"),
     "mla": ({"attention_kind": "mla", "q_lora_rank": 17}, "deepseek_v3"),
@@ -243,16 +248,12 @@ ALONE = {
     ),
     "longrope": (
         {"rope_parameters": LONG},
-        r"llama and mistral and granite: vLLM 0.32 takes the factors of long texts .* for short ones",
+        r"granite and smollm3: vLLM 0.32 takes the factors of long texts .* for short ones",
     ),
     "qwen3-biases": ({"qk_norm": True, "attention_bias": True}, "qwen3: vLLM 0.32 drops the bias of o_proj"),
     "granite-biases": (
         {**MULTIPLIERS, "attention_bias": True},
         "granite: SGLang 0.5.23 drops all biases of a Granite",
-    ),
-    "mlp-biases": (
-        {"attention_bias": True, "mlp_bias": True},
-        "llama: SGLang 0.5.23 drops the biases of gate_proj, up_proj and down_proj",
     ),
 }
 
@@ -300,7 +301,7 @@ MIXED = {"per_layer_config": {0: {"num_key_value_heads": 3}}}
 REFUSED = {
     "mixed": (
         MIXED,
-        r"llama .* and phi3 and granite and olmo2 and olmo3: its layers differ in num_key_value_heads \(per_lay",
+        r"llama .* and smollm3 and olmo2 and olmo3: its layers differ in num_key_value_heads \(per_layer_config\)",
     ),
     "mixed-kinds": ({"per_layer_config": {1: {"attention_kind": "mla"}}}, "its layers differ"),
     "frequencies": (
@@ -315,18 +316,27 @@ REFUSED = {
         {"query_bias": True},
         "the biases are in other places than the class's: query_bias=True, key_value_bias=False, output_bias=False",
     ),
-    "window-without-biases": (
-        WINDOWS,
-        r"mistral and phi3 and granite: layer_types=\['full_attention', 'slid",
+    "windows-some-biases": (
+        {**WINDOWS, "output_bias": True},
+        "phi3 and granite and smollm3: the biases are in other places",
+    ),
+    "windows-multipliers": ({**WINDOWS, **MULTIPLIERS}, r"granite: layer_types=\['full_attention', 'sliding_attention"),
+    "unrotated-multipliers": (
+        {**UNROTATED, **MULTIPLIERS},
+        "olmo3: its layers differ in rope_frequency_indices, rope_frequency_dim .*; smollm3: embedding_multiplier=12",
+    ),
+    "all-unrotated-qk-norm": (
+        {"rope_frequency_indices": [], "rope_frequency_dim": 14, "qk_norm": True},
+        "qwen3 .*: rope_frequency_indices are not .*; smollm3: qk_norm=True",
     ),
     "biases-and-qk-norm": (
         {**BIASES, "qk_norm": True},
-        "qwen2 and phi3 and granite: qk_norm=True; qwen3: the biases are in other places",
+        "granite and smollm3: qk_norm=True; qwen3: the biases are in other places",
     ),
     "mlp-bias": ({**WINDOWS, "qk_norm": True, "mlp_bias": True}, "qwen3: mlp_bias=True"),
     "coarse-scale": (
         {"softmax_scale": 0.3, "dtype": "bfloat16", "qk_norm": True},
-        "phi3 and olmo2 and olmo3: softmax_scale=0.3 would be folded into query weights, for which .*float16",
+        "smollm3 and olmo2 and olmo3: softmax_scale=0.3 would be folded into query weights, for which .*float16",
     ),
     "mla-multiplier": (
         {"attention_kind": "mla", "residual_multiplier": 0.22},
@@ -334,11 +344,11 @@ REFUSED = {
     ),
     "multiplier-qk-norm": (
         {"logits_scaling": 3.0, "qk_norm": True},
-        "phi3 and olmo2 and olmo3: logits_scaling=3.0, which the class does not have; granite: qk_norm=True",
+        "smollm3 and olmo2 and olmo3: logits_scaling=3.0, which the class does not have; granite: qk_norm=True",
     ),
     "norms-after": (
         {"norm_position": "after"},
-        "llama and mistral and qwen2 and phi3 and granite: norm_position='after'; .*olmo3: qk_norm=False",
+        "granite and smollm3: norm_position='after'; .*olmo3: qk_norm=False",
     ),
     "norms-both": ({**OLMO, "norm_position": "both"}, "olmo2 and olmo3: norm_position='both'"),
     "norm-of-heads": ({"qk_norm": True, "qk_norm_span": "all_heads"}, "qwen3: qk_norm_span='all_heads'; olmo2"),
@@ -388,7 +398,11 @@ def test_what_no_class_expresses_is_refused_with_the_reason(name, tmp_path):
         ({"attention_kind": "mla"}, "llama", "llama: attention_kind='mla' is not this class's"),
         ({"hidden_size": 65}, "llama", "llama: hidden_size=65 is not a multiple of num_attention_heads=6"),
         ({"attention_bias": True}, "mistral", "mistral: the biases are in other places"),
-        ({}, "gpt2", "family='gpt2' is unknown: choose one of llama, mistral, qwen2, qwen3, phi3, granite, olmo2, o"),
+        (
+            {},
+            "gpt2",
+            "family='gpt2' is unknown: choose one of llama, mistral, qwen2, .*, deepseek_v3",
+        ),
         *(({name: 3.0}, other, f"{other}: {name}=3.0") for name in MULTIPLIERS for other in ("llama", "mistral")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value)[:12],

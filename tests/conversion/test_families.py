@@ -45,6 +45,9 @@ def family_fields(family: str) -> dict:
         own |= WINDOW
     if family == "granite":
         own |= MULTIPLIERS
+    if family == "smollm3":
+        own |= {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2}
+        own["tie_word_embeddings"] = False
     if family in ("mistral", "olmo3"):
         own["sliding_window"] = 5
     if family == "olmo3":
@@ -84,6 +87,8 @@ CHANGED = {
     "n_group": 2,
     "n_routed_experts": 3,
     "n_shared_experts": 3,
+    "no_rope_layer_interval": 3,
+    "no_rope_layers": [0, 0, 1],
     "norm_topk_prob": None,
     "num_attention_heads": 2,
     "num_experts_per_tok": 3,
@@ -135,7 +140,7 @@ REFUSED = {
 }
 REFUSED["phi3"].add("resid_pdrop")
 EXTRA_FIELDS = {
-    **{family: ["head_dim"] for family in ("qwen2", "granite", "olmo2", "olmo3")},
+    **{family: ["head_dim"] for family in ("qwen2", "granite", "smollm3", "olmo2", "olmo3")},
     **{family: ["head_dim", "qk_head_dim"] for family in ("deepseek_v3", "youtu")},
 }
 FAMILY_FIELDS = [
@@ -215,6 +220,7 @@ ROPES = {
         "long_factor": [2.0, 2.2, 2.4, 2.6, 2.8, 3.0, 3.2],
     },
 }
+LONG = ROPES["longrope"]
 ROPE_CHANGES = {
     "linear": {"factor": 2.0, "rope_theta": 20.0},
     "dynamic": {"factor": 2.0, "rope_theta": 20.0},
@@ -272,7 +278,6 @@ def test_every_rotary_parameter_is_followed(family, rope_type):
     [
         ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping is not supported: soft-capped attention scores"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported: soft-capped logits"),
-        ({"no_rope_layers": [1, 0, 1]}, "no_rope_layers is not supported: layers without positions"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported: quantized weights"),
         ({"per_layer_config": {0: {"intermediate_size": 20}}}, "per_layer_config makes layers differ"),
         ({"rope_interleaved": True}, "rope_interleaved=True is not supported"),
@@ -301,6 +306,7 @@ def test_a_field_of_no_family_is_refused_by_name(family, changes, message):
         ("mistral", {"rope_parameters": {"rope_type": "other", "rope_theta": 9.0}}, "'other' is unknown"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias=True is not supported in a phi3 model: only False"),
         ("phi3", {"full_attn_mod": 2}, "full_attn_mod=2 is not supported"),
+        ("llama", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers is not supported: layers without positions"),
         ("mistral", {"layer_types": ["full_attention"] * 3}, "layer_types=.* only .*'sliding_attention'"),
         ("mistral", {"sliding_window": 1}, "sliding_window=1"),
         ("qwen2", {"attention_bias": True}, "attention_bias=True is not a field"),

@@ -36,6 +36,7 @@ MLA: dict[str, Any] = {
     "v_head_dim": 64,
 }
 LARGE = {"attention_kind": "mla", "kv_lora_rank": 512, "qk_rope_head_dim": 64}  # 576 numbers, as in DeepSeek's models
+UNROTATED: dict[str, Any] = {"rope_frequency_indices": [], "rope_frequency_dim": 64}
 MULTIPLIERS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 3.0}
 MODELS: dict[str, dict[str, Any]] = {
     "mha": {"attention_kind": "mha"},
@@ -44,6 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gqa-norm-bias": {**GQA, "qk_norm": True, "attention_bias": True},
     "gqa-multipliers-tied": {**GQA, **MULTIPLIERS, "tie_word_embeddings": True},
     "mla-multipliers": {**MLA, **MULTIPLIERS},
+    "gqa-unrotated": {**GQA, "per_layer_config": {1: UNROTATED, 3: UNROTATED}},
     "gqa-window-tied": {**GQA, "sliding_window": 16, "tie_word_embeddings": True},
     "grouped-mixed": {**GQA, "per_layer_config": {0: {"attention_kind": "mha"}, 2: {"attention_kind": "mqa"}}},
     "mla": MLA,

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import GQA, LARGE, MULTIPLIERS, SIZES, draw_prompts, generate, serve
+from models import GQA, LARGE, MODELS, MULTIPLIERS, SIZES, draw_prompts, generate, serve
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
@@ -74,6 +74,13 @@ def test_own_classes_give_the_tokens_of_transformers_class(name, tmp_path):
     expected = generate(stock, PROMPTS, 32, AutoModelForCausalLM)
     assert expected == generate(tmp_path / "own", PROMPTS, 32)
     assert served(stock, model_impl="vllm") == expected
+
+
+def test_smollm3_is_served_by_the_transformers_backend(tmp_path):
+    """vLLM has no class of its own for it."""
+    stock = exported(tmp_path, MODELS["gqa-unrotated"])
+    expected = generate(tmp_path / "own", PROMPTS, 32)
+    assert expected == generate(stock, PROMPTS, 32, AutoModelForCausalLM) == served(stock)
 
 
 @pytest.mark.parametrize("name", FOR_TRANSFORMERS)

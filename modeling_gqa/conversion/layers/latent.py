@@ -30,12 +30,14 @@ class RotaryKey:
         encoder: (C, G) component c is the sum over the heads of encoder * z of that plane.
         decoder: (C, G) head g's plane is restored as decoder * component.
         loss: what the other components lose by not being rotated, in the metric of the layer's output.
+        zeros: number of zeros behind the components: all of the rotary key of a layer without rotation, else none.
     """
 
     plane: torch.Tensor
     encoder: torch.Tensor
     decoder: torch.Tensor
     loss: float
+    zeros: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ def rotary_key(moments: Moments, size: int) -> RotaryKey:
 
     A component loses its eigenvalue times 2 (1 - Re mean e^{j omega lag}).
     """
+    if not moments.plane_weight.numel():  # a head without rotary planes
+        nothing = moments.plane_mean.new_zeros(0, len(moments.plane_weight))
+        return RotaryKey(torch.zeros(0, dtype=torch.long, device=nothing.device), nothing, nothing, 0.0, zeros=size)
     root = moments.plane_weight.T.sqrt()  # (n, G)
     mean = moments.plane_mean
     second = moments.plane_covariance + mean[:, :, None] * mean[:, None, :].conj()
@@ -160,11 +165,12 @@ def write_latent(
         rotated = planes[name][:, rotary.plane]
         rotated = torch.einsum("hc,hc...->hc...", rotary.decoder[:, shared].T.conj(), rotated)
         unrotated = torch.einsum("hij,hj...->hi...", turn, getattr(heads, name))[:, head_dim - nope :]
-        return torch.cat((unrotated, rotated.real, rotated.imag), dim=1)
+        zeros = unrotated.new_zeros(len(unrotated), rotary.zeros, *unrotated.shape[2:])
+        return torch.cat((unrotated, rotated.real, rotated.imag, zeros), dim=1)
 
     def key(name: str) -> torch.Tensor:  # (G, D, ...) to (P, ...)
         component = torch.einsum("cg,gc...->c...", rotary.encoder, planes[name][:, rotary.plane])
-        return torch.cat((component.real, component.imag))
+        return torch.cat((component.real, component.imag, heads.k.new_zeros(rotary.zeros, *component.shape[1:])))
 
     query_bias, key_value_bias, output_bias = heads.biases
     output_bias = output_bias or key_value_bias or rank < latent.restore[..., 0].numel()
@@ -192,7 +198,8 @@ def write_latent(
 
 def written_sizes(heads: Heads, rotary: RotaryKey, rank: int, nope: int) -> dict[str, Any]:
     """Return the configuration fields of an MLA layer but its biases, for a latent of size R `rank` and N `nope`."""
-    size = 2 * len(rotary.plane)
+    frequencies = torch.cat((heads.frequencies[rotary.plane], heads.frequencies.new_zeros(rotary.zeros // 2)))
+    size = 2 * len(frequencies)
     return {
         "kv_lora_rank": rank,
         "qk_nope_head_dim": nope,
@@ -201,7 +208,7 @@ def written_sizes(heads: Heads, rotary: RotaryKey, rank: int, nope: int) -> dict
         "latent_norm": False,
         "rope_interleave": False,
         "softmax_scale": heads.scaling,
-        **rotary_fields(heads.frequencies[rotary.plane], heads.frequency_dim, size),
+        **rotary_fields(frequencies, heads.frequency_dim, size),
     }
 
 

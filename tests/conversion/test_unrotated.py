@@ -1,0 +1,118 @@
+"""Layers that rotate nothing, as some of SmolLM3's: attention without positions in every kind, cache and conversion."""
+
+import pytest
+import torch
+from attention_oracle import CALIBRATION, LONG_CALIBRATION, distance, inputs, layer_output, logits, random_model
+from huggingface_hub.errors import StrictDataclassError
+from small_models import make_config
+
+from modeling_gqa import GQAConfig, GQAForCausalLM
+from modeling_gqa.conversion import allocate, compare_predictions, convert_model, layer_errors, target_config
+from modeling_gqa.conversion.allocation import layer_sizes
+from modeling_gqa.conversion.quantizing import with_cache_of
+from modeling_gqa.conversion.targets import cached_numbers, divided
+
+UNROTATED = {"rope_frequency_indices": [], "rope_frequency_dim": 14}
+
+
+def unrotated_model(kind: str = "gqa", **fields) -> GQAForCausalLM:
+    """Three layers, of which the middle one does not rotate."""
+    return random_model(kind, per_layer_config={1: UNROTATED}, **fields).double().eval()
+
+
+@torch.no_grad()
+def sees_no_order(model: GQAForCausalLM, index: int) -> bool:
+    """Whether the output for the last token of a layer stays when the tokens before it change places."""
+    x = inputs()
+    shuffled = torch.cat((x[:, :-1].flip(1), x[:, -1:]), dim=1)
+    found, other = (layer_output(model, index, rows)[:, -1] for rows in (x, shuffled))
+    return distance(found, other) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["mha", "mqa", "gqa"])
+def test_the_order_of_tokens_does_not_matter(kind):
+    model = unrotated_model(kind, attention_bias=True)
+    assert [sees_no_order(model, index) for index in range(3)] == [False, True, False]
+    assert model.config.format_version == 4
+    assert make_config(kind, **UNROTATED).format_version == 4
+    again = GQAConfig.from_dict(model.config.to_dict())
+    assert [layer.rope_frequency_indices for layer in again.per_layer_config] == [None, [], None]
+
+
+def test_mla_has_a_rotary_key():
+    with pytest.raises(StrictDataclassError, match="rope_frequency_indices"):
+        make_config("mla", rope_frequency_indices=[], rope_frequency_dim=14)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("mla", {"kv_lora_rank": 56, "qk_rope_head_dim": 28}), ("mha", {})], ids=["mla", "mha"]
+)
+def test_conversions_that_keep_the_function(kind, sizes):
+    model = unrotated_model(attention_bias=True, num_key_value_heads=2)
+    converted, _ = convert_model(model, target_config(model.config, kind, **sizes))
+    assert distance(logits(converted), logits(model)) < 1e-6
+    assert sees_no_order(converted, 1) and not sees_no_order(converted, 0)
+    layer = converted.config.per_layer_config[1]
+    if kind == "mla":
+        assert (layer.kv_lora_rank, layer.qk_rope_head_dim, layer.qk_nope_head_dim) == (56, 28, 14)
+        assert not converted.model.layers[1].self_attn.kv_a_proj_with_mqa.weight[-28:].any()
+        back, _ = convert_model(converted, target_config(converted.config, "mha"))
+        assert distance(logits(back), logits(model)) < 1e-6 and sees_no_order(back, 1)
+    else:
+        assert layer.rope_frequency_indices == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [("mqa", {}), ("gqa", {"num_key_value_heads": 3}), ("mla", {"cache_size": 60})],
+    ids=["mqa", "gqa", "mla"],
+)
+@pytest.mark.parametrize("text", [None, LONG_CALIBRATION], ids=["weights", "text"])
+def test_conversions_that_lose(kind, sizes, text):
+    """A layer without rotation stays one, also where gradient steps have trained it."""
+    model = unrotated_model("mha", attention_bias=True)
+    options = {"refine": 1, "divide_cache": kind == "mla"} if text else {}
+    converted, _ = convert_model(model, target_config(model.config, kind, **sizes), text, **options)
+    assert sees_no_order(converted, 1) and not sees_no_order(converted, 0)
+    assert all(0 < error < 1 for error in layer_errors(model, converted, CALIBRATION))
+    if kind == "mla":
+        layers = converted.config.per_layer_config
+        assert [cached_numbers(layer) for layer in layers] == [60] * 3 and layers[1].qk_rope_head_dim == 2
+
+
+def test_a_latent_is_no_larger_than_the_layers_input():
+    """66 numbers are all that there is to hold; a P that is given, as for a kernel, is zeros."""
+    model = unrotated_model("mha")
+    assert divided(60, model.config.per_layer_config[1]) == (58, 2)
+    target = target_config(model.config, "mla", cache_size=130)
+    assert [(x.kv_lora_rank, x.qk_rope_head_dim) for x in target.per_layer_config] == [(66, 64), (66, 2), (66, 64)]
+    target = target_config(model.config, "mla", kv_lora_rank=66, qk_rope_head_dim=84)
+    converted, _ = convert_model(model, target)
+    assert distance(logits(converted), logits(model)) < 1e-6
+    assert not converted.model.layers[1].self_attn.kv_a_proj_with_mqa.weight[-84:].any()
+
+
+def test_sizes_by_layer():
+    model = unrotated_model("mha")
+    numbers = 3 * 80
+    target = allocate(model, "mla", 8 * numbers, CALIBRATION)
+    assert layer_sizes(model.config, 1, "mla").keys() <= set(range(69))
+    assert sum(cached_numbers(layer) for layer in target.per_layer_config) <= numbers
+    converted, _ = convert_model(model, target, CALIBRATION)
+    assert sees_no_order(converted, 1)
+
+
+@pytest.mark.parametrize("budget", [None, 3 * 70], ids=["equal bits", "bits by channel"])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_quantized_caches(kind, budget):
+    """The mean of a key without rotation is the same at every place, and a rotary key of zeros stays zeros."""
+    model = unrotated_model("mha", attention_bias=True, max_position_embeddings=64).float()
+    if kind == "mla":
+        model, _ = convert_model(model, target_config(model.config, "mla", cache_size=60), CALIBRATION)
+    options = {"nbits": 8, "residual_length": 4, "exact_tokens": 1}
+    rounded = with_cache_of(model, CALIBRATION, options, budget, torch.float32)
+    found = compare_predictions(model, rounded, CALIBRATION)
+    assert 0 < found["kl"] < (0.02 if budget is None else 0.2)
+    prompt = CALIBRATION[0]["input_ids"][:2]
+    held = {"do_sample": False, "max_new_tokens": 8, "eos_token_id": None}
+    assert rounded.generate(prompt, **held).shape == (2, 32)
