@@ -266,7 +266,7 @@ class Streams:
         self.judges = sum(int(first_tokens(batch).sum()) for batch in batches) > 1
 
     def wanted(self, passage: Passage) -> torch.Tensor:
-        """After `collect`: return the attention output (B, T, E) with which the stream would be the source's."""
+        """Return the attention output (B, T, E) that brings the stream back to the source's, after `collect`."""
         hidden, after = passage.states[:2]
         return (after - hidden) / self.model.config.residual_multiplier
 

@@ -164,6 +164,7 @@ EXPORTED = {
     "other-scale": ({"softmax_scale": 0.3, "attention_bias": True}, "llama"),
     "other-scale-qk-norm": ({"softmax_scale": 0.3, "qk_norm": True}, "qwen3"),
     "windows": (WINDOWS, "smollm3"),
+    "mlp-biases": ({"attention_bias": True, "mlp_bias": True}, "smollm3"),  # which SGLang refuses, in place of dropping
     "unrotated": ({**UNROTATED, **WINDOWS, "softmax_scale": 14**-0.5 / 2}, "smollm3"),
     "all-unrotated": ({"rope_frequency_indices": [], "rope_frequency_dim": 14, "attention_bias": True}, "smollm3"),
     "multipliers": (MULTIPLIERS, "granite"),
@@ -241,16 +242,12 @@ ALONE = {
     ),
     "longrope": (
         {"rope_parameters": LONG},
-        r"llama and mistral and granite: vLLM 0.32 takes the factors of long texts .* for short ones",
+        r"llama and mistral and granite and smollm3: vLLM 0.32 takes the factors of long texts .* for short ones",
     ),
     "qwen3-biases": ({"qk_norm": True, "attention_bias": True}, "qwen3: vLLM 0.32 drops the bias of o_proj"),
     "granite-biases": (
         {**MULTIPLIERS, "attention_bias": True},
         "granite: SGLang 0.5.23 drops all biases of a Granite",
-    ),
-    "mlp-biases": (
-        {"attention_bias": True, "mlp_bias": True},
-        "llama: SGLang 0.5.23 drops the biases of gate_proj, up_proj and down_proj",
     ),
 }
 
@@ -384,6 +381,11 @@ def test_what_no_class_expresses_is_refused_with_the_reason(name, tmp_path):
         ({}, "qwen3", "qwen3: qk_norm=False"),
         ({}, "deepseek_v3", "deepseek_v3: attention_kind='gqa' is not this class's"),
         ({"attention_kind": "mla"}, "llama", "llama: attention_kind='mla' is not this class's"),
+        (
+            {"attention_bias": True, "mlp_bias": True},
+            "llama",
+            "llama: SGLang 0.5.23 drops the biases of gate_proj, up_proj and down_proj",
+        ),
         ({"hidden_size": 65}, "llama", "llama: hidden_size=65 is not a multiple of num_attention_heads=6"),
         ({"attention_bias": True}, "mistral", "mistral: the biases are in other places"),
         ({}, "gpt2", "family='gpt2' is unknown: choose one of llama, mistral, qwen2, .*, smollm3, deepseek_v3"),
