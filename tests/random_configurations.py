@@ -58,7 +58,7 @@ def with_frequencies(draw, layer: dict[str, Any]) -> dict[str, Any]:
     """`layer`, turning with chosen frequencies of a head of another size."""
     size = 2 * draw(st.integers(2, 9))
     most = layer["head_dim"] // 2
-    least = most if layer["attention_kind"] == "mla" else 1
+    least = most if layer["attention_kind"] == "mla" else 0
     indices = draw(st.lists(st.integers(0, size // 2 - 1), min_size=least, max_size=most))
     return layer | {"rope_frequency_indices": indices, "rope_frequency_dim": size}
 
@@ -104,6 +104,9 @@ def sound(draw) -> dict[str, Any]:
             use_cache=st.booleans(),
             initializer_range=numbers(0.0, 0.5),
             rms_norm_eps=numbers(1e-8, 1e-3),
+            embedding_multiplier=numbers(0.1, 12.0) | st.just(3),
+            residual_multiplier=numbers(0.1, 2.0),
+            logits_scaling=numbers(0.5, 16.0),
             hidden_act=st.sampled_from(["silu", "gelu", "relu", "gelu_pytorch_tanh"]),
             pad_token_id=st.none() | st.integers(0, 4),
             bos_token_id=st.none() | st.integers(0, 4),

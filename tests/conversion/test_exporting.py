@@ -168,6 +168,7 @@ EXPORTED = {
     "other-scale": ({"softmax_scale": 0.3, "attention_bias": True}, "llama"),
     "other-scale-qk-norm": ({"softmax_scale": 0.3, "qk_norm": True}, "qwen3"),
     "windows": (WINDOWS, "smollm3"),
+    "mlp-biases": ({"attention_bias": True, "mlp_bias": True}, "smollm3"),  # which SGLang refuses, in place of dropping
     "unrotated": ({**UNROTATED, **WINDOWS, "softmax_scale": 14**-0.5 / 2}, "smollm3"),
     "all-unrotated": ({"rope_frequency_indices": [], "rope_frequency_dim": 14, "attention_bias": True}, "smollm3"),
     "multipliers": (MULTIPLIERS, "granite"),
@@ -396,6 +397,11 @@ def test_what_no_class_expresses_is_refused_with_the_reason(name, tmp_path):
         ({}, "qwen3", "qwen3: qk_norm=False"),
         ({}, "deepseek_v3", "deepseek_v3: attention_kind='gqa' is not this class's"),
         ({"attention_kind": "mla"}, "llama", "llama: attention_kind='mla' is not this class's"),
+        (
+            {"attention_bias": True, "mlp_bias": True},
+            "llama",
+            "llama: SGLang 0.5.23 drops the biases of gate_proj, up_proj and down_proj",
+        ),
         ({"hidden_size": 65}, "llama", "llama: hidden_size=65 is not a multiple of num_attention_heads=6"),
         ({"attention_bias": True}, "mistral", "mistral: the biases are in other places"),
         (

@@ -10,7 +10,7 @@ from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, layer_errors, target_config
 from modeling_gqa.conversion.allocation import layer_sizes
 from modeling_gqa.conversion.quantizing import with_cache_of
-from modeling_gqa.conversion.targets import cached_numbers, divided
+from modeling_gqa.conversion.targets import cached_numbers, divided, lossy_layers
 
 UNROTATED = {"rope_frequency_indices": [], "rope_frequency_dim": 14}
 
@@ -86,10 +86,12 @@ def test_a_latent_is_no_larger_than_the_layers_input():
     assert divided(60, model.config.per_layer_config[1]) == (58, 2)
     target = target_config(model.config, "mla", cache_size=130)
     assert [(x.kv_lora_rank, x.qk_rope_head_dim) for x in target.per_layer_config] == [(66, 64), (66, 2), (66, 64)]
+    assert lossy_layers(model.config, target) == [0, 2]
     target = target_config(model.config, "mla", kv_lora_rank=66, qk_rope_head_dim=84)
     converted, _ = convert_model(model, target)
     assert distance(logits(converted), logits(model)) < 1e-6
     assert not converted.model.layers[1].self_attn.kv_a_proj_with_mqa.weight[-84:].any()
+    assert lossy_layers(model.config, target) == []
 
 
 def test_sizes_by_layer():
