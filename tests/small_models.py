@@ -36,7 +36,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_norm_head_dim": 15,
         "qk_norm_key_value_heads": 2,
     },
-    # OLMo 3's norms and two sets of rotary parameters, and Gemma 3's norms.
+    "mixed": {
+        **KIND_SIZES["gqa"],
+        "per_layer_config": {0: {"attention_kind": "mla", **KIND_SIZES["mla"]}, 2: {"attention_kind": "mha"}},
+    },
+    "mixed-window": {
+        **KIND_SIZES["gqa"],
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "per_layer_config": {2: {"attention_kind": "mla", **KIND_SIZES["mla"]}},
+    },
+}
+
+# OLMo 3's norms and two sets of rotary parameters, and MLA with Gemma 3's norms.
+OLMO_MODELS: dict[str, dict[str, Any]] = {
     "olmo": {
         **KIND_SIZES["gqa"],
         **OLMO_NORMS,
@@ -52,16 +65,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_position": "both",
         "qk_norm_head_dim": 15,
         "qk_norm_key_value_heads": 2,
-    },
-    "mixed": {
-        **KIND_SIZES["gqa"],
-        "per_layer_config": {0: {"attention_kind": "mla", **KIND_SIZES["mla"]}, 2: {"attention_kind": "mha"}},
-    },
-    "mixed-window": {
-        **KIND_SIZES["gqa"],
-        "sliding_window": 5,
-        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
-        "per_layer_config": {2: {"attention_kind": "mla", **KIND_SIZES["mla"]}},
     },
 }
 
@@ -83,8 +86,8 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def make_config(model: str, **overrides) -> GQAConfig:
-    """Configuration of a small model, by its name in MODELS."""
-    return GQAConfig(**{**SIZES, **MODELS[model], **overrides})
+    """Configuration of a small model, by its name in MODELS or OLMO_MODELS."""
+    return GQAConfig(**{**SIZES, **(MODELS | OLMO_MODELS)[model], **overrides})
 
 
 def make_model(model: str, seed: int = 0, **overrides) -> GQAForCausalLM:

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given, settings
 from random_configurations import ARRIVALS, sound
-from small_models import KIND_SIZES, MODELS, ROPES, SIZES, make_batch, make_config, make_model
+from small_models import KIND_SIZES, MODELS, OLMO_MODELS, ROPES, SIZES, make_batch, make_config, make_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM
@@ -225,19 +225,16 @@ def test_format_versions(tmp_path):
 
 
 def test_only_configurations_that_earlier_code_cannot_read_have_a_newer_version(model_name):
-    """Version 3 is that of MLA with qk_norm, however its fields were given; a mixed model names no new field else.
-
-    Version 4 is that of multipliers, norms at other places or over all heads, and two sets of rotary parameters.
-    """
+    """Version 3 is that of MLA with qk_norm, however its fields were given; a mixed model names no new field else."""
     config = make_config(model_name)
-    assert config.format_version == {"mla-qk-norm": 3, "olmo": 4, "mla-olmo": 4}.get(model_name, 2)
+    assert config.format_version == (3 if model_name == "mla-qk-norm" else 2)
     stored = config.to_dict()
     new = {"qk_norm_head_dim", "qk_norm_key_value_heads"}
     assert not any(new & layer.keys() for layer in stored.get("per_layer_config", {}).values())
     assert same(GQAConfig.from_dict({**stored, "format_version": 2}), config)
     normed = {name: MODELS["mla-qk-norm"][name] for name in ("attention_kind", "qk_norm", *sorted(new))}
     config.per_layer_config = {1: {**normed, "head_dim": 14, "q_lora_rank": None, **MLA}}
-    assert config.format_version == (4 if "olmo" in model_name else 3)
+    assert config.format_version == 3
     again = GQAConfig.from_dict(config.to_dict())
     assert same(again, config) and [layer.qk_norm_head_dim for layer in again.per_layer_config][1] == 15
     for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
@@ -271,7 +268,7 @@ def test_each_field_of_version_4_raises_the_version(fields, arrival):
 
 def test_rotary_parameters_of_layers_with_a_window_are_theirs():
     config = make_config("olmo")
-    own = MODELS["olmo"]["sliding_rope_parameters"]
+    own = OLMO_MODELS["olmo"]["sliding_rope_parameters"]
     ropes = [layer.rope_parameters for layer in config.per_layer_config]
     assert ropes == [own, config.rope_parameters, own] and config.rope_parameters != own
     angles = [make_model("olmo").model.rotary_emb[name].inv_freq for name in ("14_sliding", "14")]

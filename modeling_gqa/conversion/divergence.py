@@ -182,6 +182,7 @@ def layer_errors(
     """Measure the relative error of each layer's attention output, where both layers get the source's hidden states.
 
     It is the root of sum |converted - source|^2 / sum |source|^2 over all tokens that are not padding.
+    With a norm behind the attention the output is behind that norm.
 
     Args:
         source: the model to compare with.

@@ -8,9 +8,10 @@ import copy
 import pytest
 import torch
 from attention_oracle import CALIBRATION, LONG_CALIBRATION, distance, inputs, layer_output, random_model
-from small_models import OLMO_NORMS, make_batch
+from small_models import OLMO_MODELS, OLMO_NORMS, make_batch, make_model
 from stock_models import batch, close, logits, own_model, stock_config, stock_model
 
+from modeling_gqa import GQAForCausalLM
 from modeling_gqa.checkpoints.exporting import export_config
 from modeling_gqa.conversion import convert_model, layer_errors, target_config
 from modeling_gqa.conversion.fitting import error_weights, fit, refine
@@ -173,3 +174,24 @@ def test_merged_heads_are_linear_in_normed_heads(number, partial):
             left = wanted - normed @ torch.linalg.lstsq(normed, wanted).solution
             assert new.shape[1:] == (heads, 14) and left.norm() < 1e-5 * wanted.norm()
             assert 0.9 < size.square().mean() < 1.1  # of noise, with first tokens that count more
+
+
+# -- the models
+
+
+@pytest.mark.parametrize("name", OLMO_MODELS)
+def test_cached_decoding_and_costs_are_those_of_the_model(name, tmp_path):
+    """Token by token beyond the window, as all at once; parameters as counted; and the same after loading."""
+    model = make_model(name)
+    ids = make_batch(2, 14)["input_ids"]
+    with torch.no_grad():
+        whole, cache, parts = model(ids).logits, None, []
+        for token in ids.split(1, dim=1):
+            output = model(token, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            parts.append(output.logits)
+    assert close(torch.cat(parts, dim=1), whole)
+    assert count_parameters(model.config) == model.num_parameters() and model.config.format_version == 4
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        assert close(GQAForCausalLM.from_pretrained(tmp_path)(ids).logits, whole)

@@ -46,6 +46,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "per_layer_config": {0: {"attention_kind": "mla", **MLA}, 2: {"attention_kind": "mqa"}},
     },
 }
+# A norm over all heads leaves the attention of a layer whole on each rank.
+ALL_HEADS = {"qk_norm": True, "qk_norm_span": "all_heads"}
+MODELS["mla-olmo"] = {**MODELS["mla-qk-norm"], **ALL_HEADS, "norm_position": "both"}
+MODELS["mixed-olmo"] = {
+    **ALL_HEADS,
+    "num_key_value_heads": 2,
+    "norm_position": "after",
+    "per_layer_config": {0: {"attention_kind": "mla", **MLA}},
+}
 REFUSED = {
     "three-heads": ({"num_attention_heads": 3, "num_key_value_heads": 3}, "layer 0 has 3 query heads, which"),
     "three-key-value-heads": ({"num_attention_heads": 12, "num_key_value_heads": 3}, "layer 0 has 3 key/value heads: "),
@@ -114,11 +123,12 @@ def test_attention_is_divided(name, ranks):
         grouped = layer.self_attn.shared_heads
         for n, p in attention.named_parameters():
             module = n.partition(".")[0]
+            whole_layer = model.config.per_layer_config[attention.layer_idx].norms_all_heads
             divided = module in ("q_b_proj", "kv_b_proj", "q_head_proj") or n == "o_proj.weight"
             divided |= module == "q_proj" or (
                 grouped is not None and grouped >= number and module in ("k_proj", "v_proj")
             )
-            local += p.numel() // number if divided else p.numel()
+            local += p.numel() // number if divided and not whole_layer else p.numel()
     assert results[name]["share"] == pytest.approx(local / whole)
 
 

@@ -75,6 +75,12 @@ def test_heads_that_do_not_divide_are_refused(tmp_path):
         serve(model, PROMPTS, 4, tensor_parallel_size=2)
 
 
+def test_a_norm_over_all_heads_is_refused_on_two_ranks(tmp_path):
+    """In one line that names the field, because a rank has some of the heads."""
+    with pytest.raises(RuntimeError, match="ValueError: layer 0 has qk_norm_span='all_heads'"):
+        serve(save_model("gqa-olmo", tmp_path), PROMPTS, 4, tensor_parallel_size=2)
+
+
 @pytest.mark.parametrize("name", ["mla", "mla-576", "mla-ranks", "mla-window"])
 def test_an_fp8_cache_gives_the_tokens_of_a_cache_that_rounds(name, tmp_path, monkeypatch):
     """Greedy tokens of `generate` over latents that are rounded to float8_e4m3fn; a number takes one byte."""
