@@ -68,7 +68,7 @@ COMMANDS = {
         "--attention-kind mla --cache-size 128 --text corpus/",
     ),
     "import": Command(
-        "Rewrite a Llama, Mistral, Qwen, Granite, SmolLM, dense DeepSeek or Youtu checkpoint as ours, exactly.",
+        "Rewrite a checkpoint of another family, such as Llama, Qwen, Phi or OLMo, as ours, exactly.",
         OURS + "conversion",
         SOURCE | TARGET,
         {"force": FORCE},

@@ -76,16 +76,11 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         yield "sliding_rope_parameters: its layers with a window rotate otherwise"
     query_bias, key_value_bias, output_bias = biases = config.projection_biases
     if not {
-        "llama": len(set(biases)) == 1,
         "mistral": not any(biases),
         "phi3": not any(biases),
         "qwen2": biases == (True, True, False),
-        "qwen3": len(set(biases)) == 1,
-        "granite": len(set(biases)) == 1,
-        **dict.fromkeys(OLMO, len(set(biases)) == 1),
-        "smollm3": len(set(biases)) == 1,
         "deepseek_v3": config.q_lora_rank is not None or not query_bias,
-    }[family]:
+    }.get(family, len(set(biases)) == 1):
         yield (
             f"the biases are in other places than the class's: query_bias={query_bias}, "
             f"key_value_bias={key_value_bias}, output_bias={output_bias}"

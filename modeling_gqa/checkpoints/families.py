@@ -120,10 +120,10 @@ FIXED = {
 REFUSED_TYPES = {
     "gpt_oss": "it has attention sinks and mixture-of-experts layers",
     "gemma2": "it soft-caps its attention scores and logits",
-    "gemma3_text": "it norms the outputs of its layers and scales its embeddings",
+    "gemma3_text": "its norms multiply by 1 + weight",
     "gqa": "it is a modeling_gqa model already, there is nothing to import",
     "granitemoe": "it has mixture-of-experts layers",
-    "granitemoehybrid": "it has state-space layers, mixture-of-experts layers or both",
+    "granitemoehybrid": "it can have state-space and mixture-of-experts layers",
     "mixtral": "it has mixture-of-experts layers",
     "qwen2_moe": "it has mixture-of-experts layers",
     "qwen3_moe": "it has mixture-of-experts layers",

@@ -268,7 +268,7 @@ def convert_layer(
             if name in found and fields[name] != found[name]:
                 raise UserError(
                     f"layer {index}: {name}={fields[name]} of the target cannot be had: this source's heads make it "
-                    f"{found[name]}; build the target with `target_config`"
+                    f"{found[name]}; build the target with `target_config`, or convert what this model was made of"
                 )
         computed |= state
     state = {name: tensor.to(model.dtype, copy=True).contiguous() for name, tensor in state.items()}
@@ -322,9 +322,10 @@ def fewer_heads(heads: Heads, fields: Fields, statistics: Statistics, setting: S
     from .layers.grouping import contiguous, merge_heads, regrouped
     from .layers.normed import before_norms_of_all, behind_norms, seen_behind
 
+    source, seen = heads, statistics
+    if heads.norms_all_heads:
+        source, seen = behind_norms(heads), seen_behind(heads, statistics)
     # Where neither number divides the other, heads are repeated up to a common multiple first, which is exact.
-    source = behind_norms(heads) if heads.norms_all_heads else heads
-    seen = seen_behind(heads, statistics) if heads.norms_all_heads else statistics
     source = repeat_heads(source, math.lcm(len(heads.k), number))
     output_bias = heads.biases[2] or bool(fields["output_bias"])
     moments = compute_moments(source, seen, setting.weighted, centered=output_bias)

@@ -170,7 +170,10 @@ def grouped_fields(config: GQAConfig, index: int, kind: str, key_value_heads: in
         )
         fields |= {"rope_interleave": None, "latent_norm": None}
         fields |= {"head_dim": layer_head_dim(layer)}
-        fields |= {"softmax_scale": None, "rope_frequency_indices": None, "rope_frequency_dim": None}
+        # Until the conversion has found its own; a factor for each frequency (longrope) needs the source's.
+        indices, size = layer_frequencies(layer) if layer.rope_parameters["rope_type"] == "longrope" else (None, None)
+        fields |= {"rope_frequency_indices": indices and list(indices), "rope_frequency_dim": size}
+        fields |= {"softmax_scale": None}
     return fields
 
 

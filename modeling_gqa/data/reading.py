@@ -86,11 +86,14 @@ def text_pieces(path: Path, newlines: bool = False) -> Iterator[str]:
 
 def lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text file."""
-    rest = ""
+    begun: list[str] = []  # pieces of a line whose end has not come yet
     for piece in text_pieces(path):
-        *whole, rest = (rest + piece).split("\n")
-        yield from whole
-    yield rest
+        end, *others = piece.split("\n")
+        begun.append(end)
+        for line in others:
+            yield "".join(begun)
+            begun = [line]
+    yield "".join(begun)
 
 
 def parsed(text: str, path: Path, first: int = 1) -> Any:
@@ -111,14 +114,16 @@ def json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def json_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the elements of an array, each after its place; a file of one JSON value a line is read like JSONL."""
-    try:
-        _, first = next(json_lines(path), ("", ""))
-    except UserError:
-        first = []  # the first line is no JSON by itself: an array over several lines, or one object
-    if not isinstance(first, list):
-        yield from json_lines(path)
-        return
+    """Yield the elements of an array, which is read as a whole, or one object, or a value a line; after its place."""
+    head = next((piece for piece in text_pieces(path) if piece.strip()), "").lstrip()
+    if head[:1] != "[":
+        try:
+            next(json_lines(path), None)
+        except UserError:
+            pass  # an object over several lines
+        else:
+            yield from json_lines(path)
+            return
     value = parsed("".join(text_pieces(path)), path)
     for number, row in enumerate(value if isinstance(value, list) else [value], 1):
         yield f"{path}, row {number}", row
@@ -293,8 +298,9 @@ def keep(path: Path, found: TextFiles, column: str | None) -> None:
 def holds_text(path: Path, column: str) -> bool:
     """Return whether the first row of a JSON file has text; settings have none. A file that cannot be read is kept."""
     try:
-        _, row = next(json_rows(path), ("", ""))
-    except UserError:
+        head = next((piece for piece in text_pieces(path) if piece.strip()), "")
+        row, _ = json.JSONDecoder().raw_decode(head.lstrip().removeprefix("[").lstrip())
+    except (UserError, ValueError, RecursionError):  # a first row that is longer than a piece, too
         return True
     return isinstance(row, str) or (isinstance(row, dict) and isinstance(row.get(column), str))
 

@@ -369,6 +369,11 @@ def test_a_model_with_factors_by_frequency_is_converted(rotated):
         frequencies = {converted.model.rotary_emb[size].original_inv_freq for size in converted.model.rotary_sizes}
         (source,) = (model.model.rotary_emb[size].original_inv_freq for size in set(model.model.rotary_sizes))
         assert all(torch.equal(found, source) for found in frequencies)
+    latent, _ = convert_model(model, target(model, "mla", **MLA), CALIBRATION, refine=0)
+    again, _ = convert_model(latent, target_config(latent.config, "mqa"), CALIBRATION, refine=0)
+    assert compare_predictions(latent, again, CALIBRATION)["kl"] > 0
+    back, report = convert_model(latent, target_config(latent.config, "mha"))
+    assert report["exact"] and distance(logits(back), logits(latent)) < 1e-5
     whole = target(model, "mla", kv_lora_rank=66, qk_rope_head_dim=2 * rotated)
     converted, report = convert_model(model, whole)
     assert report["exact"] and distance(logits(converted), logits(model)) < 1e-5

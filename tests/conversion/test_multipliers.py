@@ -12,6 +12,7 @@ from transformers import GraniteForCausalLM
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.allocation import measured_choices
+from modeling_gqa.conversion.targets import cached_numbers
 from modeling_gqa.conversion.transform_coding import cache_means, cache_statistics
 
 MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.5}
@@ -90,8 +91,8 @@ def test_sizes_by_layer_are_alike(kind):
         assert losses == pytest.approx([choice.loss for choice in expected[index]], rel=1e-3, abs=1e-9)
     budget = 4 * 3 * 84
     one, two = (allocate(each, kind, budget, CALIBRATION) for each in (model, plain))
-    assert [vars(x)["num_key_value_heads"] for x in one.per_layer_config] == [
-        vars(x)["num_key_value_heads"] for x in two.per_layer_config
+    assert [cached_numbers(layer) for layer in one.per_layer_config] == [
+        cached_numbers(layer) for layer in two.per_layer_config
     ]
 
 

@@ -80,6 +80,17 @@ def test_conversions_that_lose(kind, sizes, text):
         assert [cached_numbers(layer) for layer in layers] == [60] * 3 and layers[1].qk_rope_head_dim == 2
 
 
+@pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("gqa", {"num_key_value_heads": 3})], ids=["mqa", "gqa"])
+def test_mla_is_converted_once_more(kind, sizes):
+    """A rotary key of zeros is read as no rotation."""
+    model = unrotated_model("mha", attention_bias=True)
+    latent, _ = convert_model(model, target_config(model.config, "mla", cache_size=60), CALIBRATION)
+    converted, _ = convert_model(latent, target_config(latent.config, kind, **sizes), CALIBRATION)
+    assert [layer.rope_frequency_indices == [] for layer in converted.config.per_layer_config] == [False, True, False]
+    assert sees_no_order(converted, 1) and not sees_no_order(converted, 0)
+    assert all(0 < error < 1 for error in layer_errors(latent, converted, CALIBRATION))
+
+
 def test_a_latent_is_no_larger_than_the_layers_input():
     """66 numbers are all that there is to hold; a P that is given, as for a kernel, is zeros."""
     model = unrotated_model("mha")

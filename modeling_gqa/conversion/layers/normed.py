@@ -159,8 +159,8 @@ def before_norms_of_all(heads: Heads, merged: Heads, seen: Statistics, partition
     order = torch.arange(len(heads.q), device=heads.q.device).view(members.numel(), -1)[members.flatten()].flatten()
     keys, values = merged.k[..., :rows], merged.v[..., rows:]  # (G', D, G D)
     second, queries = seen.second[:rows, :rows], seen.queries[order]  # (G D, G D), (H, D, D)
-    power = second.diagonal().view_as(heads.k_norm)[members // (members.numel() // len(heads.k))]  # (G', m, D)
-    weight = heads.k_norm[members // (members.numel() // len(heads.k))]
+    before = members // (members.numel() // len(heads.k))  # of a head that was repeated, the head
+    power, weight = second.diagonal().view_as(heads.k_norm)[before], heads.k_norm[before]  # (G', m, D)
     k_norm = norm_weights((keys @ second * keys).sum(-1), (power / weight.square()).mean(1), heads.planes)
     power = (merged.q @ queries * merged.q).sum(-1)
     q_norm = norm_weights(power, queries.diagonal(dim1=1, dim2=2) / heads.q_norm[order].square(), heads.planes)
