@@ -479,7 +479,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
             ValueError: the text gets long, and `input_ids` are not all of it.
         """
         cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
-        held = cache.get_seq_length() if isinstance(cache, Cache) else 0
+        held = int(cache.get_seq_length()) if isinstance(cache, Cache) and self._longrope_lengths() else 0
         tokens = held + (kwargs.get("next_sequence_length") or input_ids.shape[1])
         if held and self._grows_long(held, tokens, mask):
             if input_ids.shape[1] < tokens:
@@ -498,7 +498,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
     def _grows_long(self, held: int, tokens: int, attention_mask: torch.Tensor | None) -> bool:
         """Whether `longrope` has its short frequencies for the first `held` of `tokens`, and its long ones for all."""
         shorts = self._longrope_lengths()
-        if not shorts or tokens <= min(shorts):
+        if tokens <= min(shorts):
             return False
         if attention_mask is not None and attention_mask.ndim == 2:  # padding has no position
             held, tokens = (int(attention_mask[:, :length].sum(-1).max()) for length in (held, tokens))
