@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from .attention import Attention, GroupedAttention
 from .attention_latent import LatentAttention
 from .cache_formats import CACHE_BUFFERS
-from .cache_layers import grow_in_place
+from .cache_layers import GrowingLayer, grow_in_place
 from .cache_quantized import GQAQuantizedCache, rounds_cache, turns_back
 from .compatibility import CACHE, attempt, can_return_tuple, optional
 from .configuration_gqa import GQAConfig
@@ -470,6 +470,45 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         large = self.logits_at_once is not None and tokens * self.vocab_size > self.logits_at_once
         return self.training and large and can_chunk_loss(self.lm_head, hidden_states, self.loss_function)
 
+    def prepare_inputs_for_generation(self, input_ids, inputs_embeds=None, **kwargs):
+        """Prepare what transformers does, and the whole text anew where `longrope` goes from short to long frequencies.
+
+        The cache holds keys of the short ones. transformers' Phi-3 computes them anew as well.
+
+        Raises:
+            ValueError: the text gets long, and `input_ids` are not all of it.
+        """
+        cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
+        held = int(cache.get_seq_length()) if isinstance(cache, Cache) and self._longrope_lengths() else 0
+        tokens = held + (kwargs.get("next_sequence_length") or input_ids.shape[1])
+        if held and self._grows_long(held, tokens, mask):
+            if input_ids.shape[1] < tokens:
+                raise ValueError(
+                    f"of {tokens} tokens input_ids are {input_ids.shape[1]}, and the cache has the others: beyond "
+                    "original_max_position_embeddings rope_type='longrope' has other frequencies, so the cache is of "
+                    "no more use. Give all tokens as input_ids, without prefill_chunk_size"
+                )
+            if all(isinstance(layer, GrowingLayer) for layer in cache.layers):
+                cache.reset()
+            else:
+                kwargs[CACHE] = None  # the forward makes one
+            kwargs["next_sequence_length"] = None
+        return super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+
+    def _grows_long(self, held: int, tokens: int, attention_mask: torch.Tensor | None) -> bool:
+        """Whether `longrope` has its short frequencies for the first `held` of `tokens`, and its long ones for all."""
+        shorts = self._longrope_lengths()
+        if tokens <= min(shorts):
+            return False
+        if attention_mask is not None and attention_mask.ndim == 2:  # padding has no position
+            held, tokens = (int(attention_mask[:, :length].sum(-1).max()) for length in (held, tokens))
+        return any(held <= short < tokens for short in shorts)
+
+    def _longrope_lengths(self) -> list[int]:
+        """Tokens of the longest texts that `longrope` has its short frequencies for, where the model has it."""
+        ropes = [rope for rope in (self.config.rope_parameters, self.config.sliding_rope_parameters) if rope]
+        return [rope["original_max_position_embeddings"] for rope in ropes if rope["rope_type"] == "longrope"]
+
     def _prepare_model_inputs(self, *args, **kwargs):
         inputs, name, model_kwargs = super()._prepare_model_inputs(*args, **kwargs)
         refuse_without_tokens(name, inputs, self.config.bos_token_id)
@@ -516,6 +555,11 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         if rounds_cache(self.config):
             raise ValueError(
                 "continuous batching keeps its cache unrounded: set model.config.cache_quantization = None to use it"
+            )
+        if self._longrope_lengths():
+            raise ValueError(
+                "continuous batching computes requests together, and rope_type='longrope' has other frequencies for "
+                "long texts than for short ones: use generate"
             )
         manager = getattr(self, "_cached_continuous_batching_manager", None)
         if manager is not None or self._caches_equal_heads:

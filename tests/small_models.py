@@ -68,6 +68,11 @@ OLMO_MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+# The options of OLMo and Granite together.
+MULTIPLIERS: dict[str, Any] = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 3.0}
+MODELS["options"] = {**OLMO_MODELS["olmo"], **MULTIPLIERS}
+MODELS["mla-options"] = {**OLMO_MODELS["mla-olmo"], **MULTIPLIERS}
+
 # What each rope type needs beside its theta, for heads of 14.
 ROPES: dict[str, dict[str, Any]] = {
     "default": {},

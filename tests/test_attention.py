@@ -24,11 +24,13 @@ QK_NORM = {"qk_norm": True, "qk_norm_head_dim": 5, "qk_norm_key_value_heads": 3}
 LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, BIASES) for kind in ATTENTION_CLASSES},
     "gqa-qk-norm": ("gqa", {"qk_norm": True}),
+    "gqa-norm-over-heads": ("gqa", {"qk_norm": True, "qk_norm_span": "all_heads", **BIASES}),
     "mla-q-lora": ("mla", {"q_lora_rank": 17, **BIASES}),
     "mla-no-latent-norm": ("mla", {"latent_norm": False, "q_lora_rank": 17}),
     "mla-half-split": ("mla", {"rope_interleave": False}),
     "mla-all-rotary": ("mla", {"qk_nope_head_dim": 0}),
     "mla-qk-norm": ("mla", {**QK_NORM, **BIASES}),
+    "mla-norm-over-heads": ("mla", {**QK_NORM, "qk_norm_span": "all_heads", **BIASES}),
     "mla-qk-norm-half-split": ("mla", {**QK_NORM, "rope_interleave": False, "qk_nope_head_dim": 0}),
 }
 
@@ -65,6 +67,13 @@ def norm(module, x, eps=1e-6):
     )
 
 
+def norm_heads(module, x, size):
+    """Norm the heads in (B, T, heads x size) one by one, or at once where the norm is wider than a head."""
+    if module is not None and len(module.weight) > size:
+        return norm(module, x)
+    return torch.cat([norm(module, head) for head in x.split(size, -1)], -1)
+
+
 def turn(x, angles, neighbours: bool):
     """Rotate (B, T, D) by angles (B, T, P / 2) as complex numbers; what is beyond P stays."""
     if angles is None:
@@ -86,12 +95,13 @@ def grouped_formula(layer, x, allowed, angles=None, bias=0.0):
     size = layer.head_dim
     query, key, value = (linear(projection, x) for projection in (layer.q_proj, layer.k_proj, layer.v_proj))
     heads, groups = query.shape[-1] // size, key.shape[-1] // size
+    query, key = norm_heads(layer.q_norm, query, size), norm_heads(layer.k_norm, key, size)
     outputs = []
     for head in range(heads):
         own, shared = slice(head * size, (head + 1) * size), head * groups // heads
         shared = slice(shared * size, (shared + 1) * size)
-        q = turn(norm(layer.q_norm, query[..., own]), angles, neighbours=False)
-        k = turn(norm(layer.k_norm, key[..., shared]), angles, neighbours=False)
+        q = turn(query[..., own], angles, neighbours=False)
+        k = turn(key[..., shared], angles, neighbours=False)
         outputs.append(attend(q, k, value[..., shared], allowed, bias))
     return linear(layer.o_proj, torch.cat(outputs, -1))
 
@@ -101,18 +111,15 @@ def normed_queries(layer, x):
     config, query = layer.config, linear(layer.q_proj, x)
     size, made = config.qk_norm_head_dim, config.qk_nope_head_dim + config.qk_rope_head_dim
     heads = []
-    for head in range(config.num_attention_heads):
-        normed = norm(layer.q_norm, query[..., head * size : (head + 1) * size])
+    for head, normed in enumerate(norm_heads(layer.q_norm, query, size).split(size, -1)):
         heads.append(torch.einsum("btd,od->bto", normed, layer.q_head_proj.weight[head * made : (head + 1) * made]))
     return torch.cat(heads, -1)
 
 
 def normed_keys_and_values(layer, x):
     """The key heads after their norms, and the values."""
-    size, key = layer.config.qk_norm_head_dim, linear(layer.k_proj, x)
-    heads = range(layer.config.qk_norm_key_value_heads)
-    normed = [norm(layer.k_norm, key[..., head * size : (head + 1) * size]) for head in heads]
-    return torch.cat((*normed, linear(layer.v_proj, x)), -1)
+    key = norm_heads(layer.k_norm, linear(layer.k_proj, x), layer.config.qk_norm_head_dim)
+    return torch.cat((key, linear(layer.v_proj, x)), -1)
 
 
 def latent_formula(layer, x, allowed, angles=None, bias=0.0):

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, DynamicLayer, Llama
 from modeling_gqa import GQAForCausalLM, GQAQuantizedCache, costs
 from modeling_gqa.attention import rotate
 from modeling_gqa.cache_formats import BASES, FORMATS, STEPS, CodedFormat, RowFormat, orthogonal_matrix
-from modeling_gqa.cache_quantized import TILE, QuantizedLayer
+from modeling_gqa.cache_quantized import TILE, QuantizedLayer, turns_back
 from modeling_gqa.layers import select_frequencies
 from modeling_gqa.modeling_gqa import ATTENTION_CLASSES
 
@@ -144,7 +144,8 @@ class Oracle(DynamicLayer):
         for number, x in enumerate(pair):
             batch, _, new, _ = x.shape
             constant = torch.zeros_like(x)
-            if constants[number] is not None:
+            # A key is not turned back where frequencies change with the length.
+            if constants[number] is not None and (number != place[0] or turns_back(self.attention.config)):
                 constant = constants[number][None, :, None].expand(batch, -1, new, -1)
                 if number == place[0]:
                     constant = rotate(constant, *(part[:, start : start + new] for part in self.rotation))
@@ -222,7 +223,7 @@ def test_a_model_attends_to_the_rounded_numbers(model_name, backend, constants, 
     # A number half way between two levels may be rounded either way, because the cache rounds in float32.
     torch.testing.assert_close(found[mask], expected[mask], rtol=1e-4, atol=1e-4)
     exact = decode(model, batch, DynamicCache(config=model.config), sizes)
-    assert (expected - exact)[mask].abs().max() > 0.1
+    assert (expected - exact)[mask].abs().max() > 0.01 * exact[mask].std()
 
 
 @pytest.mark.parametrize("name", ["mla", "mla-q-lora"])

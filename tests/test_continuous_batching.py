@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from small_models import MODELS, make_model
+from small_models import MODELS, ROPES, make_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from modeling_gqa.attention_latent import LatentAttention
@@ -163,3 +163,11 @@ def test_the_options_given_are_not_changed():
     before = dataclasses.asdict(given)
     make_model("mla").init_continuous_batching(GenerationConfig(**GREEDY), given)
     assert dataclasses.asdict(given) == before
+
+
+def test_frequencies_that_change_with_the_length_are_refused():
+    """Those of a short request would be the ones of the longest beside it."""
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, **ROPES["longrope"]}
+    model = make_model("gqa", rope_parameters=rope)
+    with pytest.raises(ValueError, match="longrope"):
+        model.init_continuous_batching()

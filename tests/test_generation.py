@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 from pairs import all_pairs
-from small_models import MODELS, SIZES, make_batch, make_model
+from small_models import MODELS, ROPES, SIZES, make_batch, make_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     DynamicCache,
@@ -295,3 +295,51 @@ def test_pipeline(model_name, tokenizer):
         assert [output["generated_text"] for [output] in outputs] == tokenizer.batch_decode(
             expected, skip_special_tokens=True
         )
+
+
+LONGROPES: dict[str, tuple[str, int, dict]] = {
+    "gqa": ("gqa", 7, {}),
+    "quantized": ("gqa", 7, {"cache_quantization": {"residual_length": 64}}),
+    "window": ("gqa", 7, {"sliding_window": 5, "layer_types": ["full_attention", *["sliding_attention"] * 2]}),
+    "mla": ("mla", 3, {}),
+}
+
+
+def longrope_model(name: str):
+    """A model whose frequencies change between 12 and 19 tokens, in float64."""
+    kind, planes, fields = LONGROPES[name]
+    factors = {"short_factor": [1.0] * planes, "long_factor": [2.0 + plane for plane in range(planes)]}
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, **ROPES["longrope"], **factors}
+    return make_endless_model(kind, rope_parameters=rope, **fields).double()
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        *((name, arguments) for name in ("gqa", "mla") for arguments in ({}, {"num_beams": 3})),
+        ("gqa", {"cache_implementation": "static"}),
+        ("window", {}),
+        ("quantized", {}),
+    ],
+    ids=str,
+)
+def test_a_text_that_grows_long_has_long_frequencies(name, arguments, padding):
+    """Keys that were cached with the short ones are computed anew, as if there were no cache."""
+    model, batch = longrope_model(name), make_batch(length=13, padding=padding)
+    expected = generate(model, batch, use_cache=False, do_sample=False, **{**arguments, "cache_implementation": None})
+    assert torch.equal(generate(model, batch, do_sample=False, **arguments), expected)
+
+
+def test_a_text_that_grows_long_is_given_whole():
+    model, ids = longrope_model("gqa"), make_batch(length=20)["input_ids"]
+    cache = DynamicCache(config=model.config)
+    model.generate(ids[:, :10], past_key_values=cache, max_new_tokens=1)
+    for given in (
+        {"inputs_embeds": model.get_input_embeddings()(ids[:, :14]), "max_new_tokens": 6},
+        {"input_ids": ids, "prefill_chunk_size": 6, "max_new_tokens": 2},
+    ):
+        with pytest.raises(ValueError, match="longrope"):
+            model.generate(**given)
+    again = model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False)
+    assert torch.equal(again, model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=False))

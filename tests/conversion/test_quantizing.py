@@ -16,7 +16,7 @@ from modeling_gqa_cli.errors import UserError
 
 
 def projected(model, ids):
-    """What each layer caches before rotation, (B, T, G C) of both tensors side by side, from its projections."""
+    """What each layer caches before rotation, (B, T, G C) of both tensors side by side: projections and their norms."""
     found = {}
 
     def keep(index, name, transform=lambda x: x):
@@ -39,7 +39,9 @@ def projected(model, ids):
 
             handles.append(attention.kv_a_proj_with_mqa.register_forward_hook(keep(index, "latent", latent_and_key)))
         else:
-            handles.append(attention.k_proj.register_forward_hook(keep(index, "key")))
+            keys = attention.k_proj if attention.k_norm is None else attention.k_norm
+            flat = attention.k_proj.out_features
+            handles.append(keys.register_forward_hook(keep(index, "key", lambda x, n=flat: x.reshape(*x.shape[:2], n))))
             handles.append(attention.v_proj.register_forward_hook(keep(index, "value")))
     model(ids, use_cache=False)
     for handle in handles:

@@ -123,11 +123,13 @@ def test_measure_refuses_what_says_nothing():
 
 @pytest.mark.parametrize("batch", [packed_batch(), make_batch(padding="left")], ids=["packed", "padded"])
 def test_layer_errors_find_the_changed_layer(batch, model_name):
-    """Scaling one output projection by 1.25 gives that layer the error 0.25 and the others 0."""
+    """Scaling an output projection, or the norm behind it, by 1.25 gives that layer the error 0.25 and the others 0."""
     source, converted = make_model(model_name), make_model(model_name)
     assert layer_errors(source, converted, [batch]) == [0, 0, 0]
-    # The attention output is linear in this matrix, so the relative error is that of the matrix.
-    converted.model.layers[1].self_attn.o_proj.weight.data *= 1.25
+    # The attention output is linear in this weight, so the relative error is that of the weight.
+    layer = converted.model.layers[1]
+    behind = layer.norm_names[1] != "no_norm"
+    (layer.get_submodule(layer.norm_names[1]) if behind else layer.self_attn.o_proj).weight.data *= 1.25
     assert layer_errors(source, converted, [batch, batch]) == pytest.approx([0, 0.25, 0], rel=1e-5)
     assert not any(layer._forward_pre_hooks for layer in source.model.layers)
 
