@@ -73,17 +73,13 @@ def export_config(config: GQAConfig, family: str | None = None, engine: str | No
     layers = list(config.per_layer_config)
     latent = {layer.attention_kind for layer in layers} <= set(LatentAttention.kinds)
     reasons: dict[str, list[str]] = {}
-    fitting: list[str] = []
     for name in (
         [family] if family else [x for x, kind in EXPORT_FAMILIES.items() if (kind is LatentAttention) == latent]
     ):
         reason = next(export_blockers(config, name, engine), None)
         if reason is None:
-            fitting.append(name)
-        else:
-            reasons.setdefault(reason, []).append(name)
-    if fitting:  # the first that is exact, or else the first
-        return _stock_config(config, next((name for name in fitting if not inexactness(config, name)), fitting[0]))
+            return _stock_config(config, name)
+        reasons.setdefault(reason, []).append(name)
     listed = "; ".join(f"{' and '.join(names)}: {reason}" for reason, names in reasons.items())
     how = "is not exported for every engine" if FOR_TRANSFORMERS in listed else "cannot be exported"
     if latent and any(layer.rope_frequency_indices is not None for layer in layers):

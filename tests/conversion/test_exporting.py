@@ -134,11 +134,6 @@ def test_import_then_export_gives_the_same_bits(name, tmp_path):
     assert close(logits(loaded), logits(original))
 
 
-def test_a_scale_is_exported_to_the_class_that_holds_it():
-    assert export_config(own_config(softmax_scale=0.3)).attention_multiplier == 0.3
-    assert export_config(own_config(softmax_scale=2 * 14**-0.5)).model_type == "llama"
-
-
 def test_a_family_can_be_chosen(tmp_path):
     model = own_model()
     assert export_config(model.config).model_type == "llama"

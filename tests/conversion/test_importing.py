@@ -125,7 +125,7 @@ def test_fields_of_smollm2_and_of_early_llamas_are_understood():
     ("model_type", "reason"),
     [
         ("llama4_text", "layers without positions and mixture-of-experts layers"),
-        ("granitemoehybrid", "state-space layers"),
+        ("granitemoehybrid", "state-space and mixture-of-experts layers"),
         ("gpt_oss", "attention sinks"),
         ("gemma2", "soft-caps its attention scores and logits"),
         ("gqa", "a modeling_gqa model already"),
