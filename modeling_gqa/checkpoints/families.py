@@ -364,23 +364,22 @@ def _refuse_rope(config: PreTrainedConfig, family: Family) -> None:
     rope = config.rope_parameters or {}
     if config.model_type == "olmo3":  # whose class reads a set for each type of layers, and nothing beside them
         for kind in LAYER_TYPES:
-            _refuse_entries(config, rope[kind] or {})
+            _refuse_entries(config, family, rope[kind] or {})
         rope = {name: value for name, value in rope.items() if name not in LAYER_TYPES}
         unread = next((name for name, value in rope.items() if value is not None), None)
         if unread:
             raise UserError(f"rope_parameters[{unread!r}]={rope[unread]!r} is not in the set of a type of layers")
     else:
-        _refuse_entries(config, rope)
+        _refuse_entries(config, family, rope)
 
 
-def _refuse_entries(config: PreTrainedConfig, rope: dict[str, Any]) -> None:
+def _refuse_entries(config: PreTrainedConfig, family: Family, rope: dict[str, Any]) -> None:
     known = {*RopeParameters.__annotations__, *YARN_FIELDS, "type"} - {"mrope_section"}
     unknown = next((name for name, value in rope.items() if name not in known and value is not None), None)
     if unknown:
         raise UserError(f"rope_parameters[{unknown!r}]={rope[unknown]!r} is not supported")
     partial = rope.get("partial_rotary_factor", getattr(config, "partial_rotary_factor", None))
-    part = find_family(config.model_type).rotates_part
-    if partial not in (None, 1.0) and rope.get("rope_type") != "proportional" and not part:
+    if partial not in (None, 1.0) and rope.get("rope_type") != "proportional" and not family.rotates_part:
         raise UserError(
             f"partial_rotary_factor={partial} is not supported: {config.model_type} models rotate whole heads"
         )

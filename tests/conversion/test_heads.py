@@ -395,3 +395,10 @@ def test_the_output_bias_takes_up_the_values_mean():
         for layer in (grouped(model, 1), grouped(other, 1))
     ]
     assert distance(outputs[1], outputs[0]) < 1e-5
+
+
+@pytest.mark.parametrize(("kind", "fields"), [("gqa", {}), ("mla", {"latent_norm": False})], ids=["gqa", "mla"])
+def test_shapes_are_read_without_weights(kind, fields):
+    model = random_model(kind, **fields)
+    shape = read_heads(model, 0).k.shape
+    assert read_heads(model.to("meta"), 0).k.shape == shape

@@ -151,7 +151,8 @@ def read_latent(attention: LatentAttention, layer: GQAConfig, common: dict[str, 
         (q, _), (q_a, q_a_bias) = weight_and_bias(attention.q_b_proj, heads), weight_and_bias(attention.q_a_proj, 1)
         q, q_bias = q @ q_a[0], q @ q_a_bias[0]
     kv_a, kv_a_bias = (x.squeeze(0) for x in weight_and_bias(attention.kv_a_proj_with_mqa, 1))
-    if not (kv_a[rank:].any() or kv_a_bias[rank:].any()):  # of a layer without rotation, which has no planes
+    # A rotary key of zeros is that of a layer without rotation, which has no planes.
+    if not kv_a.is_meta and not (kv_a[rank:].any() or kv_a_bias[rank:].any()):
         rope = 0
         common |= {name: common[name][:0] for name in ("frequencies", "inv_freq")}
     up, _ = weight_and_bias(attention.kv_b_proj, heads)  # (H, N + V, R)
