@@ -24,11 +24,10 @@ from transformers import Cache
 
 from .attention_functions import ALL_ATTENTION_FUNCTIONS, eager_attention_forward
 from .cache_formats import BASES, CacheQuantization, CodedFormat, RowFormat
-from .cache_layers import is_paged
+from .cache_layers import HeldTokens, is_paged
 from .cache_quantized import (
     CacheBasis,
     Coordinates,
-    HeldTokens,
     held_by,
     quantized_layer,
     reads_tiles,

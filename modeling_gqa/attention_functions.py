@@ -35,6 +35,15 @@ def masked_softmax(scores: torch.Tensor, attention_mask: torch.Tensor | None, dt
     return scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(dtype)
 
 
+def with_scores(attention_mask: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
+    """An additive mask (B, H, T, S) of `scores` that are added to what is attended to, and of the mask."""
+    if attention_mask is None:
+        return scores
+    if attention_mask.dtype == torch.bool:
+        return scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    return scores + attention_mask
+
+
 def eager_attention_forward(
     module: nn.Module,
     query: torch.Tensor,

@@ -18,12 +18,23 @@ from .attention_functions import (
     eager_attention_forward,
     fused_attention,
     masked_softmax,
+    with_scores,
 )
 from .cache_layers import is_paged
 from .cache_quantized import CacheBasis, held_by, tiled_attention
 from .compatibility import is_tracing
 from .configuration_gqa import GQAConfig
-from .layers import GQAHeadLinear, GQARMSNorm, head_norm, is_plain_linear, multiply_by_head, rotate, select_frequencies
+from .layers import (
+    GQAHeadLinear,
+    GQAKeyMean,
+    GQARMSNorm,
+    head_norm,
+    is_plain_linear,
+    multiply_by_head,
+    plane_angles,
+    rotate,
+    select_frequencies,
+)
 
 # DeepSeek's latent norms use this whatever `rms_norm_eps` says; its checkpoints must keep their function here.
 LATENT_NORM_EPS = 1e-6
@@ -41,6 +52,10 @@ class LatentAttention(Attention):
     With `qk_norm` the latent c and the rotary key m are linear in what is there after the norms, y = [k; v]:
     k = k_norm(W_k x) of G heads, v = W_v x, [c; m] = W_a y. The query of head h is W_h q_norm(W_q,h x) with a
     matrix W_h of its own. y is computed for new tokens only; the cache holds R + P numbers as without the norms.
+
+    With `key_mean` the scores also have those of a key that all tokens share before rotation. Of it nothing is cached
+    but the tokens' positions in a `PositionedCache`. In other caches and in engines the rotary key ends with the
+    cosine and sine of each plane, and the query with their factors.
 
     Arguments and errors as in `Attention`.
     """
@@ -85,12 +100,15 @@ class LatentAttention(Attention):
         self.kv_a_layernorm = self._norm(layer, self.kv_lora_rank)
         self.kv_b_proj = nn.Linear(self.kv_lora_rank, heads * (self.qk_nope_head_dim + self.v_head_dim), bias=False)
         self.o_proj = nn.Linear(heads * self.v_head_dim, hidden, bias=output_bias)
+        self.key_mean = GQAKeyMean(heads, layer.rotary_dim) if layer.key_mean else None
         # `kv_b_proj` sums the gradient of the latent over the ranks, but the rotary key bypasses it.
         of_queries = "q_proj" if self.q_lora_rank is None else "q_b_proj"
         self.tp_plan = {of_queries: "colwise", "kv_a_proj_with_mqa": SHARED_BY_RANKS}
         self.tp_plan |= {"kv_b_proj": "colwise", "o_proj": "rowwise"}
         if layer.qk_norm:
             self.tp_plan |= {"q_norm": "replicated_with_grad_allreduce", "q_head_proj": SPLIT_BY_HEADS}
+        if layer.key_mean:
+            self.tp_plan["key_mean"] = SPLIT_BY_HEADS
         if layer.norms_all_heads:
             self.tp_plan = {}  # no rank has all heads
 
@@ -109,19 +127,32 @@ class LatentAttention(Attention):
         """Attend over the latent, or over what is rebuilt from it; arguments and results as in `Attention.forward`."""
         query, query_rope = self.project_query(hidden_states)  # (B, H, T, N), (B, H, T, P)
         latent, key_rope = self.project_latent(hidden_states)  # (B, 1, T, R), (B, 1, T, P)
+        held, factors, angles = kwargs.pop("held_tokens", None), None, None
         if position_embeddings is not None:
+            if self.key_mean is not None:
+                factors = self.key_mean(query, *position_embeddings)  # (B, H, T, 2 n)
+                angles = plane_angles(*position_embeddings).unsqueeze(1)  # (B or 1, 1, T, 2 n)
             position_embeddings = select_frequencies(position_embeddings, self.frequency_indices)
             query_rope = rotate(query_rope, *position_embeddings, interleaved=self.rope_interleave)
             key_rope = rotate(key_rope, *position_embeddings, interleaved=self.rope_interleave)
         cached = past_key_values is not None or is_paged(kwargs, self.backend)
-        basis = self.cache_basis(latent, past_key_values, position_embeddings, kwargs.pop("held_tokens", None))
+        if factors is not None and cached and held is None:
+            query_rope, key_rope = with_angles(query_rope, key_rope, factors, angles)  # P + 2 n in place of P
+            factors = None
+        basis = self.cache_basis(latent, past_key_values, position_embeddings, held)
         if basis is not None:
             latent, key_rope = basis.store(latent, key_rope)
         latent, key_rope, attention_mask, options = self.attend_to(
             hidden_states, latent, key_rope, attention_mask, past_key_values, kwargs, **held_by(basis)
         )  # (B, 1, S, R), (B, 1, S, P); of a quantized cache their bytes
+        if factors is not None and cached:
+            angles = plane_angles(*held.position_embeddings)[:, -latent.shape[2] :].unsqueeze(1)  # (B or 1, 1, S, 2 n)
         absorbs = cached and self.absorbs(query.shape[2], latent.shape[2], attention_mask)
         absorbs = absorbs and not (basis is not None and basis.learns)
+        if factors is not None and absorbs:
+            dtype = torch.promote_types(factors.dtype, torch.float32)
+            scores = factors.to(dtype) @ angles.to(dtype).mT * self.scaling  # (B, H, T, S)
+            attention_mask = with_scores(attention_mask, scores)
         if basis is not None and absorbs and self.backend == "sdpa":
             rows = latent, key_rope
             output = self.absorb_tiles(query, query_rope, rows, basis, attention_mask)  # (B, T, H, V)
@@ -131,6 +162,8 @@ class LatentAttention(Attention):
         if absorbs:
             output, weights = self.absorb(query, query_rope, latent, key_rope, attention_mask)  # (B, T, H, V)
             return self.o_proj(output.flatten(2)), weights  # (B, T, hidden)
+        if factors is not None:
+            query_rope, key_rope = with_angles(query_rope, key_rope, factors, angles)
         query = torch.cat((query, query_rope), dim=-1)  # (B, H, T, N + P)
         key, value = self.expand_kv(latent, key_rope)  # (B, H, S, N + P), (B, H, S, V)
         padded = self.backend != "eager" and not self.backend.startswith(ENGINES)
@@ -239,7 +272,8 @@ class LatentAttention(Attention):
     def describe(layer: GQAConfig) -> str:
         """Such as `mla, 8 heads, R + P = 32 + 16`: query heads, and sizes of the latent and the rotary key."""
         norm = describe_norm(layer) or ("" if layer.latent_norm else ", no latent norm")
-        return f"mla, {layer.num_attention_heads} heads, R + P = {layer.kv_lora_rank} + {layer.qk_rope_head_dim}{norm}"
+        sizes = f"R + P = {layer.kv_lora_rank} + {layer.qk_rope_head_dim}"
+        return f"mla, {layer.num_attention_heads} heads, {sizes}{norm}{', key mean' if layer.key_mean else ''}"
 
     @staticmethod
     def parameter_counts(layer: GQAConfig) -> tuple[int, int]:
@@ -258,7 +292,8 @@ class LatentAttention(Attention):
             first, key_values = query_rank or query_size, cached
             matrices += hidden * (first + cached) + (query_rank or 0) * query_size
             norms = rank + (query_rank or 0) if layer.latent_norm else 0
-        return matrices, query_bias * first + key_value_bias * key_values + output_bias * hidden + norms
+        vectors = query_bias * first + key_value_bias * key_values + output_bias * hidden + norms
+        return matrices, vectors + heads * constant_size(layer)
 
     @staticmethod
     def cache_shapes(layer: GQAConfig) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -269,13 +304,20 @@ class LatentAttention(Attention):
     def multiplications(cls, layer: GQAConfig, queries: int, keys: int, absorbed: bool = False) -> int:
         """Multiply-adds of one batch entry: `kv_b_proj` is paid per key if expanded, per query if `absorbed`.
 
-        A head, query and key take N + P + V expanded and 2 R + P absorbed (DeepSeek-V2, 2405.04434, section 2.1.2).
+        A head, query and key take N + P + V expanded and 2 R + P absorbed (DeepSeek-V2, 2405.04434, section 2.1.2),
+        and 2 n more with `key_mean`.
         """
         heads, rank, rope = layer.num_attention_heads, layer.kv_lora_rank, layer.qk_rope_head_dim
         up_projection = rank * heads * (layer.qk_nope_head_dim + layer.v_head_dim)
         projections = cls.parameter_counts(layer)[0] - up_projection
         pair = 2 * rank + rope if absorbed else layer.qk_head_dim + layer.v_head_dim
+        pair += constant_size(layer)
         return queries * projections + (queries if absorbed else keys) * up_projection + queries * keys * heads * pair
+
+
+def constant_size(layer: GQAConfig) -> int:
+    """Dimensions 2 n of the key that all tokens share, 0 without `key_mean`."""
+    return layer.rotary_dim if layer.key_mean else 0
 
 
 def yarn_scale(rope_parameters: dict) -> float:
@@ -351,6 +393,14 @@ def _joint_keys(latent: torch.Tensor, key_rope: torch.Tensor) -> torch.Tensor | 
         return latent.as_strided((*latent.shape[:-1], size), latent.stride())
     reduced = latent.dtype in (torch.bfloat16, torch.float16)
     return torch.cat((latent, key_rope), dim=-1) if reduced and not CPU_HAS_AMX else None
+
+
+def with_angles(
+    query_rope: torch.Tensor, key_rope: torch.Tensor, factors: torch.Tensor, angles: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary queries (B, H, T, P + 2 n) and keys (B, 1, S, P + 2 n) whose scores have those of a `GQAKeyMean`."""
+    angles = angles.expand(*key_rope.shape[:-1], -1)
+    return torch.cat((query_rope, factors), dim=-1), torch.cat((key_rope, angles), dim=-1)
 
 
 def pad_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:

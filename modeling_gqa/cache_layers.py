@@ -3,9 +3,11 @@
 The dynamic cache of transformers copies all it holds at every token; `grow_in_place` makes its layers append. What
 layers store in paged caches is in `integrations.py`.
 
-Shapes: B batch, G key/value heads, S tokens held, T new tokens, D and V sizes of a key and of a value.
+Shapes: B batch, G key/value heads, S tokens held, T new tokens, D and V sizes of a key and of a value, N documents in a
+row, P rotated dimensions.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,6 +126,76 @@ class GrowingLayer(DynamicLayer):
         self.keys = self.values = None
         self.is_initialized = False
         super().reset()
+
+
+@dataclass(frozen=True)
+class HeldTokens:
+    """Where the tokens of a cache stand, the new ones included.
+
+    Args:
+        position_embeddings: cosine and sine (B or 1, S, P) of all tokens, for layers with a constant key.
+        first: of a quantized cache, (B, N), the places of first tokens: of each document in a row, or of what follows
+            the padding. Rows of fewer documents end with `NOWHERE`.
+        least, most: the smallest and the largest place there.
+    """
+
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+    first: torch.Tensor | None = None
+    least: int = 0
+    most: int = 0
+
+    def to(self, device: Any, **kwargs: Any) -> "HeldTokens":
+        """Move to the device of a layer, by the name that accelerate looks for."""
+        embeddings: Any = self.position_embeddings and tuple(x.to(device) for x in self.position_embeddings)
+        first = self.first if self.first is None else self.first.to(device)
+        return replace(self, first=first, position_embeddings=embeddings)
+
+
+class PositionedCache(DynamicCache):
+    """The dynamic cache that grows in place and knows the position of each token, for layers with a constant key."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # Positions of all tokens, (B or 1, 1, S, 1), kept by a layer that grows as the others do.
+        self.positions = GrowingLayer()
+        self.aligned = True
+        grow_in_place(self)
+
+    def hold(self, position_ids: torch.Tensor, rows: int) -> HeldTokens:
+        """Add the positions (B or 1, T) of tokens that the layers are about to hold, in a batch of `rows`."""
+        places = position_ids.expand(rows, -1)
+        self.aligned = self.aligned and bool((places == places[:1]).all())
+        stored = places.int()[:, None, :, None]
+        self.positions.update(stored, stored[..., :0])
+        return HeldTokens()
+
+    @property
+    def held_positions(self) -> torch.Tensor:
+        """Positions of all tokens, (B, S), or (1, S) where those of all rows are alike."""
+        positions = self.positions.keys[:, 0, :, 0]
+        return positions[:1] if self.aligned else positions
+
+    def change_rows(self, name: str, argument: Any) -> None:
+        """Call the method `name` of the layers' cache, and of the positions."""
+        getattr(super(), name)(argument)
+        getattr(self.positions, name)(argument)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.change_rows("crop", tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.change_rows("batch_repeat_interleave", repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.change_rows("batch_select_indices", indices)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.change_rows("reorder_cache", beam_idx)
+
+    def reset(self) -> None:
+        super().reset()
+        self.positions.reset()
+        self.aligned = True
 
 
 def grow_in_place(cache: DynamicCache) -> DynamicCache:

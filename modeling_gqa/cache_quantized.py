@@ -10,44 +10,22 @@ of a row or documents in it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
-from transformers import Cache, DynamicCache, DynamicLayer
+from transformers import Cache
 
 from .attention_functions import FEW_TOKENS
 from .cache_formats import CacheQuantization, CodedFormat, Levels, RowFormat, Tile
-from .cache_layers import GrowingLayer
-from .layers import multiply_by_head, rotate
+from .cache_layers import GrowingLayer, HeldTokens, PositionedCache
+from .layers import multiply_by_head, plane_angles, rotate
 
 # Tokens of all rows whose numbers are read at once: enough to hide what each operation costs, few enough for the
 # processor's caches.
 TILE = 4096
 NOWHERE = 2**30  # a place that no token has
-
-
-@dataclass(frozen=True)
-class HeldTokens:
-    """Where the tokens of a quantized cache stand, the new ones included.
-
-    Args:
-        first: (B, N), the places of first tokens: of each document in a row, or of what follows the padding. Rows of
-            fewer documents end with `NOWHERE`.
-        least, most: the smallest and the largest place.
-        position_embeddings: cosine and sine (B or 1, S, P) of all tokens, for a layer with a constant rotary key.
-    """
-
-    first: torch.Tensor
-    least: int
-    most: int
-    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def to(self, device: Any, **kwargs: Any) -> "HeldTokens":
-        """Move to the device of a layer, by the name that accelerate looks for."""
-        embeddings: Any = self.position_embeddings and tuple(x.to(device) for x in self.position_embeddings)
-        return replace(self, first=self.first.to(device), position_embeddings=embeddings)
 
 
 class QuantizedLayer(GrowingLayer):
@@ -210,7 +188,7 @@ class QuantizedLayer(GrowingLayer):
         self.first_tokens, self.last_tokens, self.held, self.learned = [], [], None, None
 
 
-class GQAQuantizedCache(DynamicCache):
+class GQAQuantizedCache(PositionedCache):
     """The dynamic cache with rounded numbers in the layers that hold all tokens; those with a window stay as they are.
 
     Args:
@@ -235,10 +213,7 @@ class GQAQuantizedCache(DynamicCache):
 
     def __init__(self, config: Any, options: dict[str, Any] | None = None, **kwargs: Any):
         super().__init__(config=config, **kwargs)
-        # Positions of all tokens, (B or 1, 1, S, 1), kept by a layer that grows as the others do.
-        self.positions = GrowingLayer()
         self.held: HeldTokens | None = None  # `None`: the rows have changed
-        self.aligned = True
         from .modeling_gqa import ATTENTION_CLASSES  # which imports this file
 
         if not hasattr(config, "cache_quantization"):
@@ -246,48 +221,25 @@ class GQAQuantizedCache(DynamicCache):
         given = CacheQuantization.of((config.cache_quantization or {}) if options is None else options)
         by_layer = given.by_layer(config.num_hidden_layers)
         for index, (layer, own) in enumerate(zip(config.per_layer_config, by_layer, strict=True)):
-            if type(self.layers[index]) is DynamicLayer:
+            if type(self.layers[index]) is GrowingLayer:
                 formats = ATTENTION_CLASSES[layer.attention_kind].cache_formats(layer, own)
                 self.layers[index] = QuantizedLayer(formats, own.exact_tokens, own.residual_length)
 
     def hold(self, position_ids: torch.Tensor, rows: int) -> HeldTokens:
         """Add the positions (B or 1, T) of tokens that the layers are about to hold, in a batch of `rows`."""
-        places = position_ids.expand(rows, -1)
-        self.aligned = self.aligned and bool((places == places[:1]).all())
-        stored = places.int()[:, None, :, None]
-        self.positions.update(stored, stored[..., :0])
+        super().hold(position_ids, rows)
         if self.held is None or (position_ids == 0).any():
             first = _first_places(self.positions.keys[:, 0, :, 0])
-            self.held = HeldTokens(first, int(first.min()), int(first[first < NOWHERE].max()))
+            self.held = HeldTokens(None, first, int(first.min()), int(first[first < NOWHERE].max()))
         return self.held
 
-    @property
-    def held_positions(self) -> torch.Tensor:
-        """Positions of all tokens, (B, S), or (1, S) where those of all rows are alike."""
-        positions = self.positions.keys[:, 0, :, 0]
-        return positions[:1] if self.aligned else positions
-
-    def _change(self, name: str, argument: Any) -> None:
-        getattr(super(), name)(argument)
-        getattr(self.positions, name)(argument)
+    def change_rows(self, name: str, argument: Any) -> None:
+        super().change_rows(name, argument)
         self.held = None
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self._change("crop", tokens_to_remove)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._change("batch_repeat_interleave", repeats)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._change("batch_select_indices", indices)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._change("reorder_cache", beam_idx)
 
     def reset(self) -> None:
         super().reset()
-        self.positions.reset()
-        self.held, self.aligned = None, True
+        self.held = None
 
 
 def rounds_cache(config: Any) -> bool:
@@ -409,9 +361,7 @@ class CacheBasis:
 
     def angles(self, start: int, stop: int) -> torch.Tensor:
         """Cosines and sines of the tokens from `start` to `stop`, (B or 1, 1, P, n)."""
-        cos, sin = (part[:, start:stop] for part in self.held.position_embeddings)
-        planes = cos.shape[-1] // 2
-        return torch.cat((cos[..., :planes], sin[..., :planes]), dim=-1).mT.unsqueeze(1)
+        return plane_angles(*(part[:, start:stop] for part in self.held.position_embeddings)).mT.unsqueeze(1)
 
     def store(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Both tensors (B, G, T, D) of new tokens, rotated, as the cache rounds them."""

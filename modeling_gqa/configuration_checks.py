@@ -335,6 +335,8 @@ def check_grouped(layer: "GQAConfig"):
                 f"{name}={getattr(layer, name)} belongs to attention_kind='mla', but attention_kind={kind!r}: "
                 "leave it out, or choose 'mla'"
             )
+    if layer.key_mean:
+        raise ValueError(f"key_mean=True belongs to attention_kind='mla', but attention_kind={kind!r}: leave it out")
     expected = {"mha": heads, "mqa": 1}.get(kind, key_value_heads)
     if key_value_heads != expected:
         raise ValueError(
@@ -366,6 +368,11 @@ def check_latent(layer: "GQAConfig"):
         raise ValueError(
             f"head_dim={layer.head_dim} must be qk_rope_head_dim={rope} in a layer of attention_kind='mla': write "
             "that, or build the configuration anew with this head_dim"
+        )
+    if layer.key_mean and nope < layer.rotary_dim:
+        raise ValueError(
+            f"key_mean=True with qk_nope_head_dim={nope}: the key that all tokens share has {layer.rotary_dim} rotated "
+            "dimensions, and the query needs as many that are not rotated"
         )
     check_normed(layer)
     partial = layer.rope_parameters.get("partial_rotary_factor", 1.0)

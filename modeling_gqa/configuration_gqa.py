@@ -44,8 +44,8 @@ from .configuration_overrides import (
 )
 
 # 2: softmax_scale, rope_frequency_indices, rope_frequency_dim. 3: MLA with qk_norm. 4: multipliers, norm_position,
-# qk_norm_span, sliding_rope_parameters, and layers without rotation. Earlier code would compute 3 and 4 wrongly or
-# refuse them; others are written as version 2, which it reads.
+# qk_norm_span, sliding_rope_parameters, key_mean, and layers without rotation. Earlier code would compute 3 and 4
+# wrongly or refuse them; others are written as version 2, which it reads.
 FORMAT_VERSION = 4
 # transformers' property of configurations by layer; without it only models whose layers are alike can be built.
 BY_LAYER: Any = getattr(PreTrainedConfig, "per_layer_config", None)
@@ -90,6 +90,9 @@ class GQAConfig(PreTrainedConfig):
             Index of each rotary plane's frequency among those of a head of `rope_frequency_dim` dimensions; indices may
             repeat. MLA has P / 2 planes, other kinds at most d / 2; dimensions without a plane are not rotated. A layer
             with `[]` rotates nothing, as every fourth of SmolLM3 does (RNoPE; 2501.18795).
+        key_mean (`bool`, defaults to `False`):
+            MLA: adds the scores of a key that all tokens share before rotation, one for each head, of which nothing is
+            cached. Conversions keep the mean key of the source in it. It needs N of at least `rope_frequency_dim`.
         embedding_multiplier, residual_multiplier (`float`, defaults to 1.0):
             Factor of the embeddings, also of `inputs_embeds`; and of what attention and MLP add to the residual stream.
             Granite's fields, for scales as in muP (2203.03466); its `attention_multiplier` is `softmax_scale` here.
@@ -175,6 +178,7 @@ class GQAConfig(PreTrainedConfig):
     softmax_scale: float | None = None
     rope_frequency_indices: list[int] | None = None
     rope_frequency_dim: int | None = None
+    key_mean: bool = False
     embedding_multiplier: float | int = 1.0
     residual_multiplier: float | int = 1.0
     logits_scaling: float | int = 1.0
@@ -320,7 +324,7 @@ class GQAConfig(PreTrainedConfig):
         """Let `format_version` be the first that has the fields `written`."""
         needed = 3 if any(written.get(name) is not None for name in NORMED_FIELDS) else 2
         usual = dict.fromkeys(MULTIPLIERS, 1) | {name: ways[0] for name, ways in CHOICES.items()}
-        usual["sliding_rope_parameters"] = None
+        usual |= {"sliding_rope_parameters": None, "key_mean": False}
         newer = any(written.get(name, value) != value for name, value in usual.items())
         needed = 4 if newer or written.get("rope_frequency_indices") == [] else needed
         if self.format_version < needed:
@@ -330,7 +334,8 @@ class GQAConfig(PreTrainedConfig):
         """One layer's overrides, completed by every size that follows from them."""
         layer = copy.copy(self)
         layer.__dict__.pop("_heterogeneity_spec", None)
-        of_all = {name: getattr(layer, name) for name in NORMED_FIELDS}
+        newer = (*NORMED_FIELDS, "key_mean")
+        of_all = {name: getattr(layer, name) for name in newer}
         sized = not overrides.keys().isdisjoint(SIZE_FIELDS)
         try:
             for name in derived_anew(layer.attention_kind, overrides) if sized else ():
@@ -344,7 +349,7 @@ class GQAConfig(PreTrainedConfig):
         layer._derive_sizes()
         resolved = {name: getattr(layer, name) for name in (*SIZE_FIELDS, *CONVERSION_FIELDS)}
         # Earlier code does not know these, and reads other models where they are left out.
-        same = [name for name in NORMED_FIELDS if resolved[name] is None and of_all[name] is None]
+        same = [name for name in newer if not resolved[name] and not of_all[name]]
         return {**overrides, **{name: value for name, value in resolved.items() if name not in same}}
 
     # -- checks; the model's constructor runs them again through `validate`

@@ -14,7 +14,7 @@ SIZE_FIELDS = (
 # Sizes of MLA that are derived from the head size; a finished MLA configuration no longer stores that size.
 PROPORTIONAL_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Fields that conversions set. No size is derived from them, and a change of the attention kind drops them.
-CONVERSION_FIELDS = ("softmax_scale", "rope_frequency_indices", "rope_frequency_dim")
+CONVERSION_FIELDS = ("softmax_scale", "rope_frequency_indices", "rope_frequency_dim", "key_mean")
 PER_LAYER_FIELDS = (
     *SIZE_FIELDS,
     *CONVERSION_FIELDS,

@@ -127,6 +127,41 @@ class GQAHeadLinear(nn.Module):
         return f"{tuple(self.weight.shape)}"
 
 
+class GQAKeyMean(nn.Module):
+    """A key for each head that all tokens share before rotation: of its scores only the query's factors are computed.
+
+    Turned by the angle a of a token, a plane (m1, m2) of it and that of a rotated query have the product
+    cos a (q1 m1 + q2 m2) + sin a (q2 m1 - q1 m2). What stands in brackets is independent of the token.
+
+    Args:
+        heads: number of query heads H.
+        size: rotated dimensions 2 n of the key.
+    """
+
+    def __init__(self, heads: int, size: int):
+        super().__init__()
+        self.size = size
+        self.weight = nn.Parameter(torch.zeros(heads * size))
+
+    def forward(self, query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Factors (B, H, T, 2 n) of `plane_angles` in the scores of unrotated queries (B, H, T, at least 2 n).
+
+        `cos` and `sin`: (B or 1, T, 2 n), of the queries' positions.
+        """
+        first, second = rotate(query[..., : self.size], cos, sin).chunk(2, dim=-1)
+        one, two = self.weight.view(-1, 1, self.size).chunk(2, dim=-1)  # (H, 1, n)
+        return torch.cat((first * one + second * two, second * one - first * two), dim=-1)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight) // self.size} heads of {self.size}"
+
+
+def plane_angles(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Cosines and then sines of n planes, (B, T, 2 n), from those of all their dimensions, (B, T, 2 n) each."""
+    planes = cos.shape[-1] // 2
+    return torch.cat((cos[..., :planes], sin[..., :planes]), dim=-1)
+
+
 def multiply_by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply each head of `x` (B, H, T, n) with its matrix in `weight` (H, n, m), which is not copied per row."""
     batch, _, length, _ = x.shape

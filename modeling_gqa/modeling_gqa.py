@@ -13,9 +13,9 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .attention import Attention, GroupedAttention
-from .attention_latent import LatentAttention
+from .attention_latent import LatentAttention, constant_size
 from .cache_formats import CACHE_BUFFERS
-from .cache_layers import GrowingLayer, grow_in_place
+from .cache_layers import GrowingLayer, PositionedCache, grow_in_place
 from .cache_quantized import GQAQuantizedCache, rounds_cache, turns_back
 from .compatibility import CACHE, attempt, can_return_tuple, optional
 from .configuration_gqa import GQAConfig
@@ -32,6 +32,7 @@ from .layers import (
     GQAMLP,
     ChunkedLossOutput,
     GQAHeadLinear,
+    GQAKeyMean,
     GQARMSNorm,
     GQARotaryEmbedding,
     can_chunk_loss,
@@ -206,6 +207,8 @@ class GQAPreTrainedModel(PreTrainedModel):
                 if name in CACHE_BUFFERS and not getattr(buffer, "_is_hf_initialized", False):
                     # A mean of zero, and bases that change nothing.
                     buffer.copy_(torch.eye(buffer.shape[-1]) if buffer.ndim == 3 else torch.zeros(1))
+        if isinstance(module, GQAKeyMean):
+            nn.init.zeros_(module.weight)
         if isinstance(module, GQAHeadLinear):
             # transformers guards it: a weight that has been loaded stays as it is.
             nn.init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
@@ -324,7 +327,20 @@ class GQAModel(GQAPreTrainedModel):
         """The cache of a forward without one; where gradients are computed or a graph is exported it is not rounded."""
         if rounds_cache(self.config) and not torch.is_grad_enabled() and not torch.compiler.is_exporting():
             return grow_in_place(GQAQuantizedCache(self.config))
-        return grow_in_place(DynamicCache(config=self.config))
+        return self.growing(DynamicCache(config=self.config))
+
+    def growing(self, cache: DynamicCache) -> DynamicCache:
+        """Let a new, empty `cache` grow in place, and know positions where a key that all tokens share asks for them.
+
+        A trace keeps cosine and sine in the cache instead, and so do frequencies that change with the length.
+        """
+        positioned = self.keeps_key_mean and turns_back(self.config) and not torch.compiler.is_compiling()
+        return PositionedCache(config=self.config, offloading=cache.offloading) if positioned else grow_in_place(cache)
+
+    @property
+    def keeps_key_mean(self) -> bool:
+        """Whether a layer has a key that all tokens share."""
+        return any(getattr(layer.get_submodule("self_attn"), "key_mean", None) is not None for layer in self.layers)
 
     def layer_arguments(
         self,
@@ -352,20 +368,21 @@ class GQAModel(GQAPreTrainedModel):
             for kind, size in islice(kinds, self.config.num_hidden_layers)
         ]
         cache = made if past_key_values is None else past_key_values
-        if isinstance(cache, GQAQuantizedCache):
+        if isinstance(cache, PositionedCache):
             self._add_held_tokens(arguments, cache, inputs_embeds, position_ids)
         return arguments
 
     def _add_held_tokens(
-        self, arguments: list[dict], cache: GQAQuantizedCache, inputs_embeds: torch.Tensor, position_ids: torch.Tensor
+        self, arguments: list[dict], cache: PositionedCache, inputs_embeds: torch.Tensor, position_ids: torch.Tensor
     ) -> None:
-        """Tell each layer where the tokens of a quantized cache stand, those of `position_ids` (1 or B, T) included."""
+        """Tell each layer where the tokens of the cache stand, those of `position_ids` (1 or B, T) included."""
         held = cache.hold(position_ids, inputs_embeds.shape[0])
         attentions: list[Any] = [layer.get_submodule("self_attn") for layer in self.layers]
         rotated = {
             size: replace(held, position_embeddings=rotary(inputs_embeds, cache.held_positions))
             for size, rotary in self.rotary_emb.items()
-            if turns_back(self.config) and any(attention.constants()[0] is not None for attention in attentions)
+            if turns_back(self.config)
+            and (self.keeps_key_mean or any(attention.constants()[0] is not None for attention in attentions))
         }
         for own, size in zip(arguments, self.rotary_sizes, strict=False):
             own["held_tokens"] = rotated.get(size, held)
@@ -529,10 +546,12 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
             configured = rounds_cache(self.config)
             if own or configured:
                 chosen = options if own and (options or not configured) else None
-                made = model_kwargs[CACHE] = GQAQuantizedCache(self.config, chosen, offloading=made.offloading)
-                if generation_config.is_assistant:
-                    made.activate_past_recording()
-            grow_in_place(made)
+                new = GQAQuantizedCache(self.config, chosen, offloading=made.offloading)
+            else:
+                new = self.model.growing(made)
+            if new is not made and generation_config.is_assistant:
+                new.activate_past_recording()
+            model_kwargs[CACHE] = new
         return result
 
     def _get_static_cache_init_shape(self):
@@ -567,7 +586,8 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         options = batching_options(continuous_batching_config, generation_config)
         manager = super().init_continuous_batching(generation_config, options, **kwargs)
         layers = self.config.per_layer_config
-        numbers = [sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer)) for layer in layers]
+        # Where a paged cache holds the cosine and sine of a key that all tokens share, too.
+        numbers = [sum(ATTENTION_CLASSES[x.attention_kind].cache_sizes(x)) + constant_size(x) for x in layers]
         at_peak = max(2 * layer.num_attention_heads * (layer.qk_head_dim or layer.head_dim) for layer in layers)
         return with_rows(manager, choose_rows(numbers), at_peak)
 

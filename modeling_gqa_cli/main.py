@@ -252,9 +252,9 @@ def read_options(name: str, argv: list[str]) -> dict[str, Any]:
         parser.add_argument(argument, help=said, metavar=argument.upper(), **shape)
     for switch, said in command.switches.items():
         parser.add_argument(f"--{switch}", action="store_true", help=said, dest=switch.replace("-", "_"))
-    for switch in ("regroup", "refit") if name == "convert" else ():
+    for switch in ("regroup", "refit", "key_mean") if name == "convert" else ():
         parser.add_argument(
-            f"--no-{switch}", f"--no_{switch}", action="store_false", dest=switch, help=argparse.SUPPRESS
+            f"--no-{switch.replace('_', '-')}", f"--no_{switch}", action="store_false", dest=switch, help=argparse.SUPPRESS
         )
     if {"--help", "-h"} & set(argv):
         print(parser.format_help())

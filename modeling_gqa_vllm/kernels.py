@@ -3,8 +3,10 @@
 Letters, of MLA: R latent, P rotary key, and of a head N unrotated part and V value. D is a grouped head's size.
 """
 
+from copy import copy
 from typing import NamedTuple
 
+from modeling_gqa.attention_latent import constant_size
 from modeling_gqa.configuration_gqa import GQAConfig
 
 
@@ -44,6 +46,14 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 FLASH_MULTIPLE, FLASH_MOST, TRITON_LEAST = 8, 256, 32
 
 
+def stored(layer: GQAConfig) -> GQAConfig:
+    """Return a layer's sizes as vLLM's cache has them: with `key_mean` P holds cosine and sine of each plane, too."""
+    if more := constant_size(layer):
+        layer = copy(layer)
+        layer.__dict__ |= {name: getattr(layer, name) + more for name in ("qk_rope_head_dim", "qk_head_dim")}
+    return layer
+
+
 def reads_prompts(nope: int, rope: int, value: int) -> bool:
     """Return whether vLLM with this package's plugin reads prompts of N, P and V on NVIDIA GPUs.
 
@@ -55,6 +65,7 @@ def reads_prompts(nope: int, rope: int, value: int) -> bool:
 
 def latent_kernels(layer: GQAConfig) -> list[LatentKernel]:
     """Return the kernels that attend over an MLA layer's latent on NVIDIA GPUs, none where no prompt can be read."""
+    layer = stored(layer)
     if not reads_prompts(layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.v_head_dim):
         return []
     sizes = (layer.kv_lora_rank, layer.qk_rope_head_dim)
@@ -68,7 +79,7 @@ def latent_kernels(layer: GQAConfig) -> list[LatentKernel]:
 
 def is_mistaken(layer: GQAConfig) -> bool:
     """Return whether vLLM takes an MLA layer, by R + P alone, for one that a fast kernel takes."""
-    sizes = (layer.kv_lora_rank, layer.qk_rope_head_dim)
+    sizes = (layer.kv_lora_rank, stored(layer).qk_rope_head_dim)
     return sum(sizes) in FAST_SUMS and sizes not in FAST_SIZES
 
 

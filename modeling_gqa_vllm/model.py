@@ -28,10 +28,10 @@ from modeling_gqa import GQAConfig
 from modeling_gqa.attention_latent import LatentAttention
 from modeling_gqa.cache_formats import CACHE_BUFFERS
 from modeling_gqa.integrations import refuse_uneven
-from modeling_gqa.layers import GQAHeadLinear
+from modeling_gqa.layers import GQAHeadLinear, GQAKeyMean
 
 from .cpu import FP8, LatentCPUBackend
-from .kernels import PROMPT_SIZES, reads_prompts
+from .kernels import PROMPT_SIZES, reads_prompts, stored
 
 # Of MLA; what is not named is the same on each rank.
 LATENT_STYLES = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
@@ -118,9 +118,9 @@ class GQAForCausalLM(TransformersForCausalLM):
         ranks, heads = self.tp_group.world_size, sizes.num_key_value_heads
         for name, linear in list(attention.named_children()):
             where = maybe_prefix(prefix, name)
-            if isinstance(linear, GQAHeadLinear):
-                rows, columns = linear.weight.shape
-                weight = nn.Parameter(torch.empty(rows // ranks, columns, device=self.device_config.device))
+            if isinstance(linear, (GQAHeadLinear, GQAKeyMean)):
+                rows, *columns = linear.weight.shape
+                weight = nn.Parameter(torch.empty(rows // ranks, *columns, device=self.device_config.device))
                 set_weight_attrs(weight, {"weight_loader": sharded_weight_loader(0)})
                 linear.weight = weight
             elif isinstance(linear, nn.Linear):
@@ -150,7 +150,7 @@ class GQAForCausalLM(TransformersForCausalLM):
                 "prefix": maybe_prefix(prefix, f"model.layers.{index}.self_attn.attn"),
             }
             if isinstance(attention, LatentAttention):
-                attention.attn = latent_attention(attention, sizes, window, index, **options)
+                attention.attn = latent_attention(attention, stored(sizes), window, index, **options)
                 # vLLM takes the latent in place of keys and the rotary key in place of values.
                 layer.self_attn.expand_kv = lambda latent, key_rope: (latent, key_rope)
             else:
@@ -163,7 +163,7 @@ class GQAForCausalLM(TransformersForCausalLM):
 
 
 def latent_attention(attention: Any, sizes: GQAConfig, window: int | None, index: int, **options) -> MLAAttention:
-    """Return vLLM's attention over the latent for a layer.
+    """Return vLLM's attention over the latent for a layer, whose `sizes` are as `stored` returns them.
 
     Raises:
         ValueError: the layer has a sliding window, which only the CPU's backend has; or there a quantized `kv_b_proj`,

@@ -5,6 +5,8 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.platforms import current_platform
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
+from .kernels import stored
+
 
 class GQASizes(ModelArchConfigConvertorBase):
     """Sizes of a model, by layer where layers differ; the cache's sizes are those of `model.py`'s layers."""
@@ -27,7 +29,7 @@ class GQASizes(ModelArchConfigConvertorBase):
         """Size of a key's head; of MLA R + P, or the next size that vLLM's one check of it permits."""
         if not is_latent((self.hf_config, self.hf_text_config)):
             return super().get_head_size()
-        size = self.hf_text_config.kv_lora_rank + self.hf_text_config.qk_rope_head_dim
+        size = self.hf_text_config.kv_lora_rank + stored(self.hf_text_config).qk_rope_head_dim
         permitted = sorted(MLACommonBackend.get_supported_head_sizes())
         return next((larger for larger in permitted if larger >= size), permitted[-1])
 

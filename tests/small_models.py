@@ -68,10 +68,11 @@ OLMO_MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
-# The options of OLMo and Granite together.
+# The options of OLMo and Granite together, and a key that all tokens share.
 MULTIPLIERS: dict[str, Any] = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 3.0}
 MODELS["options"] = {**OLMO_MODELS["olmo"], **MULTIPLIERS}
-MODELS["mla-options"] = {**OLMO_MODELS["mla-olmo"], **MULTIPLIERS}
+KEY_MEAN: dict[str, Any] = {"key_mean": True, "rope_frequency_dim": 8, "rope_frequency_indices": [0, 2, 3]}
+MODELS["mla-options"] = {**OLMO_MODELS["mla-olmo"], **MULTIPLIERS, **KEY_MEAN}
 
 # What each rope type needs beside its theta, for heads of 14.
 ROPES: dict[str, dict[str, Any]] = {
@@ -98,7 +99,11 @@ def make_config(model: str, **overrides) -> GQAConfig:
 def make_model(model: str, seed: int = 0, **overrides) -> GQAForCausalLM:
     """Small causal language model with seeded weights, in evaluation mode."""
     torch.manual_seed(seed)
-    return GQAForCausalLM(make_config(model, **overrides)).eval()
+    result = GQAForCausalLM(make_config(model, **overrides)).eval()
+    for name, parameter in result.named_parameters():
+        if name.endswith("key_mean.weight"):  # zeros, as it begins
+            torch.nn.init.normal_(parameter)
+    return result
 
 
 def make_batch(batch: int = 3, length: int = 11, padding: str = "none", seed: int = 1) -> dict[str, torch.Tensor]:

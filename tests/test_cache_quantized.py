@@ -141,6 +141,12 @@ class Oracle(DynamicLayer):
         start = self.get_seq_length()
         place = (self.attention.rotary_place, 1 - self.attention.rotary_place)
         pair, constants = [key_states, value_states], dict(zip(place, self.attention.constants(), strict=True))
+        # The angles of a key that all tokens share, where a cache of transformers holds them, are kept as they are.
+        sizes = [size for _, size in self.attention.cached_shapes]
+        pair, angles = zip(
+            *(x.split([n, x.shape[-1] - n], dim=-1) for n, x in zip(sizes, pair, strict=True)), strict=True
+        )
+        pair = list(pair)
         for number, x in enumerate(pair):
             batch, _, new, _ = x.shape
             constant = torch.zeros_like(x)
@@ -153,7 +159,7 @@ class Oracle(DynamicLayer):
             places = torch.arange(start, start + new) - self.first[:, None]
             kept = (places >= 0) & (places < self.exact)
             pair[number] = torch.where(kept[:, None, :, None], x, found)
-        return super().update(*pair)
+        return super().update(*(torch.cat(x, dim=-1) for x in zip(pair, angles, strict=True)))
 
     def coded(self, x, field):
         """`x` (B, G, T, D) in the basis of the cache, rounded, and back."""

@@ -31,7 +31,7 @@ SELECTION_TOKENS = 16384
 # Tokens that a setting is tried on where trials are made without gradient steps.
 CANDIDATE_TOKENS = 16384
 # What `NewLayer` says of how a layer was converted, as in `conversion.json`.
-CHOSEN = ("loss", "gain", "alpha", "learning_rate", "ridge")
+CHOSEN = ("loss", "gain", "alpha", "key_mean", "learning_rate", "ridge")
 METHODS = ("lowrank", "auto", "procrustes", "mean")
 # Methods whose output projections are fitted on text where nothing else is said; "mean" is the GQA paper's.
 FITTED_METHODS = ("lowrank", "auto", "procrustes")
@@ -50,6 +50,7 @@ def convert_model(
     polish: int = 0,
     polish_text: Sequence[Batch] = (),
     divide_cache: bool = False,
+    key_mean: bool = True,
     share_weights: bool = False,
     seed: int = 0,
     folder: Path | None = None,
@@ -87,6 +88,8 @@ def convert_model(
             `polish`, `calibration` is used as well.
         divide_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: by the error
             that is left on documents which a trial is not fitted to, else by a rule.
+        key_mean: whether lossy MLA layers may keep the mean of their keys beside the cache (`GQAConfig.key_mean`).
+            They do where that lowers the error on documents which a trial is not fitted to; without text none does.
         share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
         seed: of regrouping.
         folder: an existing folder where each new layer is written when it is finished. The same call with a folder that
@@ -144,6 +147,7 @@ def convert_model(
         regroup=method in FITTED_METHODS if regroup is None else regroup,
         by_layer=bool(calibration),
         divide_cache=divide_cache,
+        key_mean=key_mean,
         refit=fitted,
         refine=PASSES * fitted if refine is None else refine,
         seed=seed,

@@ -239,7 +239,10 @@ class Job(Options):
             own: dict[str, Any] = {"layers": self.layers, "dtype": checkpoint.dtype, "progress": progress}
             return allocate(model, self.attention_kind, self.budget, calibration, **own)
 
-        how: dict[str, Any] = {"refit": self.refit, "divide_cache": goal.options.divides_cache, "seed": self.seed}
+        how: dict[str, Any] = {
+            **{"refit": self.refit, "divide_cache": goal.options.divides_cache, "seed": self.seed},
+            "key_mean": self.engine is None if self.key_mean is None else self.key_mean,
+        }
         tried: list[dict[str, Any]] = []
         if goal.sizes:
             budget = self.rounded_bytes(model.config, checkpoint.dtype)

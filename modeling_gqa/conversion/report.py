@@ -160,6 +160,8 @@ def describe_cost(report: Report) -> str:
     for name in ("gain", "alpha"):
         if counts := Counter(row[name] for row in lossy if row[name] is not None):
             parts.append(f"{name} {', '.join(f'{value:g} in {n}' for value, n in sorted(counts.items()))} layers")
+    if kept := sum(bool(row["key_mean"]) for row in lossy):
+        parts.append(f"mean key kept in {kept} layers")
     if "kl_source_quantized" in report:
         parts.append("cache rounded, with bits by layer and channel")
         if (kl := report["kl_source_quantized"]) is not None:

@@ -28,7 +28,7 @@ from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from .fitting import LEARNING_RATES, TRIAL_STEPS, Fit, examples, fit, refine, steps
 from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
-from .layers.latent import ALPHAS, GAINS, to_latent
+from .layers.latent import ALPHAS, GAINS, keeps_mean, to_latent
 from .layers.moments import Moments, Statistics, blank_statistics, compute_moments
 from .streams import Streams, streams
 from .targets import Fields, as_ours, changed_layers, configuration, divided, is_exact, latent_fields, layer_fields
@@ -48,11 +48,13 @@ class LatentChoice(NamedTuple):
         gain: of the queries of unrotated keys, one of `GAINS`.
         alpha: weight of the keys' errors against the values' in the latent, one of `ALPHAS`.
         factor: of P in `divided`, where the cache is divided anew.
+        key_mean: whether the mean of the keys is kept exactly, beside the cache.
     """
 
     gain: float = GAINS[0]
     alpha: float = ALPHAS[0]
     factor: float = 1.0
+    key_mean: bool = False
 
 
 NOT_CHOSEN = LatentChoice()
@@ -66,7 +68,7 @@ class NewLayer(NamedTuple):
         fields: its configuration fields.
         loss: the squared error that its conversion minimises, estimated; 0 where exact, `None` where unknown.
         learning_rate, ridge: of the gradient steps, and of the fit of its output projection; `None` for none.
-        gain, alpha: of a lossy layer of MLA, those of its `LatentChoice`.
+        gain, alpha, key_mean: of a lossy layer of MLA, those of its `LatentChoice`.
     """
 
     state: State
@@ -76,6 +78,7 @@ class NewLayer(NamedTuple):
     ridge: float | None = None
     gain: float | None = None
     alpha: float | None = None
+    key_mean: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,7 @@ class Setting:
         regroup: whether heads may be merged with others than their neighbours.
         by_layer: whether each layer of MLA gets the `LatentChoice` that leaves the least error on documents held out.
         divide_cache: whether R + P is divided anew: with `by_layer` by that error, else by the rule `divided`.
+        key_mean: whether layers of MLA may keep the mean of their keys beside the cache; with `by_layer` alone.
         refit: whether the output projections are fitted on text.
         refine: passes over the text in which each layer's new attention is trained by gradient steps, before the fit.
         seed: of regrouping.
@@ -100,6 +104,7 @@ class Setting:
     regroup: bool = True
     by_layer: bool = True
     divide_cache: bool = False
+    key_mean: bool = True
     refit: bool = False
     refine: int = 0
     seed: int = 0
@@ -211,7 +216,7 @@ def best_latent(
 ) -> tuple[LatentChoice, NewLayer]:
     """Make MLA of layer `index` in the way that leaves the least error of the stream on documents held out.
 
-    Gain, alpha and, where the sum R + P in `fields` is divided anew, P are chosen one after the other. P begins as
+    Gain with `key_mean`, alpha and, where the sum R + P in `fields` is divided anew, P are chosen in turn. P begins as
     `divided` has it, and grows or else shrinks by `ROTARY_STEP` as long as that helps. Each trial has the fit of the
     output projection where the setting has it. Returns the choice, and the new layer, not yet fitted.
     """
@@ -224,7 +229,8 @@ def best_latent(
     def error(choice: LatentChoice) -> float:
         return fit(text, index, new_attention(text.model, index, made(choice)), setting.refit, TRIAL_TOKENS).error
 
-    best = min((LatentChoice(gain=gain) for gain in GAINS), key=error)
+    means = (False, True) if setting.key_mean and keeps_mean(source[0]) else (False,)
+    best = min((LatentChoice(gain=gain, key_mean=mean) for mean in means for gain in GAINS), key=error)
     best = min((best._replace(alpha=alpha) for alpha in ALPHAS), key=error)
     for step in (ROTARY_STEP, 1 / ROTARY_STEP) if setting.divide_cache else ():
         while error(further := best._replace(factor=best.factor * step)) < error(best):
@@ -257,8 +263,8 @@ def convert_layer(
             if setting.divide_cache and lossy:
                 rank, size = divided(rank + size, before, choice.factor)
                 fields = fields | latent_fields(model.config, index, rank, size, None)
-            state, found, loss = to_latent(heads, moments, rank, size, choice.alpha, choice.gain)
-            chosen = {"gain": choice.gain, "alpha": choice.alpha} if lossy else {}
+            state, found, loss = to_latent(heads, moments, rank, size, choice.alpha, choice.gain, choice.key_mean)
+            chosen = {"gain": choice.gain, "alpha": choice.alpha, "key_mean": found["key_mean"]} if lossy else {}
         else:
             heads, loss = fewer_heads(read_heads(model, index), fields, statistics, setting)
             state, found = write_grouped(heads)

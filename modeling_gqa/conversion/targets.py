@@ -28,6 +28,7 @@ KNOWN_KINDS = (*GroupedAttention.kinds, *LatentAttention.kinds)
 SHAPE_FIELDS = (
     *("num_key_value_heads", "head_dim", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
     *NORMED_FIELDS,
+    "key_mean",
 )
 # The least size P of a rotary key. In a layer without rotation it is zeros.
 LEAST_ROTARY = 2
@@ -173,7 +174,7 @@ def grouped_fields(config: GQAConfig, index: int, kind: str, key_value_heads: in
         # Until the conversion has found its own; a factor for each frequency (longrope) needs the source's.
         indices, size = layer_frequencies(layer) if layer.rope_parameters["rope_type"] == "longrope" else (None, None)
         fields |= {"rope_frequency_indices": indices and list(indices), "rope_frequency_dim": size}
-        fields |= {"softmax_scale": None}
+        fields |= {"softmax_scale": None, "key_mean": False}
     return fields
 
 
@@ -217,6 +218,7 @@ def latent_fields(
         "softmax_scale": None,
         "rope_frequency_indices": indices,
         "rope_frequency_dim": size,
+        "key_mean": False,
     }
 
 
@@ -366,11 +368,13 @@ def check_kind(layer: GQAConfig, index: int) -> None:
 
 
 def check_before_norms(layer: GQAConfig, index: int) -> None:
-    """Raise `UserError` for MLA with qk_norm, which is a result of conversions and not a source."""
-    if layer.attention_kind == "mla" and layer.qk_norm:
+    """Raise `UserError` for MLA with qk_norm or a key mean, which is a result of conversions and not a source."""
+    made = {"an RMSNorm on each head (qk_norm=True)": layer.qk_norm, "a mean key (key_mean=True)": layer.key_mean}
+    reason = next((reason for reason, given in made.items() if given), None)
+    if layer.attention_kind == "mla" and reason:
         raise UserError(
-            f"layer {index} is MLA with an RMSNorm on each head (qk_norm=True), with which no conversion begins: "
-            "convert the model that it was made from"
+            f"layer {index} is MLA with {reason}, with which no conversion begins: convert the model that it was made "
+            "from"
         )
 
 

@@ -52,12 +52,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "mla": MLA,
     "mla-576": LARGE,
     "mla-q-lora": {**MLA, "q_lora_rank": 96},
-    "mla-chosen-frequencies": {
+    "mla-key-mean": {
         **MLA,
         "latent_norm": False,
         "rope_interleave": False,
         "rope_frequency_dim": 64,
         "rope_frequency_indices": [index % 32 for index in range(20, 36)],
+        "qk_nope_head_dim": 64,
+        "key_mean": True,
     },
     "mla-qk-norm": {**MLA, "qk_norm": True, "qk_norm_head_dim": 64, "qk_norm_key_value_heads": 2},
     "mla-window": {**MLA, "sliding_window": 16},
@@ -101,7 +103,11 @@ VARIABLES = {
 def save_model(name: str, directory: Path, **overrides) -> Path:
     """Save the model `name` of `MODELS` with seeded weights in `directory`."""
     torch.manual_seed(0)
-    GQAForCausalLM(GQAConfig(**{**SIZES, **MODELS[name], **overrides})).save_pretrained(directory)
+    model = GQAForCausalLM(GQAConfig(**{**SIZES, **MODELS[name], **overrides}))
+    for key, parameter in model.named_parameters():
+        if key.endswith("key_mean.weight"):  # zeros, as it begins
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(directory)
     return directory
 
 

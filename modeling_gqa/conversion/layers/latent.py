@@ -7,7 +7,7 @@ Shapes: E hidden size, H query heads, G key/value heads, D head size, n rotary p
 N unrotated key size, V value size, C = P / 2 complex rotary components.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,7 +100,13 @@ def unrotated_keys(heads: Heads, rotary: RotaryKey) -> torch.Tensor:
 
 
 def to_latent(
-    heads: Heads, moments: Moments, rank: int, size: int, alpha: float = ALPHAS[0], gain: float = GAINS[0]
+    heads: Heads,
+    moments: Moments,
+    rank: int,
+    size: int,
+    alpha: float = ALPHAS[0],
+    gain: float = GAINS[0],
+    key_mean: bool = False,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], float]:
     """Convert a layer to MLA; for MQA with `rank` and `size` D that is exact.
 
@@ -111,15 +117,30 @@ def to_latent(
         size: size P of the rotary key.
         alpha: weight of the keys' errors against the values' in the latent.
         gain: of the queries of unrotated keys; see `query_turn`.
+        key_mean: whether the mean of the keys is kept exactly, as `GQAKeyMean`, where the layer has a place for it.
 
     Returns:
         The parameters of a `LatentAttention`, the configuration fields of its layer, and the loss in the metric of the
         layer's output: what is no longer rotated, and keys and values outside the latent.
     """
-    rotary, turn = rotary_key(moments, size), query_turn(heads, moments, gain)
+    centered = replace(moments, plane_mean=torch.zeros_like(moments.plane_mean)) if key_mean else moments
+    rotary, turn = rotary_key(centered, size), query_turn(heads, moments, gain)
     keys = unrotated_keys(heads, rotary)
+    mean = lost_mean(moments, rotary) if key_mean and keys.shape[1] == heads.k.shape[1] else None
     latent, lost = shared_latent(heads, moments, keys, unrotated_metric(moments, turn, keys.shape[1]), rank, alpha)
-    return *write_latent(heads, rotary, latent, turn), rotary.loss + lost
+    return *write_latent(heads, rotary, latent, turn, mean), rotary.loss + lost
+
+
+def keeps_mean(heads: Heads) -> bool:
+    """Whether MLA of a layer has a place for the mean of its keys: it must have all frequencies, in their order."""
+    return heads.planes > 0 and heads.frequencies.tolist() == list(range(heads.frequency_dim // 2))
+
+
+def lost_mean(moments: Moments, rotary: RotaryKey) -> torch.Tensor:
+    """Return what the rotary components do not restore of the mean of the keys' planes, (G, n)."""
+    mean = moments.plane_mean  # (n, G)
+    component = (rotary.encoder * mean[rotary.plane]).sum(1)  # (C,)
+    return mean.index_add(0, rotary.plane, -rotary.decoder * component[:, None]).T
 
 
 def query_turn(heads: Heads, moments: Moments, gain: float = GAINS[0]) -> torch.Tensor:
@@ -147,7 +168,7 @@ def unrotated_metric(moments: Moments, turn: torch.Tensor, nope: int) -> torch.T
 
 
 def write_latent(
-    heads: Heads, rotary: RotaryKey, latent: Latent, turn: torch.Tensor
+    heads: Heads, rotary: RotaryKey, latent: Latent, turn: torch.Tensor, mean: torch.Tensor | None = None
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the parameters of a `LatentAttention` and the configuration fields that its layer needs.
 
@@ -156,8 +177,20 @@ def write_latent(
         rotary: the rotary key to write.
         latent: the latent to write.
         turn: (H, D, D) what the query of an unrotated key is multiplied by.
+        mean: (G, n) the part of the keys' mean to keep as `GQAKeyMean`, where N is D.
     """
-    planes, shared = heads.complex_planes, heads.key_heads
+    planes, shared, restore = heads.complex_planes, heads.key_heads, latent.restore[heads.key_heads]
+    kept = {}
+    if mean is not None:
+        # The mean meets the query that is multiplied by `turn`. So that no plane of that gets small, `turn` keeps its
+        # angle alone, and the keys get its length.
+        n, plane = heads.planes, torch.arange(heads.planes, device=turn.device)
+        angle = torch.complex(turn[:, plane, plane], turn[:, plane + n, plane])  # (H, n)
+        length = angle.abs().clamp(min=torch.finfo(torch.float32).tiny)
+        angle = angle / length
+        restore = torch.cat((restore[:, : 2 * n] * length.repeat(1, 2)[..., None], restore[:, 2 * n :]), dim=1)
+        turn, mean = _real_matrix(angle, turn.shape[1]), angle * mean[shared]
+        kept["key_mean.weight"] = torch.cat((mean.real, mean.imag), dim=1).flatten()
     rank, head_dim = len(latent.rows), heads.k.shape[1]
     nope = latent.restore.shape[1] - head_dim
 
@@ -177,8 +210,9 @@ def write_latent(
     state = {
         "q_proj.weight": query("q").flatten(0, 1),
         "kv_a_proj_with_mqa.weight": torch.cat((latent.rows, key("k"))),
-        "kv_b_proj.weight": latent.restore[shared].flatten(0, 1),
+        "kv_b_proj.weight": restore.flatten(0, 1),
         "o_proj.weight": heads.o.transpose(0, 1).flatten(1),
+        **kept,
     }
     if query_bias:
         state["q_proj.bias"] = query("q_bias").flatten()
@@ -188,7 +222,7 @@ def write_latent(
     if output_bias:
         state["o_proj.bias"] = heads.o_bias + torch.einsum("hed,hd->e", heads.o, latent.offset[shared])
     biases = {"query_bias": query_bias, "key_value_bias": key_value_bias, "output_bias": output_bias}
-    fields = {**written_sizes(heads, rotary, rank, nope), **biases}
+    fields = {**written_sizes(heads, rotary, rank, nope), **biases, "key_mean": bool(kept)}
     if heads.before_norms is None:
         return state, fields
     from .normed import add_norms
