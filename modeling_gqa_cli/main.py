@@ -253,9 +253,8 @@ def read_options(name: str, argv: list[str]) -> dict[str, Any]:
     for switch, said in command.switches.items():
         parser.add_argument(f"--{switch}", action="store_true", help=said, dest=switch.replace("-", "_"))
     for switch in ("regroup", "refit", "key_mean") if name == "convert" else ():
-        parser.add_argument(
-            f"--no-{switch.replace('_', '-')}", f"--no_{switch}", action="store_false", dest=switch, help=argparse.SUPPRESS
-        )
+        names = dict.fromkeys((f"--no-{switch.replace('_', '-')}", f"--no_{switch}"))
+        parser.add_argument(*names, action="store_false", dest=switch, help=argparse.SUPPRESS)
     if {"--help", "-h"} & set(argv):
         print(parser.format_help())
         sys.exit()

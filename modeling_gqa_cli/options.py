@@ -65,7 +65,7 @@ class HowToConvert:
     method: Method = option("How heads are merged; auto tries settings and needs --text. Default: lowrank.", "lowrank")
     regroup: bool | None = switch("Choose which heads to merge. --no-regroup: neighbours.")
     refit: bool | None = switch("Fit each output projection on the text. Default: with --text.")
-    key_mean: bool | None = switch("MLA: keep the keys' mean beside the cache, where it helps. Default: but for vLLM.")
+    key_mean: bool | None = switch("MLA: keep the keys' mean beside the cache. Default, but with --for vllm.")
     refine: int | None = option("Passes of gradient steps in each layer. Default with --text: 2.")
     polish: int | None = option(
         "Tokens to train all layers on at the end, by KL. Default: --calibration-tokens where fitted, 8 times as many "

@@ -30,6 +30,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mla-half-split": ("mla", {"rope_interleave": False}),
     "mla-all-rotary": ("mla", {"qk_nope_head_dim": 0}),
     "mla-qk-norm": ("mla", {**QK_NORM, **BIASES}),
+    "mla-key-mean": ("mla", {"key_mean": True, "latent_norm": False, **BIASES}),
     "mla-norm-over-heads": ("mla", {**QK_NORM, "qk_norm_span": "all_heads", **BIASES}),
     "mla-qk-norm-half-split": ("mla", {**QK_NORM, "rope_interleave": False, "qk_nope_head_dim": 0}),
 }
@@ -141,7 +142,13 @@ def latent_formula(layer, x, allowed, angles=None, bias=0.0):
         q = torch.cat((q[..., :nope], turn(q[..., nope:], angles, config.rope_interleave)), -1)
         own = rebuilt[..., head * (nope + v) : (head + 1) * (nope + v)]
         k = torch.cat((own[..., :nope], key_rope), -1)
-        outputs.append(attend(q, k, own[..., nope:], allowed, bias))
+        added = bias
+        if layer.key_mean is not None and angles is not None:
+            size = 2 * angles.shape[-1]
+            mean = layer.key_mean.weight[head * size : (head + 1) * size].expand(*x.shape[:2], -1)
+            pair = (turn(y, angles, neighbours=False) for y in (query[..., head * (nope + rope) :][..., :size], mean))
+            added = bias + torch.einsum("btd,bsd->bts", *pair) / math.sqrt(nope + rope)
+        outputs.append(attend(q, k, own[..., nope:], allowed, added))
     return linear(layer.o_proj, torch.cat(outputs, -1))
 
 
@@ -333,6 +340,7 @@ def test_gradients_are_those_of_the_function(name):
     kind, fields = LAYERS[name]
     sizes = {"kv_lora_rank": 3, "qk_nope_head_dim": 1, "qk_rope_head_dim": 2, "v_head_dim": 3} if kind == "mla" else {}
     fields = {**fields, **({"q_lora_rank": 2} if "q_lora_rank" in fields else {})}
+    fields |= {"qk_nope_head_dim": 2} if "key_mean" in fields else {}
     config = GQAConfig(hidden_size=5, head_dim=2, num_attention_heads=4, num_hidden_layers=1, attention_kind=kind,
                        **{**sizes, **fields})  # fmt: skip
     torch.manual_seed(0)

@@ -88,8 +88,8 @@ def convert_model(
             `polish`, `calibration` is used as well.
         divide_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: by the error
             that is left on documents which a trial is not fitted to, else by a rule.
-        key_mean: whether lossy MLA layers may keep the mean of their keys beside the cache (`GQAConfig.key_mean`).
-            They do where that lowers the error on documents which a trial is not fitted to; without text none does.
+        key_mean: whether lossy MLA layers keep the mean of their keys beside the cache, exactly (`GQAConfig.key_mean`);
+            "auto" tries both.
         share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
         seed: of regrouping.
         folder: an existing folder where each new layer is written when it is finished. The same call with a folder that
@@ -296,6 +296,7 @@ class Search:
             best = self.best_of([*settings, replace(first, method="procrustes", regroup=groupings[0])], trial)
         if True in to_mla:
             best = self.best_of((replace(best, by_layer=by_layer) for by_layer in (True, False)), trial)
+            best = self.best_of((replace(best, key_mean=kept) for kept in {start.key_mean, False}), trial)
         return replace(best, refine=start.refine)
 
 

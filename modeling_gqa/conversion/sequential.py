@@ -48,13 +48,11 @@ class LatentChoice(NamedTuple):
         gain: of the queries of unrotated keys, one of `GAINS`.
         alpha: weight of the keys' errors against the values' in the latent, one of `ALPHAS`.
         factor: of P in `divided`, where the cache is divided anew.
-        key_mean: whether the mean of the keys is kept exactly, beside the cache.
     """
 
     gain: float = GAINS[0]
     alpha: float = ALPHAS[0]
     factor: float = 1.0
-    key_mean: bool = False
 
 
 NOT_CHOSEN = LatentChoice()
@@ -68,7 +66,8 @@ class NewLayer(NamedTuple):
         fields: its configuration fields.
         loss: the squared error that its conversion minimises, estimated; 0 where exact, `None` where unknown.
         learning_rate, ridge: of the gradient steps, and of the fit of its output projection; `None` for none.
-        gain, alpha, key_mean: of a lossy layer of MLA, those of its `LatentChoice`.
+        gain, alpha: of a lossy layer of MLA, those of its `LatentChoice`.
+        key_mean: whether a lossy layer of MLA keeps the mean of its keys beside the cache.
     """
 
     state: State
@@ -92,7 +91,7 @@ class Setting:
         regroup: whether heads may be merged with others than their neighbours.
         by_layer: whether each layer of MLA gets the `LatentChoice` that leaves the least error on documents held out.
         divide_cache: whether R + P is divided anew: with `by_layer` by that error, else by the rule `divided`.
-        key_mean: whether layers of MLA may keep the mean of their keys beside the cache; with `by_layer` alone.
+        key_mean: whether lossy layers of MLA keep the mean of their keys beside the cache, where they have a place.
         refit: whether the output projections are fitted on text.
         refine: passes over the text in which each layer's new attention is trained by gradient steps, before the fit.
         seed: of regrouping.
@@ -216,7 +215,7 @@ def best_latent(
 ) -> tuple[LatentChoice, NewLayer]:
     """Make MLA of layer `index` in the way that leaves the least error of the stream on documents held out.
 
-    Gain with `key_mean`, alpha and, where the sum R + P in `fields` is divided anew, P are chosen in turn. P begins as
+    Gain, alpha and, where the sum R + P in `fields` is divided anew, P are chosen one after the other. P begins as
     `divided` has it, and grows or else shrinks by `ROTARY_STEP` as long as that helps. Each trial has the fit of the
     output projection where the setting has it. Returns the choice, and the new layer, not yet fitted.
     """
@@ -229,8 +228,7 @@ def best_latent(
     def error(choice: LatentChoice) -> float:
         return fit(text, index, new_attention(text.model, index, made(choice)), setting.refit, TRIAL_TOKENS).error
 
-    means = (False, True) if setting.key_mean and keeps_mean(source[0]) else (False,)
-    best = min((LatentChoice(gain=gain, key_mean=mean) for mean in means for gain in GAINS), key=error)
+    best = min((LatentChoice(gain=gain) for gain in GAINS), key=error)
     best = min((best._replace(alpha=alpha) for alpha in ALPHAS), key=error)
     for step in (ROTARY_STEP, 1 / ROTARY_STEP) if setting.divide_cache else ():
         while error(further := best._replace(factor=best.factor * step)) < error(best):
@@ -263,7 +261,8 @@ def convert_layer(
             if setting.divide_cache and lossy:
                 rank, size = divided(rank + size, before, choice.factor)
                 fields = fields | latent_fields(model.config, index, rank, size, None)
-            state, found, loss = to_latent(heads, moments, rank, size, choice.alpha, choice.gain, choice.key_mean)
+            mean = setting.key_mean and lossy and keeps_mean(heads)
+            state, found, loss = to_latent(heads, moments, rank, size, choice.alpha, choice.gain, mean)
             chosen = {"gain": choice.gain, "alpha": choice.alpha, "key_mean": found["key_mean"]} if lossy else {}
         else:
             heads, loss = fewer_heads(read_heads(model, index), fields, statistics, setting)

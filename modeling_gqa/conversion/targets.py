@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 
 from ..attention import GroupedAttention
-from ..attention_latent import LatentAttention
+from ..attention_latent import LatentAttention, constant_size
 from ..checkpoints.families import import_config
 from ..configuration_checks import NORMED_FIELDS
 from ..configuration_gqa import GQAConfig
@@ -285,18 +285,23 @@ def divided(total: int, layer: GQAConfig, factor: float = 1.0) -> tuple[int, int
 
 
 def layer_head_dim(layer: GQAConfig) -> int:
-    """Return a layer's head size D as grouped attention; MLA's is the larger of key and value, rounded up to even."""
+    """Return a layer's head size D as grouped attention; MLA's is the larger of key and value, rounded up to even.
+
+    A key that all tokens share becomes a part of MLA's key.
+    """
     if layer.attention_kind != "mla":
         return layer.head_dim
-    return -(-max(layer.qk_head_dim, layer.v_head_dim) // 2) * 2
+    return -(-max(layer.qk_head_dim + constant_size(layer), layer.v_head_dim) // 2) * 2
 
 
 def layer_frequencies(layer: GQAConfig) -> tuple[tuple[int, ...], int]:
     """Return the indices of the frequencies of a head's rotary planes, and the size of the head that they count in."""
     if layer.rope_frequency_indices is not None:
-        return tuple(layer.rope_frequency_indices), layer.rope_frequency_dim
-    size = int(layer.head_dim * layer.rope_parameters.get("partial_rotary_factor", 1.0))  # MLA's head_dim is P
-    return tuple(range(size // 2)), size
+        indices, size = tuple(layer.rope_frequency_indices), layer.rope_frequency_dim
+    else:
+        size = int(layer.head_dim * layer.rope_parameters.get("partial_rotary_factor", 1.0))  # MLA's head_dim is P
+        indices = tuple(range(size // 2))
+    return indices + tuple(range(constant_size(layer) // 2)), size
 
 
 def rotary_planes(layer: GQAConfig) -> int:
@@ -368,13 +373,11 @@ def check_kind(layer: GQAConfig, index: int) -> None:
 
 
 def check_before_norms(layer: GQAConfig, index: int) -> None:
-    """Raise `UserError` for MLA with qk_norm or a key mean, which is a result of conversions and not a source."""
-    made = {"an RMSNorm on each head (qk_norm=True)": layer.qk_norm, "a mean key (key_mean=True)": layer.key_mean}
-    reason = next((reason for reason, given in made.items() if given), None)
-    if layer.attention_kind == "mla" and reason:
+    """Raise `UserError` for MLA with qk_norm, which is a result of conversions and not a source."""
+    if layer.attention_kind == "mla" and layer.qk_norm:
         raise UserError(
-            f"layer {index} is MLA with {reason}, with which no conversion begins: convert the model that it was made "
-            "from"
+            f"layer {index} is MLA with an RMSNorm on each head (qk_norm=True), with which no conversion begins: "
+            "convert the model that it was made from"
         )
 
 

@@ -22,7 +22,7 @@ from attention_oracle import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import MODELS, make_batch
+from small_models import KEY_MEAN, MODELS, make_batch
 
 from modeling_gqa.conversion import convert_model, target_config
 from modeling_gqa.conversion.layers.heads import permute_heads, read_heads, write_grouped
@@ -68,6 +68,13 @@ EXACT: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
     "mla-mha-odd-values": ("mla", {**PLAIN, "qk_nope_head_dim": 0, "v_head_dim": 13}, "mha", {}),
     "mla-mha-q-lora-biases": ("mla-q-lora", {**PLAIN, "attention_bias": True}, "mha", {}),
     "mla-mha-yarn-mscale": ("mla", {**PLAIN, "rope_parameters": YARN}, "mha", {}),
+    "mla-mha-key-mean-biases-yarn": (
+        "mla",
+        {**PLAIN, "key_mean": True, "attention_bias": True, "rope_parameters": YARN},
+        "mha",
+        {},
+    ),
+    "mla-mha-key-mean-chosen-frequencies": ("mla", {**PLAIN, **KEY_MEAN, "rope_interleave": False}, "mha", {}),
     "mla-mha-two-layers": ("mla", PLAIN, "mha", {"layers": [0, 2]}),
     "mixed-mha": ("mixed", {}, "mha", {}),
     "mixed-window-mha": ("mixed-window", {"rope_parameters": YARN}, "mha", {"layers": [1, 2]}),

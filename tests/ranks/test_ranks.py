@@ -38,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "qk_norm_head_dim": 6,
         "qk_norm_key_value_heads": 2,
+        "key_mean": True,
     },
     "mixed": {
         "num_key_value_heads": 2,
@@ -63,7 +64,11 @@ REFUSED = {
 
 def build(fields: dict[str, Any]) -> GQAForCausalLM:
     torch.manual_seed(0)
-    return GQAForCausalLM(GQAConfig(**{**SIZES, **fields}))
+    model = GQAForCausalLM(GQAConfig(**{**SIZES, **fields}))
+    for name, parameter in model.named_parameters():
+        if name.endswith("key_mean.weight"):  # zeros, as it begins
+            torch.nn.init.normal_(parameter)
+    return model
 
 
 def run(folder: Path, tp: int, fsdp: int = 1) -> dict[str, Any]:
@@ -124,7 +129,7 @@ def test_attention_is_divided(name, ranks):
         for n, p in attention.named_parameters():
             module = n.partition(".")[0]
             whole_layer = model.config.per_layer_config[attention.layer_idx].norms_all_heads
-            divided = module in ("q_b_proj", "kv_b_proj", "q_head_proj") or n == "o_proj.weight"
+            divided = module in ("q_b_proj", "kv_b_proj", "q_head_proj", "key_mean") or n == "o_proj.weight"
             divided |= module == "q_proj" or (
                 grouped is not None and grouped >= number and module in ("k_proj", "v_proj")
             )

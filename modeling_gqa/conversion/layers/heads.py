@@ -13,7 +13,7 @@ import torch
 from modeling_gqa_cli.errors import UserError
 
 from ...attention import GroupedAttention
-from ...attention_latent import LatentAttention
+from ...attention_latent import LatentAttention, constant_size
 from ...configuration_gqa import GQAConfig
 from ...modeling_gqa import GQAForCausalLM
 from ..targets import check_linear, layer_head_dim
@@ -106,6 +106,8 @@ def read_heads(model: GQAForCausalLM, index: int) -> Heads:
     frequencies = attention.frequency_indices
     if frequencies is None:
         frequencies = torch.arange(len(rotary.original_inv_freq), device=rotary.inv_freq.device)
+    if layer.key_mean:
+        frequencies = torch.cat((frequencies, torch.arange(len(rotary.original_inv_freq), device=frequencies.device)))
     damaged = [
         name for name, tensor in attention.named_parameters() if not tensor.is_meta and not tensor.isfinite().all()
     ]
@@ -138,7 +140,10 @@ def read_grouped(attention: GroupedAttention, layer: GQAConfig, common: dict[str
 
 
 def read_latent(attention: LatentAttention, layer: GQAConfig, common: dict[str, Any]) -> Heads:
-    """MLA without latent norms as MHA, exactly: of each head the rotary dimensions come first, zeros come last."""
+    """MLA without latent norms as MHA, exactly: of each head the rotary dimensions come first, zeros come last.
+
+    A key that all tokens share is a bias of keys. The queries that it meets are then there twice, rotated and not.
+    """
     heads, rope, nope, rank = (
         layer.num_attention_heads,
         attention.qk_rope_head_dim,
@@ -153,24 +158,37 @@ def read_latent(attention: LatentAttention, layer: GQAConfig, common: dict[str, 
     kv_a, kv_a_bias = (x.squeeze(0) for x in weight_and_bias(attention.kv_a_proj_with_mqa, 1))
     # A rotary key of zeros is that of a layer without rotation, which has no planes.
     if not kv_a.is_meta and not (kv_a[rank:].any() or kv_a_bias[rank:].any()):
+        common |= {name: common[name][rope // 2 :] for name in ("frequencies", "inv_freq")}
         rope = 0
-        common |= {name: common[name][:0] for name in ("frequencies", "inv_freq")}
     up, _ = weight_and_bias(attention.kv_b_proj, heads)  # (H, N + V, R)
     order = torch.arange(rope, device=q.device)
     if attention.rope_interleave:
         order = torch.cat((order[0::2], order[1::2]))
     o = attention.o_proj.weight.detach().double().unflatten(1, (heads, -1)).transpose(0, 1)  # (H, E, V)
 
-    def keys(rows: torch.Tensor) -> torch.Tensor:  # (R + P, ...) to (H, P + N, ...)
-        rotary = rows[rank:][order].expand(heads, rope, *rows.shape[1:])
-        return torch.cat((rotary, torch.einsum("hnr,r...->hn...", up[:, :nope], rows[:rank])), dim=1)
+    size, constant = layer_head_dim(layer), constant_size(layer)
+    mean = kv_a.new_zeros(heads, constant)
+    if attention.key_mean is not None:
+        mean = attention.key_mean.weight.detach().double().view(heads, constant)
+        common["biases"] = (common["biases"][0], True, common["biases"][2])
 
-    size = layer_head_dim(layer)
+    def joined(rotary: torch.Tensor, shared: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        """(H, P, ...), (H, 2 n, ...) and (H, N, ...) as (H, D, ...)."""
+        halves = (part for pair in zip(rotary.chunk(2, 1), shared.chunk(2, 1), strict=True) for part in pair)
+        return _padded(torch.cat((*halves, rest), dim=1), size)
+
+    def queries(rows: torch.Tensor) -> torch.Tensor:  # (H, N + P, ...)
+        return joined(rows[:, nope:][:, order], rows[:, :constant], rows[:, :nope])
+
+    def keys(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:  # (R + P, ...)
+        rotary = rows[rank:][order].expand(heads, rope, *rows.shape[1:])
+        return joined(rotary, shared, torch.einsum("hnr,r...->hn...", up[:, :nope], rows[:rank]))
+
     return Heads(
-        q=_padded(torch.cat((q[:, nope:][:, order], q[:, :nope]), dim=1), size),
-        q_bias=_padded(torch.cat((q_bias[:, nope:][:, order], q_bias[:, :nope]), dim=1), size),
-        k=_padded(keys(kv_a), size),
-        k_bias=_padded(keys(kv_a_bias), size),
+        q=queries(q),
+        q_bias=queries(q_bias),
+        k=keys(kv_a, kv_a.new_zeros(heads, constant, kv_a.shape[1])),
+        k_bias=keys(kv_a_bias, mean),
         v=_padded(up[:, nope:] @ kv_a[:rank], size),
         v_bias=_padded(up[:, nope:] @ kv_a_bias[:rank], size),
         o=torch.nn.functional.pad(o, (0, size - layer.v_head_dim)),

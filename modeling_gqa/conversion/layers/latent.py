@@ -127,12 +127,13 @@ def to_latent(
     rotary, turn = rotary_key(centered, size), query_turn(heads, moments, gain)
     keys = unrotated_keys(heads, rotary)
     mean = lost_mean(moments, rotary) if key_mean and keys.shape[1] == heads.k.shape[1] else None
+    mean = mean if mean is not None and mean.any() else None
     latent, lost = shared_latent(heads, moments, keys, unrotated_metric(moments, turn, keys.shape[1]), rank, alpha)
     return *write_latent(heads, rotary, latent, turn, mean), rotary.loss + lost
 
 
 def keeps_mean(heads: Heads) -> bool:
-    """Whether MLA of a layer has a place for the mean of its keys: it must have all frequencies, in their order."""
+    """Return whether MLA of a layer has a place for the mean of its keys: all frequencies must be there, in order."""
     return heads.planes > 0 and heads.frequencies.tolist() == list(range(heads.frequency_dim // 2))
 
 
