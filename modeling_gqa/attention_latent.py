@@ -131,7 +131,7 @@ class LatentAttention(Attention):
         if position_embeddings is not None:
             if self.key_mean is not None:
                 factors = self.key_mean(query, *position_embeddings)  # (B, H, T, 2 n)
-                angles = plane_angles(*position_embeddings).unsqueeze(1)  # (B or 1, 1, T, 2 n)
+                angles = plane_angles(*position_embeddings)  # (B or 1, T, 2 n)
             position_embeddings = select_frequencies(position_embeddings, self.frequency_indices)
             query_rope = rotate(query_rope, *position_embeddings, interleaved=self.rope_interleave)
             key_rope = rotate(key_rope, *position_embeddings, interleaved=self.rope_interleave)
@@ -146,13 +146,11 @@ class LatentAttention(Attention):
             hidden_states, latent, key_rope, attention_mask, past_key_values, kwargs, **held_by(basis)
         )  # (B, 1, S, R), (B, 1, S, P); of a quantized cache their bytes
         if factors is not None and cached:
-            angles = plane_angles(*held.position_embeddings)[:, -latent.shape[2] :].unsqueeze(1)  # (B or 1, 1, S, 2 n)
+            angles = held.angles[:, -latent.shape[2] :]  # (B or 1, S, 2 n)
         absorbs = cached and self.absorbs(query.shape[2], latent.shape[2], attention_mask)
         absorbs = absorbs and not (basis is not None and basis.learns)
         if factors is not None and absorbs:
-            dtype = torch.promote_types(factors.dtype, torch.float32)
-            scores = factors.to(dtype) @ angles.to(dtype).mT * self.scaling  # (B, H, T, S)
-            attention_mask = with_scores(attention_mask, scores)
+            attention_mask = with_scores(attention_mask, angle_scores(factors * self.scaling, angles))
         if basis is not None and absorbs and self.backend == "sdpa":
             rows = latent, key_rope
             output = self.absorb_tiles(query, query_rope, rows, basis, attention_mask)  # (B, T, H, V)
@@ -399,8 +397,15 @@ def with_angles(
     query_rope: torch.Tensor, key_rope: torch.Tensor, factors: torch.Tensor, angles: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotary queries (B, H, T, P + 2 n) and keys (B, 1, S, P + 2 n) whose scores have those of a `GQAKeyMean`."""
-    angles = angles.expand(*key_rope.shape[:-1], -1)
+    angles = angles.unsqueeze(1).expand(*key_rope.shape[:-1], -1)
     return torch.cat((query_rope, factors), dim=-1), torch.cat((key_rope, angles), dim=-1)
+
+
+def angle_scores(factors: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Scores (B, H, T, S) of `factors` (B, H, T, 2 n) with `angles` (B or 1, S, 2 n); those of one row serve all."""
+    if len(angles) == 1:
+        return nn.functional.linear(factors, angles[0])
+    return factors @ angles.mT.unsqueeze(1)
 
 
 def pad_heads(*tensors: torch.Tensor) -> list[torch.Tensor]:

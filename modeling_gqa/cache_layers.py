@@ -8,10 +8,13 @@ row, P rotated dimensions.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import DynamicCache, DynamicLayer
+
+from .layers import plane_angles
 
 # A new buffer has room for a quarter of the tokens held and this number of tokens more.
 BLOCK = 64
@@ -143,6 +146,12 @@ class HeldTokens:
     first: torch.Tensor | None = None
     least: int = 0
     most: int = 0
+
+    @cached_property
+    def angles(self) -> torch.Tensor:
+        """`plane_angles` of all tokens, (B or 1, S, P), once for all layers."""
+        assert self.position_embeddings is not None
+        return plane_angles(*self.position_embeddings)
 
     def to(self, device: Any, **kwargs: Any) -> "HeldTokens":
         """Move to the device of a layer, by the name that accelerate looks for."""

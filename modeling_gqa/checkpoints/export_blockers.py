@@ -37,6 +37,9 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
     if any(layer.qk_norm and layer.attention_kind in LatentAttention.kinds for layer in layers):
         yield "qk_norm=True: the latent is taken from normed keys and from values, which no class computes"
         return
+    if any(layer.key_mean for layer in layers):
+        yield "key_mean=True: no class adds the scores of a key that all tokens share; conversions to mha keep it"
+        return
     if config.is_heterogeneous:
         first, *rest = layers
         differing = [n for n in PER_LAYER_FIELDS if any(getattr(x, n) != getattr(first, n) for x in rest)]

@@ -14,6 +14,7 @@ import torch
 
 from modeling_gqa_cli.errors import UserError
 
+from ..cache_layers import PositionedCache
 from ..common.batches import free_memory
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
@@ -121,6 +122,8 @@ def filled_cache(model: Any, config: GQAConfig, rows: int, tokens: int, dtype: t
         shapes = ATTENTION_CLASSES[layer.attention_kind].cache_shapes(layer)
         held = (torch.randn(rows, heads, tokens, size, dtype=dtype, device=device) for heads, size in shapes)
         cache.update(*held, index)
+    if isinstance(cache, PositionedCache):
+        cache.hold(torch.arange(tokens, device=device)[None], rows)
     return cache
 
 
