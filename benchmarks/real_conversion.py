@@ -210,14 +210,20 @@ def ours(bench: Bench, target: Target, text: list[Batch] | None = None, **option
     return convert_model(bench.source, wanted, text or bench.calibration, **options)[0]
 
 
-def polished(bench: Bench, target: Target) -> GQAForCausalLM:
-    """What the command makes; seconds are those of the training at the end alone where `Bench.kept` has the rest."""
-    folder = bench.kept(target, "untrained")
+def untrained(bench: Bench, target: Target, **options: Any) -> GQAForCausalLM:
+    """What the command makes with `--polish 0`, from `Bench.kept` where it is there; `options` of `convert_model`."""
+    row = "untrained" if options.get("key_mean", True) else "untrained, no key mean"
+    folder = bench.kept(target, row)
     if folder and (folder / "config.json").is_file():
-        converted = load_source(str(folder)).eval().to(bench.source.device)  # type: ignore[arg-type]
-    else:
-        converted = ours(bench, target)
-        bench.keep(target, "untrained", converted)
+        return load_source(str(folder)).eval().to(bench.source.device)  # type: ignore[arg-type]
+    converted = ours(bench, target, **options)
+    bench.keep(target, row, converted)
+    return converted
+
+
+def polished(bench: Bench, target: Target, **options: Any) -> GQAForCausalLM:
+    """What the command makes; seconds are those of the training at the end alone where `Bench.kept` has the rest."""
+    converted = untrained(bench, target, **options)
     layers, text = range(len(converted.model.layers)), (bench.polish_text, bench.selection)
     print(polish(bench.source, converted, *text, layers, bench.tokens), flush=True)
     return converted
@@ -262,7 +268,9 @@ def by_mha2mla(bench: Bench, target: Target) -> GQAForCausalLM | None:
 
 METHODS: dict[str, Callable[[Bench, Target], GQAForCausalLM | None]] = {
     "default": polished,
-    "untrained": ours,
+    "untrained": untrained,
+    "no key mean": partial(polished, key_mean=False),
+    "untrained, no key mean": partial(untrained, key_mean=False),
     "own text": on_own_text,
     "closed form": partial(ours, refine=0),
     "sizes by layer": sizes_by_layer,
