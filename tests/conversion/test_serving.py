@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from command import call, run
-from small_models import make_config
+from small_models import make_config, make_model
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.conversion import UserError
@@ -117,6 +117,16 @@ def test_heads_of_grouped_attention(size, kernel, cpu):
     assert vllm_kernels(config) == [f"vLLM, layers 0-1: GPUs: {kernel}; CPU: {cpu}."]
 
 
+@pytest.mark.parametrize(("options", "kept"), [((), True), (("--no-key-mean",), False), (("--for", "vllm"), False)])
+def test_the_mean_of_keys_is_kept_but_for_engines(options, kept, tmp_path):
+    model = make_model("gqa", attention_bias=True)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.k_proj.bias)
+    model.save_pretrained(tmp_path / "source")
+    run("convert", tmp_path / "source", tmp_path / "out", "--attention-kind", "mla", "--cache-size", 24, *options)
+    assert GQAConfig.from_pretrained(tmp_path / "out").key_mean == kept
+
+
 def test_layers_that_differ_are_told_apart():
     """Also a window over the latent, which no GPU has."""
     said = vllm_kernels(make_config("mixed-window"))
@@ -142,5 +152,6 @@ def test_the_command_chooses_says_and_saves(tmp_path):
     assert all(card.count(f"- {line}\n") == 1 for line in report["serving"])
     assert json.loads(call("inspect", target, "--json").stdout)["vllm"] == report["serving"]
     assert report["serving"][0] in run("inspect", target)
+    assert not layer.key_mean
     result = call(*arguments, "--for", "tgi", "--force")
     assert result.exit_code == 2 and "tgi" in result.output and "vllm" in result.output
