@@ -22,14 +22,6 @@ def compare(argv: list[str], prog: str | None = None) -> None:
 
     Raises:
         UserError: an error that the user can correct.
-
-    Example:
-        ```python no-run
-        # Trains for an hour.
-        from modeling_gqa.scripts.compare import compare
-
-        compare(["compare-quick", "--seeds", "3", "--output-dir", "runs/kinds"])
-        ```
     """
     # Imported here, and not by the file: help and wrong usage are then answered at once.
     from modeling_gqa.common.console import say

@@ -133,19 +133,6 @@ def continued(
 
     Raises:
         UserError: logits are not finite.
-
-    Example:
-        ```python
-        import torch
-
-        from modeling_gqa import GQAConfig, GQAForCausalLM
-        from modeling_gqa.conversion.own_text import continued
-
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mqa", **sizes))
-        rows = continued(model, torch.tensor([3, 5]), 16, torch.Generator().manual_seed(0))
-        assert rows.shape == (2, 16) and rows[:, 0].tolist() == [3, 5]
-        ```
     """
     rows, likely = first[:, None], TopPLogitsWarper(top_p)
     cache = grow_in_place(DynamicCache(config=model.config))

@@ -210,18 +210,7 @@ def describe_loss(report: dict[str, Any]) -> str:
 
 
 def with_quantized_cache(model: GQAForCausalLM, options: dict[str, Any]) -> GQAForCausalLM:
-    """Return a model of the same weights, shared, with `cache_quantization` as `options` say.
-
-    Example:
-        ```python
-        from modeling_gqa import GQAConfig, GQAForCausalLM
-        from modeling_gqa.conversion.quantizing import with_quantized_cache
-
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = GQAForCausalLM(GQAConfig(vocab_size=64, **sizes))
-        assert with_quantized_cache(model, {"nbits": 8}).config.cache_quantization == {"nbits": 8}
-        ```
-    """
+    """Return a model of the same weights, shared, with `cache_quantization` as `options` say."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     quantized = copy.deepcopy(model, shared)
     quantized.config.cache_quantization = options

@@ -193,20 +193,6 @@ def window_losses(model: PreTrainedModel, windows: torch.Tensor, progress: Progr
         model: a causal language model.
         windows: token ids (windows, T), of which one window is computed at a time.
         progress: wraps the iteration over windows.
-
-    Example:
-        ```python
-        import math
-
-        import torch
-
-        from modeling_gqa import GQAConfig, GQAForCausalLM
-        from modeling_gqa.evaluation.yardsticks import window_losses
-
-        model = GQAForCausalLM(GQAConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
-        losses = window_losses(model, torch.randint(64, (3, 16)))
-        assert losses.shape == (3,) and abs(losses.mean() - math.log(64)) < 1
-        ```
     """
     losses = []
     with evaluating(model):

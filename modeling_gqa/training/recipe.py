@@ -367,14 +367,6 @@ def load_recipe(
 
     Raises:
         UserError: an unknown recipe, field or option, a value of the wrong type, or values that do not go together.
-
-    Example:
-        ```python
-        from modeling_gqa.training.recipe import load_recipe
-
-        recipe, values = load_recipe(["tiny", "--preset", "tiny-mla", "--max-steps", "100"])
-        assert recipe.max_steps == values["max_steps"] == 100 and recipe.output_dir == "runs/tiny-mla"
-        ```
     """
     values = read_values(argv, recipe_class, prog or f"modeling-gqa {recipe_class.script}")
     try:

@@ -26,16 +26,7 @@ class Spread:
 
 
 def pooled(samples: Iterable[Sequence[float]]) -> Spread:
-    """Return the spread over seeds, pooled over models.
-
-    Example:
-        ```python
-        from modeling_gqa.training.comparison.spread import pooled
-
-        found = pooled([[1.0, 3.0], [5.0, 7.0], [4.0]])
-        assert (found.deviation, found.freedom) == (2**0.5, 2) and round(found.margin(1), 2) == 6.08
-        ```
-    """
+    """Return the spread over seeds, pooled over models."""
     groups = [found for found in samples if len(found) > 1]
     freedom = sum(len(found) - 1 for found in groups)
     squares = sum(statistics.variance(found) * (len(found) - 1) for found in groups)
