@@ -293,6 +293,3 @@ class Search:
         if True in to_mla:
             best = self.best_of((replace(best, by_layer=by_layer) for by_layer in (True, False)), trial)
         return replace(best, refine=start.refine)
-
-
-# -- Finished layers, in memory or in a folder from which a conversion can go on later

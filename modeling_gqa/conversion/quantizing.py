@@ -117,7 +117,14 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             model: Any = checkpoint.load(dtype or checkpoint.dtype, self.device).eval()
             stored = model.dtype
             model.to(dtype=computing_dtype(stored, self.device))
-            quantized: Any = self.quantized(model, batches.get("calibration"), stored, show_progress)
+            quantized: Any
+            if batches:
+                full = cache_bytes_per_token(model.config, stored)
+                budget = int(self.cache_share * full) if self.cache_share else None
+                text = batches["calibration"]
+                quantized = with_cache_of(model, text, self.quantization(), budget, stored, show_progress)
+            else:
+                quantized = with_quantized_cache(model, self.quantization())
             report: dict[str, Any] = {
                 f"cache_bytes_per_token_{when}": cache_bytes_per_token(each.config, stored)
                 for when, each in {"before": model, "after": quantized}.items()
@@ -132,20 +139,6 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             write_model(aside, quantized, checkpoint.folder, show_progress("saving"))
             self.write_card(aside, report, quantized.config, checkpoint.folder / "README.md")
         return report
-
-    def quantized(
-        self,
-        model: GQAForCausalLM,
-        text: Sequence[Batch] | None,
-        stored: torch.dtype,
-        show_progress: ShowProgress,
-    ) -> GQAForCausalLM:
-        """Return `model`, whose cache takes numbers of dtype `stored`, with a cache as the options say."""
-        options = self.quantization()
-        if not text:
-            return with_quantized_cache(model, options)
-        budget = int(self.cache_share * cache_bytes_per_token(model.config, stored)) if self.cache_share else None
-        return with_cache_of(model, text, options, budget, stored, show_progress)
 
     def check_layers(self, config: GQAConfig) -> None:
         """Raise `UserError` where the options name bits of what no layer caches, or no layer's cache is rounded."""

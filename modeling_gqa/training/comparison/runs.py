@@ -168,11 +168,11 @@ class Runs:
 
     def loss(self, name: str) -> float | None:
         """Return the validation loss of a run that has finished, inf where it is no number; else `None`."""
-        found = read_object(self.folder / "runs" / name / RESULTS)
-        if found is None or "validation_loss" not in found:
+        found = read_object(self.folder / "runs" / name / RESULTS) or {}
+        if "validation_loss" not in found:
             return None
-        loss = found["validation_loss"]
-        return float(loss) if is_finite(loss) else math.inf
+        loss = found["validation_loss"]  # null where it is no finite number
+        return math.inf if loss is None else loss
 
     def notes(self) -> dict[str, dict[str, Any]]:
         """Return what is noted of runs that failed or diverged and have not finished since, by name."""
@@ -296,10 +296,6 @@ def last_words(log: Path, start: int) -> str:
 def diverges(said: str) -> bool:
     """Return whether the last words of a run say that training has diverged, which it would do again."""
     return NON_FINITE in said
-
-
-def is_finite(loss: Any) -> bool:
-    return isinstance(loss, int | float) and math.isfinite(loss)
 
 
 # -- A run's process
