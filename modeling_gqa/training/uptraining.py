@@ -249,7 +249,7 @@ class UptrainTrainer(PretrainTrainer):
         These are the student's own, or a checkpoint's that has been evaluated. The results are theirs then.
         """
         name = "kl" if self.measure == "kl" else "validation_loss"
-        last, first = results[name], results[f"initial_{name}"]  # type: ignore[literal-required]
+        last, first = results[name], results[f"initial_{name}"]
         if last <= first or not math.isfinite(first):
             return super().outcome(results)
         said = f"the {'KL to the teacher' if name == 'kl' else 'validation loss'} was {first:.4f} and is {last:.4f}"
@@ -263,7 +263,7 @@ class UptrainTrainer(PretrainTrainer):
         step = best["step"]
         of_step = f"has the weights of step {step:,}" if step else "is the student as it was"
         warn(f"{said}. The result {of_step}")
-        results = results | {  # type: ignore[assignment]
+        results = results | {
             **self.further_results(best),
             "validation_loss": best["eval_loss"],
             "validation_perplexity": best["eval_perplexity"],
