@@ -31,7 +31,7 @@ from modeling_gqa.training.comparison.report import (
     verdict,
     write_outcome,
 )
-from modeling_gqa.training.comparison.runs import Run, Runs, gpu_of
+from modeling_gqa.training.comparison.runs import Runs, gpu_of
 from modeling_gqa_cli.errors import UserError
 from training.compare import compare
 
@@ -288,6 +288,7 @@ def test_the_number_of_runs_is_told_before_they_start(corpus, tmp_path):
     assert runs.left() == models * (3 + 2) - 3 - 1  # the vertex is a rate of the sweep
     runs.seconds = [50.0, 70.0]
     assert runs.time_left() == f"{models * 5 - 4} left, about {duration(60 * (models * 5 - 4) / 2)}"
+    assert Runs(tmp_path, lambda _: [], 2, "").time_left() == "the last"
 
 
 @pytest.mark.parametrize(("jobs", "gpus", "at_once"), [(1, 0, 1), (2, 0, 1), (3, 2, 2)])
@@ -325,15 +326,6 @@ def test_a_dry_run_times_steps_and_says_where_the_text_sets_the_length(tmp_path,
     for name in KINDS:
         (row,) = re.findall(rf"^\| {name} \| - \| - \| (\S+) \| \S+ MiB \| - \|$", said, re.MULTILINE)
         assert 0 < float(row) < 60
-
-
-def test_the_last_run_has_no_time_left(tmp_path):
-    waiting = [Run("first", "r", {}), Run("second", "r", {})]
-    runs = Runs(tmp_path, lambda ended: [run for run in waiting if run.name not in ended], 1, "")
-    runs.seconds = [3.0]
-    assert runs.left() == 2 and runs.time_left() == "2 left, about 6 s"
-    waiting.clear()
-    assert runs.left() == 0 and runs.time_left() == "the last"
 
 
 def test_runs_at_once_have_a_gpu_each(monkeypatch):

@@ -259,8 +259,6 @@ def test_stages_of_the_trainer(pair, packed, tmp_path):
         ({"max_steps": None}, "--tokens=2000", 2000 / 256),
         ({"max_steps": None}, "--tokens=2000 --gradient-accumulation-steps=3", 2000 / 768),
         # The command line's budget replaces the recipe's.
-        ({"max_steps": None, "tokens": "2000"}, "--max-steps=5", 5),
-        ({"max_steps": 5}, "--tokens=2000", 8),
         ({"max_steps": 5, "tokens": "2000"}, "--max-steps=7", 7),
         ({"max_steps": 5, "tokens": "2000"}, "--max-steps=-1", 8),
         ({"max_steps": 5, "tokens_per_parameter": 0.1}, "--max-steps=7", 7),
