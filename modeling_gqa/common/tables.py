@@ -57,7 +57,7 @@ def in_bytes(value: float) -> str:
 
 
 def cached(size: int, itemsize: int) -> str:
-    """Return the size of a cache in bytes and, in brackets, in numbers of `itemsize` bytes, for a column that says so."""
+    """Return the size of a cache in bytes and in numbers of `itemsize` bytes, such as `1,152 (576)`."""
     return f"{size:,} ({size // itemsize:,})"
 
 
