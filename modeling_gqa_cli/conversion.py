@@ -120,8 +120,10 @@ def write_text(source: str, file: str, dtype: str, force: bool, **options: Any) 
     path = Path(file)
     with user_errors(path), progress_bars() as show_progress:
         precision = None if dtype == "auto" else getattr(torch, dtype)
-        done = write_own_text(source, path, dtype=precision, force=force, show_progress=show_progress, **options)
-        out.print(f"Wrote {printable(path)}: {done.documents} documents, {done.tokens:,} tokens.", soft_wrap=True)
+        documents, tokens = write_own_text(
+            source, path, dtype=precision, force=force, show_progress=show_progress, **options
+        )
+        out.print(f"Wrote {printable(path)}: {documents} documents, {tokens:,} tokens.", soft_wrap=True)
 
 
 def show(report: Any) -> None:

@@ -119,7 +119,6 @@ class UptrainOptions:
     trainable: Literal["attention", "all"] = option("Parameters to train. Default: attention.", "attention")
     layerwise_fraction: float | None = option("Share of the steps for stage 1, by layer. Default: 0.5.")
     kl_weight: float | None = option("Stage 2: weight of KL, the rest next-token loss. Default: 0.9.")
-    temperature: float = option("Stage 2: of both softmaxes in the KL. Default: 1.", 1.0)
     keep_best: bool = option("Train to the end and keep the last weights, even if worse.", True)
 
 
@@ -160,15 +159,7 @@ GROUPS: dict[str, tuple[Any, ...]] = {
 
 
 def recipe_names(script: str = "pretrain") -> list[str]:
-    """Return the names of the packaged recipes for `pretrain`, `uptrain` or `compare`, sorted.
-
-    Example:
-        ```python
-        from modeling_gqa_cli.recipes import recipe_names
-
-        assert recipe_names("pretrain") == ["base-124m", "base-1b", "quickstart", "tiny"]
-        ```
-    """
+    """Return the names of the packaged recipes for `pretrain`, `uptrain` or `compare`, sorted."""
     names = sorted(path.stem for path in (CONFIGURATION / "recipes").glob("*.yaml"))
     others = [f"{other}-" for other in SCRIPTS[1:]]
     if script == "pretrain":

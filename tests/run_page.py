@@ -1,7 +1,7 @@
 """Runs the code blocks of a page of the documentation, in order, in a temporary folder.
 
     python tests/run_page.py docs/converting.md
-    python tests/run_page.py --docstrings modeling_gqa training
+    python tests/run_page.py --docstrings modeling_gqa
 
 The second runs the examples in the docstrings of packages, each in a forked process.
 

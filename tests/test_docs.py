@@ -57,7 +57,7 @@ def test_blocks_say_what_they_are(page):
 
 def test_docstring_examples_run():
     """Each in a process that is new but for the imports."""
-    run("tests/run_page.py", "--docstrings", "modeling_gqa", "training")
+    run("tests/run_page.py", "--docstrings", "modeling_gqa")
 
 
 # -- the site

@@ -22,19 +22,11 @@ def compare(argv: list[str], prog: str | None = None) -> None:
 
     Raises:
         UserError: an error that the user can correct.
-
-    Example:
-        ```python no-run
-        # Trains for an hour.
-        from modeling_gqa.scripts.compare import compare
-
-        compare(["compare-quick", "--seeds", "3", "--output-dir", "runs/kinds"])
-        ```
     """
     # Imported here, and not by the file: help and wrong usage are then answered at once.
     from modeling_gqa.common.console import say
     from modeling_gqa.training.comparison.models import MATCHED, CompareRecipe, candidates_of, sizes_table
-    from modeling_gqa.training.comparison.plan import FREE, Comparison
+    from modeling_gqa.training.comparison.plan import Comparison
     from modeling_gqa.training.comparison.report import REPORT, write_outcome
     from modeling_gqa.training.comparison.runs import Runs
     from modeling_gqa.training.recipe import load_recipe
@@ -52,9 +44,9 @@ def compare(argv: list[str], prog: str | None = None) -> None:
         return
 
     # Runs that are left are trained here or by other launches; the last to end writes the report
-    runs = Runs(comparison.folder, comparison.needed, recipe.jobs, recipe.launcher, comparison.later)
+    runs = Runs(comparison)
     with runs.writing():
-        runs.begin(values, values_of_runs, FREE, comparison.write_tokenizer)
+        runs.begin(values, values_of_runs)
         runs.run_all()
         runs.finish(comparison.folder / REPORT, lambda: write_outcome(comparison, runs))
 

@@ -23,14 +23,6 @@ def pretrain(argv: list[str], prog: str | None = None) -> None:
 
     Raises:
         UserError: an error that the user can correct.
-
-    Example:
-        ```python no-run
-        # Trains for a minute.
-        from modeling_gqa.scripts.pretrain import pretrain
-
-        pretrain(["tiny", "--preset", "tiny-mla", "--max-steps", "100", "--output-dir", "runs/example"])
-        ```
     """
     # Imported here, and not by the file: help and wrong usage are then answered at once.
     from transformers import set_seed

@@ -26,14 +26,6 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
 
     Raises:
         UserError: an error that the user can correct.
-
-    Example:
-        ```python no-run
-        # Needs a converted model and its source, and trains for minutes.
-        from modeling_gqa.scripts.uptrain import uptrain
-
-        uptrain(["uptrain-tiny", "--student", "runs/converted", "--max-steps", "100"])
-        ```
     """
     # Imported here, and not by the file: help and wrong usage are then answered at once.
     from transformers import set_seed

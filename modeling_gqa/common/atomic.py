@@ -56,13 +56,6 @@ def to_json(results: Any) -> str:
 
     Args:
         results: dictionaries, data classes, lists, texts, numbers.
-
-    Example:
-        ```python
-        from modeling_gqa.common.atomic import to_json
-
-        assert to_json([1.5, float("nan")]) == "[\\n  1.5,\\n  null\\n]\\n"
-        ```
     """
     return json.dumps(plain(results), indent=2, allow_nan=False) + "\n"
 

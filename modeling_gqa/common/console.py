@@ -123,16 +123,7 @@ def identity(path: Path | None) -> tuple[int, int] | None:
 
 
 def name_options(message: str, argv: Sequence[str]) -> str:
-    """Return a message in which a field that `argv` sets is named as its option: `--max-steps`, not `max_steps`.
-
-    Example:
-        ```python
-        from modeling_gqa.common.console import name_options
-
-        said = name_options("max_steps is -1 and num_train_epochs is 0", ["tiny", "--max-steps=-1"])
-        assert said == "--max-steps is -1 and num_train_epochs is 0"
-        ```
-    """
+    """Return a message in which a field that `argv` sets is named as its option: `--max-steps`, not `max_steps`."""
     given = {argument.partition("=")[0].replace("-", "_") for argument in argv if argument.startswith("--")}
     return re.sub(
         r"(?<![\w./-])[a-z0-9]+(_[a-z0-9]+)+\b",

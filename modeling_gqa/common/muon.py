@@ -20,19 +20,6 @@ class MuonAdamW(torch.optim.AdamW):
     A group of Muon has, beside "lr" and "weight_decay", a "momentum" and "rms": at a rate of 1 a step has about this
     root mean square. With 0.2 it is as large as AdamW's are, so both take one rate (2502.16982). `None`: all its
     singular values are about 1. State, groups and schedules are those of one optimizer.
-
-    Example:
-        ```python
-        import torch
-
-        from modeling_gqa.common.muon import MuonAdamW
-
-        matrix, bias = torch.nn.Parameter(torch.eye(2, 3)), torch.nn.Parameter(torch.zeros(2))
-        optimizer = MuonAdamW([{"params": [matrix], "muon": True}, {"params": [bias]}], lr=0.1, weight_decay=0.0)
-        (matrix.sum() + bias.sum()).backward()
-        optimizer.step()
-        assert torch.allclose(bias, torch.full((2,), -0.1)) and matrix[0, 0] < 1
-        ```
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:

@@ -45,15 +45,7 @@ class Table:
 
 
 def with_prefix(value: float, unit: str = "") -> str:
-    """Return a number in three digits with a decimal prefix, such as `8.03 G`.
-
-    Example:
-        ```python
-        from modeling_gqa.common.tables import with_prefix
-
-        assert with_prefix(8_030_261_248) == "8.03 G" and with_prefix(12, "FLOP") == "12 FLOP"
-        ```
-    """
+    """Return a number in three digits with a decimal prefix, such as `8.03 G`."""
     size, prefix = next((known for known in PREFIXES if value >= 0.9995 * known[0]), (1, ""))
     return f"{three_digits(value / size)} {prefix}{unit}".rstrip()
 
@@ -65,15 +57,7 @@ def in_bytes(value: float) -> str:
 
 
 def cached(size: int, itemsize: int) -> str:
-    """Return the size of a cache in bytes and, in brackets, in numbers of `itemsize` bytes, for a column that says so.
-
-    Example:
-        ```python
-        from modeling_gqa.common.tables import cached
-
-        assert cached(1152, 2) == "1,152 (576)"
-        ```
-    """
+    """Return the size of a cache in bytes and in numbers of `itemsize` bytes, such as `1,152 (576)`."""
     return f"{size:,} ({size // itemsize:,})"
 
 

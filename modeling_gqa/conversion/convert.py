@@ -298,6 +298,3 @@ class Search:
             best = self.best_of((replace(best, by_layer=by_layer) for by_layer in (True, False)), trial)
             best = self.best_of((replace(best, key_mean=kept) for kept in {start.key_mean, False}), trial)
         return replace(best, refine=start.refine)
-
-
-# -- Finished layers, in memory or in a folder from which a conversion can go on later

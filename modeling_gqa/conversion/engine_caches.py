@@ -39,19 +39,6 @@ def engine_caches(config: GQAConfig, stored: torch.dtype) -> Iterator[EngineCach
     """Yield the flags that take a model of these sizes, whose cache is in `stored` without them, by size.
 
     TurboQuant takes MHA, MQA and GQA without a window, and only heads whose size is a power of two are yielded.
-
-    Example:
-        ```python
-        import torch
-
-        from modeling_gqa import GQAConfig
-        from modeling_gqa.conversion.engine_caches import engine_caches
-
-        config = GQAConfig(num_hidden_layers=8, num_attention_heads=4, attention_kind="mqa", head_dim=64)
-        sizes = {cache.dtype: cache.bytes for cache in engine_caches(config, torch.bfloat16)}
-        assert sizes["fp8"] == 8 * 2 * 64
-        assert sizes["turboquant_4bit_nc"] == 4 * 2 * 128 + 4 * (32 + 2 + 32 + 4)
-        ```
     """
     layers = config.per_layer_config
     full = cache_bytes_per_token(config, stored)

@@ -14,23 +14,17 @@ from ..checkpoints.files import is_gguf
 from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token, count_parameters
 from .report import vllm_kernels
-from .targets import cached_numbers, changed_layers, describe, exact_latent_sizes, lossy_layers, target_config
-
-LAYER_FIELDS = (
-    "attention_kind",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "qk_norm",
-    "qk_norm_span",
-    "qk_norm_head_dim",
-    "qk_norm_key_value_heads",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "qk_nope_head_dim",
-    "v_head_dim",
-    "latent_norm",
+from .targets import (
+    SHAPE_FIELDS,
+    cached_numbers,
+    changed_layers,
+    describe,
+    exact_latent_sizes,
+    lossy_layers,
+    target_config,
 )
+
+LAYER_FIELDS = ("attention_kind", "num_attention_heads", *SHAPE_FIELDS, "qk_norm", "qk_norm_span", "latent_norm")
 
 
 def conversions(config: GQAConfig, dtype: torch.dtype) -> dict[str, dict[str, Any]]:

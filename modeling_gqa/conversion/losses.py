@@ -23,7 +23,6 @@ def prediction_losses(
     teacher_states: torch.Tensor,
     teacher_head: torch.nn.Module,
     labels: torch.Tensor,
-    temperature: float = 1.0,
 ) -> torch.Tensor:
     """Return three sums over the predicted tokens: next-token loss, KL(teacher || student), and the teacher's loss.
 
@@ -31,17 +30,14 @@ def prediction_losses(
         logits: the student's (B, T, V).
         teacher_states: (B, T, E), of which `teacher_head` makes logits, a part of the tokens at a time.
         labels: (B, T), shifted here; -100 at the start of a document, which the text before does not predict.
-        temperature: both logits are divided by it for the KL, which is multiplied by its square (1503.02531).
     """
 
     def sums(logits: torch.Tensor, states: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             teacher = teacher_head(states)
-        ours, theirs = log_probs = [log_softmax(x) for x in (logits, teacher)]  # (n, V)
-        losses = [-x.gather(1, target.clamp(min=0)[:, None])[:, 0] for x in log_probs]
-        if temperature != 1:
-            ours, theirs = ((x / temperature).log_softmax(-1) for x in log_probs)
-        kl = kl_div(ours, theirs, reduction="none", log_target=True).sum(-1) * temperature**2
+        ours, theirs = log_softmax(logits), log_softmax(teacher)  # (n, V)
+        losses = [-x.gather(1, target.clamp(min=0)[:, None])[:, 0] for x in (ours, theirs)]
+        kl = kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
         return torch.stack([losses[0], kl, losses[1]])[:, target >= 0].sum(-1)
 
     return in_parts(sums, logits, teacher_states, next_tokens(labels))
@@ -54,7 +50,6 @@ def top_prediction_losses(
     rest: torch.Tensor,
     target_log_probs: torch.Tensor,
     labels: torch.Tensor,
-    temperature: float = 1.0,
 ) -> torch.Tensor:
     """Return the sums of `prediction_losses`, the KL being over the teacher's top k tokens and all others as one.
 
@@ -63,26 +58,24 @@ def top_prediction_losses(
     Args:
         logits: the student's (B, T, V).
         ids: (B, T, k), the teacher's most likely tokens.
-        log_probs: (B, T, k), their log-probabilities l at temperature 1.
-        rest: (B, T), log sum exp(l / temperature) over all other tokens; -inf where there are none.
-        target_log_probs: (B, T), the teacher's log-probability of the next token at temperature 1.
+        log_probs: (B, T, k), their log-probabilities l.
+        rest: (B, T), log sum exp(l) over all other tokens; -inf where there are none.
+        target_log_probs: (B, T), the teacher's log-probability of the next token.
         labels: as for `prediction_losses`.
-        temperature: as for `prediction_losses`.
     """
 
     def sums(logits: torch.Tensor, ids: torch.Tensor, theirs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         student = logits.to(torch.promote_types(logits.dtype, torch.float32))  # (n, V)
         loss = student.logsumexp(-1) - student.gather(1, target.clamp(min=0)[:, None])[:, 0]
-        student = student / temperature
         # Of the others themselves: where the k tokens have nearly all of the probability, nothing is left of 1 - sum q.
         others = student.scatter(1, ids, torch.finfo(student.dtype).min).logsumexp(-1, keepdim=True)
         ours = torch.cat([student.gather(1, ids), others], dim=-1).log_softmax(-1)  # (n, k + 1)
         # A bucket of probability 0 adds 0, where the product would be nan.
-        kl = torch.where(theirs > -torch.inf, theirs.exp() * (theirs - ours), 0.0).sum(-1) * temperature**2
+        kl = torch.where(theirs > -torch.inf, theirs.exp() * (theirs - ours), 0.0).sum(-1)
         return torch.stack([loss, kl])[:, target >= 0].sum(-1)
 
     # By this softmax the probabilities sum to 1, however `log_probs` were rounded.
-    buckets = log_softmax(torch.cat([log_probs / temperature, rest[..., None]], dim=-1))  # (B, T, k + 1)
+    buckets = log_softmax(torch.cat([log_probs, rest[..., None]], dim=-1))  # (B, T, k + 1)
     targets = next_tokens(labels)
     found = in_parts(sums, logits, ids, buckets, targets)
     return torch.cat([found, -target_log_probs[targets >= 0].sum()[None]])

@@ -8,11 +8,12 @@ Shapes: B rows, T tokens.
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedTokenizerBase, TopPLogitsWarper
 
+from modeling_gqa_cli import options as declared
 from modeling_gqa_cli.errors import UsageError, UserError
 
 from ..cache_layers import grow_in_place
@@ -23,18 +24,11 @@ from ..common.progress import Progress, ShowProgress, no_progress
 from ..data.tokenizer import load_tokenizer
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import not_finite
+from .text import text_length
 
 # Each token is drawn from the likeliest, this many, and of these from the first that have this much probability
 # together. With SmolLM2-135M on a CPU, sorting its whole vocabulary for the second would nearly double the time.
 TOP_K, TOP_P = 1000, 0.95
-LONGEST = 1024  # tokens of a document, where nothing else is said
-
-
-class Written(NamedTuple):
-    """What was written: documents, and tokens as the model drew them."""
-
-    documents: int
-    tokens: int
 
 
 def write_own_text(
@@ -49,7 +43,7 @@ def write_own_text(
     device: str | None = None,
     force: bool = False,
     show_progress: ShowProgress = no_progress,
-) -> Written:
+) -> tuple[int, int]:
     """Let a model write documents into the file `path`, one JSON object {"text": ...} a line.
 
     Args:
@@ -63,6 +57,9 @@ def write_own_text(
         device: such as "cpu" or "cuda:1"; `None`: "cuda" if there is one.
         force: whether a file at `path` is replaced.
         show_progress: returns, for a description, what wraps an iterable to show progress.
+
+    Returns:
+        The numbers of documents, and of tokens as the model drew them.
 
     Raises:
         UserError: the model, its tokenizer or an option cannot be used.
@@ -79,10 +76,7 @@ def write_own_text(
         )
     device = usable_device(device)
     checkpoint = open_checkpoint(source, dtype=dtype)
-    positions = checkpoint.config.max_position_embeddings
-    length = sequence_length or min(LONGEST, positions)
-    if length > positions:
-        raise UserError(f"--sequence-length={length} is more than max_position_embeddings={positions}")
+    length = text_length(declared.Text(sequence_length=sequence_length), checkpoint.config)
     tokenizer = load_tokenizer(checkpoint.folder)
     model: Any = checkpoint.load(dtype, device)
     if dtype is None:
@@ -98,7 +92,7 @@ def write_own_text(
         rows = continued(model, begun, length, generator, progress)
         documents += tokenizer.batch_decode(rows, skip_special_tokens=True)
     write_text(path, "".join(json.dumps({"text": document}) + "\n" for document in documents))
-    return Written(len(first), len(first) * length)
+    return len(first), len(first) * length
 
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase, vocabulary: int, number: int, seed: int) -> torch.Tensor:
@@ -133,19 +127,6 @@ def continued(
 
     Raises:
         UserError: logits are not finite.
-
-    Example:
-        ```python
-        import torch
-
-        from modeling_gqa import GQAConfig, GQAForCausalLM
-        from modeling_gqa.conversion.own_text import continued
-
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mqa", **sizes))
-        rows = continued(model, torch.tensor([3, 5]), 16, torch.Generator().manual_seed(0))
-        assert rows.shape == (2, 16) and rows[:, 0].tolist() == [3, 5]
-        ```
     """
     rows, likely = first[:, None], TopPLogitsWarper(top_p)
     cache = grow_in_place(DynamicCache(config=model.config))

@@ -73,22 +73,6 @@ def polish(
         `learning_rate` of the weights that were kept, `None` where none were better than before; `tokens` trained on
         up to these weights; `kl_before` and `kl_after`, in nats per token of `judges`. `None` where nothing is
         predicted in `text` or in `judges`: then nothing is done.
-
-    Example:
-        ```python
-        import torch
-
-        from modeling_gqa import GQAConfig, GQAForCausalLM
-        from modeling_gqa.conversion import convert_model, target_config
-        from modeling_gqa.conversion.polish import polish
-
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mha", **sizes))
-        text, judges = ([{"input_ids": torch.randint(64, (4, 16))}] for _ in range(2))
-        converted, _ = convert_model(model, target_config(model.config, "mqa"), text)
-        done = polish(model, converted, text, judges, layers=[0, 1], tokens=1000)
-        assert done["kl_after"] <= done["kl_before"]
-        ```
     """
     cut_text, cut_judges = (list(cut(x)) for x in (text, first_batches(judges, JUDGING_TOKENS)))
     if not cut_text or not cut_judges:

@@ -117,7 +117,14 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             model: Any = checkpoint.load(dtype or checkpoint.dtype, self.device).eval()
             stored = model.dtype
             model.to(dtype=computing_dtype(stored, self.device))
-            quantized: Any = self.quantized(model, batches.get("calibration"), stored, show_progress)
+            quantized: Any
+            if batches:
+                full = cache_bytes_per_token(model.config, stored)
+                budget = int(self.cache_share * full) if self.cache_share else None
+                text = batches["calibration"]
+                quantized = with_cache_of(model, text, self.quantization(), budget, stored, show_progress)
+            else:
+                quantized = with_quantized_cache(model, self.quantization())
             report: dict[str, Any] = {
                 f"cache_bytes_per_token_{when}": cache_bytes_per_token(each.config, stored)
                 for when, each in {"before": model, "after": quantized}.items()
@@ -132,20 +139,6 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             write_model(aside, quantized, checkpoint.folder, show_progress("saving"))
             self.write_card(aside, report, quantized.config, checkpoint.folder / "README.md")
         return report
-
-    def quantized(
-        self,
-        model: GQAForCausalLM,
-        text: Sequence[Batch] | None,
-        stored: torch.dtype,
-        show_progress: ShowProgress,
-    ) -> GQAForCausalLM:
-        """Return `model`, whose cache takes numbers of dtype `stored`, with a cache as the options say."""
-        options = self.quantization()
-        if not text:
-            return with_quantized_cache(model, options)
-        budget = int(self.cache_share * cache_bytes_per_token(model.config, stored)) if self.cache_share else None
-        return with_cache_of(model, text, options, budget, stored, show_progress)
 
     def check_layers(self, config: GQAConfig) -> None:
         """Raise `UserError` where the options name bits of what no layer caches, or no layer's cache is rounded."""
@@ -210,18 +203,7 @@ def describe_loss(report: dict[str, Any]) -> str:
 
 
 def with_quantized_cache(model: GQAForCausalLM, options: dict[str, Any]) -> GQAForCausalLM:
-    """Return a model of the same weights, shared, with `cache_quantization` as `options` say.
-
-    Example:
-        ```python
-        from modeling_gqa import GQAConfig, GQAForCausalLM
-        from modeling_gqa.conversion.quantizing import with_quantized_cache
-
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = GQAForCausalLM(GQAConfig(vocab_size=64, **sizes))
-        assert with_quantized_cache(model, {"nbits": 8}).config.cache_quantization == {"nbits": 8}
-        ```
-    """
+    """Return a model of the same weights, shared, with `cache_quantization` as `options` say."""
     shared = {id(parameter): parameter for parameter in model.parameters()}
     quantized = copy.deepcopy(model, shared)
     quantized.config.cache_quantization = options

@@ -130,17 +130,6 @@ def cache_means(
 
     Raises:
         UserError: no document has more than `skipped` tokens, or the activations are not finite.
-
-    Example:
-        ```python
-        import torch
-        from modeling_gqa import GQAConfig, GQAForCausalLM
-        from modeling_gqa.conversion.transform_coding import cache_means
-
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-        model = GQAForCausalLM(GQAConfig(vocab_size=64, attention_kind="mqa", **sizes))
-        assert cache_means(model, [{"input_ids": torch.randint(64, (2, 16))}])[0].shape == (2 * 8,)
-        ```
     """
     sums: list[Any] = [0.0] * len(model.model.layers)
     tokens = 0

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -84,12 +84,14 @@ def read_bandwidth(device: str) -> float:
     return GIB / min(seconds(data.sum, device) for _ in range(7))
 
 
-def matmul_rate(device: str, dtype: torch.dtype, longest: float = 0.1) -> float:
+@cache
+def matmul_rate(device: str, dtype: torch.dtype) -> float:
     """Operations per second of the fastest product of square matrices: the peak of bounds and of a training's MFU.
 
     The second matrix is transposed, as a layer's weights are: on some CPUs that is ten times as fast. Sizes are doubled
-    from 256 to 8192, and no further once a product takes `longest` seconds: CPUs without instructions for bfloat16 take
-    minutes for large ones. Each size is timed five times. No numbers are drawn from torch's generators.
+    from 256 to 8192, and no further once a product takes a tenth of a second: CPUs without instructions for bfloat16
+    take minutes for large ones. Each size is timed five times, and a device once in a process. No numbers are drawn
+    from torch's generators.
     """
     generator = torch.Generator(device).manual_seed(0)
     best, size = 0.0, 256
@@ -99,7 +101,7 @@ def matmul_rate(device: str, dtype: torch.dtype, longest: float = 0.1) -> float:
         product()
         least = min(seconds(product, device) for _ in range(5))
         best = max(best, 2 * size**3 / least)
-        if least > longest:
+        if least > 0.1:
             break
         size *= 2
     return best

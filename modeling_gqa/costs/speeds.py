@@ -4,14 +4,13 @@ Training sets OpenMP's policy of waiting, by which the many small steps of decod
 has the policy with which models are used.
 """
 
-import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -59,29 +58,15 @@ def measure_speeds(
     Raises:
         UserError: they cannot be measured here.
     """
-    told = {
-        "configs": {name: config.to_json_string(use_diff=False) for name, config in configs.items()},
-        "contexts": list(contexts),
-        "prompt_tokens": prompt_tokens,
-        "training_block": training_block,
-    }
-    environment = {name: value for name, value in os.environ.items() if name != POLICY}
-    process = subprocess.run(
-        [sys.executable, "-m", __name__],
-        input=json.dumps(told),
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if process.returncode:
-        last = process.stderr.strip().splitlines()[-1:]
-        raise UserError(f"speeds could not be measured: {' '.join(last)}")
-    found = json.loads(process.stdout.splitlines()[-1])
-    return {
-        name: Speed({int(tokens): time for tokens, time in speed.pop("decode_milliseconds").items()}, **speed)
-        for name, speed in found.items()
-    }
+    policy = os.environ.pop(POLICY, None)  # the new process has what is left here
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            return pool.submit(measure_here, configs, contexts, prompt_tokens, training_block).result()
+    except Exception as error:  # too little memory, by which the process may also be killed
+        raise UserError(f"speeds could not be measured: {error}") from error
+    finally:
+        if policy is not None:
+            os.environ[POLICY] = policy
 
 
 def device_and_dtype() -> tuple[str, torch.dtype]:
@@ -95,11 +80,13 @@ def where_measured() -> str:
     return f"{machine_name(device)}, {str(dtype).removeprefix('torch.')}"
 
 
-def measure_here(told: dict[str, Any]) -> dict[str, Speed]:
-    """Measure in this process what `measure_speeds` was told."""
+def measure_here(
+    configs: Mapping[str, GQAConfig], contexts: Sequence[int], prompt_tokens: int, training_block: tuple[int, int]
+) -> dict[str, Speed]:
+    """Measure in this process; arguments as for `measure_speeds`."""
     device, dtype = device_and_dtype()
-    models = [CostedModel(GQAConfig.from_dict(json.loads(text)), name) for name, text in told["configs"].items()]
-    decoded = measure_decoding(models, told["contexts"], [1], dtype, device, no_progress)
+    models = [CostedModel(config, name) for name, config in configs.items()]
+    decoded = measure_decoding(models, contexts, [1], dtype, device, no_progress)
 
     def read(model: Any, ids: torch.Tensor) -> float:
         with torch.no_grad():
@@ -116,13 +103,9 @@ def measure_here(told: dict[str, Any]) -> dict[str, Speed]:
         medians, _ = in_turn({name: partial(step, model, ids) for name, model in built.items()}, budget=6.0)
         return {name: rows * tokens / median for name, median in medians.items()}
 
-    prompts = tokens_per_second(read, 1, told["prompt_tokens"])
-    training = tokens_per_second(train, *told["training_block"])
+    prompts = tokens_per_second(read, 1, prompt_tokens)
+    training = tokens_per_second(train, *training_block)
     return {
         name: Speed({token.context: token.milliseconds[name] for token in decoded}, prompts[name], training[name])
         for name in prompts
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: asdict(speed) for name, speed in measure_here(json.load(sys.stdin)).items()}))

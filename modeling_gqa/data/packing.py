@@ -60,14 +60,6 @@ def pack(documents: Iterable[tuple[list[int], bool]], length: int) -> Iterator[n
 
     Yields:
         (2, L) arrays: token ids, and position ids, which restart at every document and every block.
-
-    Example:
-        ```python
-        from modeling_gqa.data.packing import pack
-
-        (block,) = pack([([5, 6, 0], True), ([7, 0], True)], length=4)
-        assert block.tolist() == [[5, 6, 0, 7], [0, 1, 2, 0]]
-        ```
     """
     ids: list[int] = []
     starts = [0]

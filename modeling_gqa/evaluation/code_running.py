@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..common.progress import Progress
@@ -19,6 +18,9 @@ from .results import TaskResult, mean_score
 from .yardsticks import definition
 
 Outcome = Literal["passed", "failed", "timed out"]
+# What a program may take: seconds of wall time, as HumanEval's own, and as many, rounded up and one more, of the
+# processor; bytes of address space, and of a file that it writes.
+SECONDS, MEMORY, FILE_SIZE = 3.0, 2**30, 2**20
 # The exit code after the last line of a program. No program ends by it by mistake, as by `sys.exit()`.
 PASSED = 77
 # What the process runs: it limits itself, reads the program from its input, and runs it.
@@ -36,42 +38,18 @@ os._exit(%d)
 """
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What a program may take.
-
-    Args:
-        seconds: of wall time; as many, rounded up and one more, of the processor.
-        memory: bytes of address space.
-        file_size: bytes of a file that it writes.
-    """
-
-    seconds: float = 3.0  # as HumanEval's own
-    memory: int = 2**30
-    file_size: int = 2**20
-
-
-def run_program(program: str, limits: Limits = Limits()) -> Outcome:
+def run_program(program: str) -> Outcome:
     """Run a Python program in a process of its own, in a temporary folder and without environment variables.
 
     The process and all that it started are killed at the end.
 
     Args:
         program: its text.
-        limits: of time, memory and files.
 
     Returns:
         "passed" if the program came to its last line, "timed out" if it took too long, else "failed".
-
-    Example:
-        ```python
-        from modeling_gqa.evaluation.code_running import run_program
-
-        assert run_program("assert 1 + 1 == 2") == "passed"
-        assert run_program("assert 1 + 1 == 3") == "failed"
-        ```
     """
-    numbers = int(limits.seconds) + 2, limits.memory, limits.file_size, 0, 0
+    numbers = int(SECONDS) + 2, MEMORY, FILE_SIZE, 0, 0
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
             [sys.executable, "-I", "-B", "-c", LIMITED % PASSED, *map(str, numbers)],
@@ -83,7 +61,7 @@ def run_program(program: str, limits: Limits = Limits()) -> Outcome:
             start_new_session=True,
         )
         try:
-            process.communicate(program.encode("utf-8", errors="replace"), timeout=limits.seconds)
+            process.communicate(program.encode("utf-8", errors="replace"), timeout=SECONDS)
         except subprocess.TimeoutExpired:
             return "timed out"
         finally:
@@ -93,11 +71,6 @@ def run_program(program: str, limits: Limits = Limits()) -> Outcome:
     if process.returncode == PASSED:
         return "passed"
     return "timed out" if process.returncode == -signal.SIGXCPU else "failed"
-
-
-def whole_program(problem: dict[str, Any], completion: str) -> str:
-    """Return what is run: the problem's beginning, what the model wrote behind it, and the problem's test."""
-    return f"{problem['prompt']}{completion}\n{problem['test']}\ncheck({problem['entry_point']})\n"
 
 
 def write_functions(lm: Any, problems: Sequence[dict[str, Any]]) -> list[str]:
@@ -123,7 +96,6 @@ def human_eval(
     problems: Sequence[dict[str, Any]],
     completions: Sequence[str],
     progress: Progress = iter,
-    limits: Limits = Limits(),
 ) -> TaskResult:
     """Return pass@1 of completions, the share of problems (2107.03374) whose test passes.
 
@@ -133,10 +105,12 @@ def human_eval(
         problems: `task_id`, `prompt`, `test` and `entry_point` of each.
         completions: what the model wrote behind each prompt; see `write_functions`.
         progress: wraps the iteration over programs.
-        limits: of each program.
     """
     pairs = list(zip(problems, completions, strict=True))
-    outcomes = [run_program(whole_program(problem, written), limits) for problem, written in progress(pairs)]
+    outcomes = [
+        run_program(f"{problem['prompt']}{written}\n{problem['test']}\ncheck({problem['entry_point']})\n")
+        for problem, written in progress(pairs)
+    ]
     score = mean_score([outcome == "passed" for outcome in outcomes])
     keys = [problem["task_id"] for problem in problems]
     return TaskResult({"pass@1": score}, len(problems), keys, {"type": "openai/openai_humaneval", "split": "test"})

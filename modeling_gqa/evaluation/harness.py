@@ -22,6 +22,7 @@ from ..checkpoints.files import check_tokenizer_files, is_gguf, local_folder, re
 from ..common.console import err
 from ..common.progress import ShowProgress, no_progress
 from ..configuration_gqa import GQAConfig
+from ..conversion.divergence import not_finite
 from ..data.tokenizer import load_tokenizer
 from .code_running import human_eval, write_functions
 from .results import Results, Score, TaskResult, perplexity_score, standard_error
@@ -275,9 +276,7 @@ def quiet_library() -> Iterator[None]:
 def check_finite(task: str, values: Sequence[float] | np.ndarray, dtype: torch.dtype) -> None:
     """Raise `UserError` where a score is nan or infinite."""
     if not all(math.isfinite(value) for value in values):
-        kind = str(dtype).removeprefix("torch.")
-        remedy = "choose --dtype float32 or bfloat16" if dtype == torch.float16 else "the weights may be damaged"
-        raise UserError(f"scores of {task} are not finite in {kind}: {remedy}")
+        raise not_finite(f"scores of {task}", dtype)
 
 
 # -- lm-eval

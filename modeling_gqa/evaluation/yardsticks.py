@@ -3,8 +3,6 @@
 Shapes: T tokens of a window, V vocabulary.
 """
 
-import bz2
-import gzip
 import json
 import re
 from collections.abc import Sequence
@@ -20,6 +18,7 @@ from modeling_gqa_cli.errors import UserError, one_line
 from ..cache_quantized import rounds_cache
 from ..common.batches import evaluating
 from ..common.progress import Progress
+from ..data.reading import text_pieces
 
 # The file of each yardstick in the folder that --data names.
 FILES = {
@@ -36,7 +35,6 @@ DEFINITIONS = {
     "humaneval": "humaneval/humaneval.yaml",
 }
 FIELDS = {"lambada": ("text",), "humaneval": ("task_id", "prompt", "test", "entry_point")}
-OPENERS: dict[str, Any] = {".bz2": bz2.open, ".gz": gzip.open}
 LINES_OF_AN_ITEM = 6  # of HellaSwag: the context, the number of the right ending, four endings
 # Logits are turned into float32 for this number of tokens at a time.
 TOKENS_AT_ONCE = 256
@@ -76,15 +74,11 @@ def read_documents(name: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def read_text(name: str, folder: Path) -> str:
-    """Return what the file of a yardstick holds, with the line ends of this system; raises `UserError`."""
+    """Return what the file of a yardstick holds, with "\n" at every end of a line; raises `UserError`."""
     path = folder / FILES[name]
     if not path.is_file():
         raise UserError(f"{name} needs the file {path}, which is not there: give its folder by --data")
-    try:
-        with OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
-            return file.read()
-    except (OSError, EOFError, ValueError) as error:
-        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+    return "".join(text_pieces(path, newlines=True))
 
 
 def hellaswag_items(lines: Sequence[str]) -> list[dict[str, Any]]:
@@ -92,14 +86,6 @@ def hellaswag_items(lines: Sequence[str]) -> list[dict[str, Any]]:
 
     lm-eval begins the sentence that an ending continues with a capital (`ctx_b.capitalize()`), and the file does not:
     it is made up for here.
-
-    Example:
-        ```python
-        from modeling_gqa.evaluation.yardsticks import hellaswag_items
-
-        lines = ["Roof: A man sits on a roof. he", "1", "flies.", "takes off a tile.", "sings.", "is a roof."]
-        assert hellaswag_items(lines)[0]["query"] == "Roof: A man sits on a roof. He"
-        ```
     """
     if not lines or len(lines) % LINES_OF_AN_ITEM:
         raise ValueError(f"{len(lines)} lines are no items of {LINES_OF_AN_ITEM}")
@@ -193,20 +179,6 @@ def window_losses(model: PreTrainedModel, windows: torch.Tensor, progress: Progr
         model: a causal language model.
         windows: token ids (windows, T), of which one window is computed at a time.
         progress: wraps the iteration over windows.
-
-    Example:
-        ```python
-        import math
-
-        import torch
-
-        from modeling_gqa import GQAConfig, GQAForCausalLM
-        from modeling_gqa.evaluation.yardsticks import window_losses
-
-        model = GQAForCausalLM(GQAConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4))
-        losses = window_losses(model, torch.randint(64, (3, 16)))
-        assert losses.shape == (3,) and abs(losses.mean() - math.log(64)) < 1
-        ```
     """
     losses = []
     with evaluating(model):

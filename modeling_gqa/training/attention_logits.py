@@ -24,18 +24,6 @@ def largest_logits(model: nn.Module, config: Any, batch: dict[str, torch.Tensor]
         model: of this package; it may be wrapped for several processes.
         config: of the model.
         batch: its inputs.
-
-    Example:
-        ```python
-        import torch
-
-        from modeling_gqa import GQAConfig, GQAForCausalLM
-        from modeling_gqa.training.attention_logits import largest_logits
-
-        config = GQAConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-        batch = {"input_ids": torch.randint(64, (3, 16))}
-        assert largest_logits(GQAForCausalLM(config), config, batch).shape == (2,)
-        ```
     """
     found: dict[int, torch.Tensor] = {}
 

@@ -1,6 +1,5 @@
 """What a run is going to take: its length, printed before it starts, and by `--dry-run` its time and memory."""
 
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,8 +14,9 @@ from ..common.muon import MuonAdamW
 from ..common.progress import duration
 from ..common.tables import in_bytes, with_prefix
 from ..costs import training_flops
+from ..costs.measuring import seconds
 from .recipe import Recipe
-from .trainer import muon_groups, synchronize
+from .trainer import muon_groups
 
 STEPS = 3  # that are timed
 
@@ -82,20 +82,17 @@ def measure(recipe: Recipe, model: PreTrainedModel) -> tuple[float | None, dict[
     }
     if sum(memory.values()) - memory["weights"] > free_memory(str(recipe.device)):
         return None, memory
-    batches, updates = [], []
-    for _ in range(STEPS):
-        begin = time.perf_counter()
-        loss_of(ids).backward()
-        synchronize(model.device)
-        middle = time.perf_counter()
+
+    def update() -> None:
         optimizer.step()
         optimizer.zero_grad()
-        batches.append(middle - begin)
-        synchronize(model.device)
-        updates.append(time.perf_counter() - middle)
+
+    device = str(recipe.device)
+    times = [(seconds(lambda: loss_of(ids).backward(), device), seconds(update, device)) for _ in range(STEPS)]
+    batch, step = (min(parts) for parts in zip(*times, strict=True))
     states = (x for state in optimizer.state.values() for x in state.values())
     memory["optimizer"] = sum(x.nbytes for x in states if isinstance(x, torch.Tensor))
-    return min(batches) * recipe.gradient_accumulation_steps + min(updates), memory
+    return batch * recipe.gradient_accumulation_steps + step, memory
 
 
 def moment_bytes(optimizer: torch.optim.Optimizer) -> int:

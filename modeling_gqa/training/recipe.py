@@ -159,8 +159,8 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
         if self.num_train_epochs is None:
             self.num_train_epochs = TrainingArguments.num_train_epochs
         super().__post_init__()
-        if (budget := self.token_budget()) is not None:
-            self.set_steps(budget)
+        if self.tokens:
+            self.set_steps(parse_tokens(self.tokens))
         self.check_options()
 
     def check_options(self) -> None:
@@ -231,10 +231,6 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
     def tokens_per_step(self) -> int:
         batches = self.train_batch_size * self.gradient_accumulation_steps * self.world_size
         return batches * self.sequence_length
-
-    def token_budget(self) -> float | None:
-        """Return the number of tokens to train on; `None` where it is not known without the model, or not given."""
-        return parse_tokens(self.tokens) if self.tokens else None
 
     def set_steps(self, tokens: float) -> None:
         """Set `max_steps` to train on so many tokens; raises `ValueError` where they are less than half a step's."""
@@ -367,14 +363,6 @@ def load_recipe(
 
     Raises:
         UserError: an unknown recipe, field or option, a value of the wrong type, or values that do not go together.
-
-    Example:
-        ```python
-        from modeling_gqa.training.recipe import load_recipe
-
-        recipe, values = load_recipe(["tiny", "--preset", "tiny-mla", "--max-steps", "100"])
-        assert recipe.max_steps == values["max_steps"] == 100 and recipe.output_dir == "runs/tiny-mla"
-        ```
     """
     values = read_values(argv, recipe_class, prog or f"modeling-gqa {recipe_class.script}")
     try:

@@ -1,6 +1,6 @@
 """`results.json`, which a run's folder and its model repository hold, and the loss of a bigram model."""
 
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -12,46 +12,8 @@ RESULTS, FORMAT_VERSION = "results.json", 1
 NON_FINITE = "non-finite"  # what a run says that has diverged
 # What a resumption that has nothing left to train keeps as it was.
 TIMING = ("training_seconds", "sealing_seconds", "tokens_per_second", "mfu")
-
-
-class Results(TypedDict, total=False):
-    """The numbers of a finished run, which docs/pretraining.md explains; a field that was not measured is left out.
-
-    Losses and KL divergences are means over every predicted token of the validation sequences, in nats per token but
-    where their names say otherwise.
-    """
-
-    format_version: int
-    validation_loss: float
-    validation_perplexity: float
-    validation_bits_per_byte: float
-    bytes_per_token: float
-    validation_blocks: int
-    steps: int
-    tokens_seen: int
-    tokens_per_step: int
-    training_seconds: float
-    tokens_per_second: float
-    mfu: float
-    initial_validation_loss: float
-    initial_validation_perplexity: float
-    teacher_validation_loss: float
-    teacher_validation_perplexity: float
-    kl: float
-    initial_kl: float
-    kl_top_k: int
-    result_step: int
-    stopped_step: int
-    last_kl: float
-    last_validation_loss: float
-    gap_closed: float
-    parameters: int
-    cache_bytes_per_token: int
-    processes: int
-    sealing_seconds: float
-    bigram_loss: float
-    evaluation: dict[str, Any]
-
+# The numbers of a finished run, which docs/pretraining.md explains; what was not measured is left out.
+Results = dict[str, Any]
 
 # What is printed and stands on the card: what a number is, and how it is written.
 LABELS = {
@@ -84,8 +46,7 @@ PRINTED = {
 
 def results_table(results: Results, labels: dict[str, tuple[str, str]] = LABELS) -> Table:
     """Return the results that have a label."""
-    values = dict(results)
-    return Table(["", ""], [(label, form.format(values[x])) for x, (label, form) in labels.items() if x in values])
+    return Table(["", ""], [(label, form.format(results[x])) for x, (label, form) in labels.items() if x in results])
 
 
 def printed_lines(results: Results) -> list[str]:

@@ -42,22 +42,6 @@ class RunFolder:
     Raises:
         UserError: another process writes there, or a file that no run wrote has a name that runs use.
         OSError: the folder cannot be written.
-
-    Example:
-        ```python
-        import tempfile
-
-        from modeling_gqa.training.run_folder import RunFolder
-
-        with tempfile.TemporaryDirectory() as path:
-            folder = RunFolder(path)
-            folder.open()
-            with folder.staging() as staged:
-                (staged / "results.json").write_text("{}")
-                folder.place("results.json")
-            folder.close()
-            assert list(folder.files) == ["results.json"]
-        ```
     """
 
     def __init__(self, path: str | Path) -> None:

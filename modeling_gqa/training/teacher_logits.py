@@ -44,25 +44,14 @@ def record_of(top_k: int, vocab_size: int) -> np.dtype:
     """
     ids = np.uint16 if vocab_size <= 2**16 else np.int32
     rounded = [("ids", ids, (top_k,)), ("log_probs", np.float16, (top_k,))]
-    # Of the rest at temperature 1, by which models are evaluated, and at that of training.
-    return np.dtype([("rest", np.float32, (2,)), ("target_log_probs", np.float32), *rounded])
+    return np.dtype([("rest", np.float32), ("target_log_probs", np.float32), *rounded])
 
 
 class TeacherBlocks(PackedBlocks):
     """Packed blocks (blocks, 2, T), each with its row of the teacher's records (blocks, T), as examples of training.
 
     An example holds `FIELDS` as well: ids and log-probabilities of the k most likely tokens (T, k); the logarithm of
-    the sum of the others (T, 2), see `record_of`; and the log-probability of the next token (T,).
-
-    Example:
-        ```python
-        import numpy as np
-
-        from modeling_gqa.training.teacher_logits import TeacherBlocks, record_of
-
-        blocks = TeacherBlocks(np.zeros((5, 2, 16), np.int32), np.zeros((5, 16), record_of(3, vocab_size=300)))
-        assert blocks[4]["teacher_ids"].shape == (16, 3) and blocks.top_k == 3
-        ```
+    the sum of the others (T,); and the log-probability of the next token (T,).
     """
 
     def __init__(self, blocks: np.ndarray, records: np.ndarray) -> None:
@@ -90,7 +79,6 @@ def with_teacher_logits(run: OpenRun, recipe: "UptrainRecipe", vocab_size: int) 
         wanted = {
             "teacher": run.folder.notes["models"]["teacher"],
             "sequence_length": recipe.sequence_length,
-            "temperature": recipe.temperature,
             "precision": "bfloat16" if recipe.bf16 else "float16" if recipe.fp16 else "float32",
             **{part: run.folder.files[f"data/{part}.npy"] for part in parts},
             "top_k": min(recipe.teacher_top_k, vocab_size),
@@ -187,6 +175,6 @@ def predict(teacher: PreTrainedModel, batch: dict[str, Any], record: np.dtype, r
                 raise UserError("the teacher's logits are not finite: its weights are damaged, or fp16 is too narrow")
             place["target_log_probs"] = log_probs.gather(1, target[:, None])[:, 0].cpu()
             others = log_probs.scatter_(1, ids, -torch.inf)
-            place["rest"] = torch.stack([(others / t).logsumexp(-1) for t in (1.0, recipe.temperature)], dim=-1).cpu()
+            place["rest"] = others.logsumexp(-1).cpu()
             place["ids"], place["log_probs"] = ids.cpu(), top.half().cpu()
     return result

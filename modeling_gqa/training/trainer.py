@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Collection
 from contextlib import nullcontext
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from ..common.console import is_main, say
 from ..common.muon import MuonAdamW
 from ..common.progress import duration
 from ..costs import cache_bytes_per_token, training_flops
+from ..costs.measuring import matmul_rate
 from ..data.blocks import CheckedStream, PackedBlocks
 from .attention_logits import largest_logits
 from .recipe import Recipe, schedule_options
@@ -243,7 +244,7 @@ class PretrainTrainer(Trainer):
             "tokens_seen": state.num_input_tokens_seen,
             "tokens_per_step": state.num_input_tokens_seen // max(state.global_step, 1),
             "training_seconds": round(seconds, 1),
-            **self.throughput.rates(recipe.device, whole_run=True),  # type: ignore[typeddict-item]
+            **self.throughput.rates(recipe.device, whole_run=True),
             **self.further_results(metrics),
             "parameters": model.num_parameters(),
             "cache_bytes_per_token": cache_bytes_per_token(model.config, torch.float32),
@@ -255,7 +256,7 @@ class PretrainTrainer(Trainer):
             results["bigram_loss"] = bigram_loss(self.train_dataset, self.eval_dataset, model.config.vocab_size)
         earlier = read_object(Path(recipe.output_dir) / RESULTS) or {}
         if self.nothing_left and earlier.get("steps") == results["steps"]:
-            results |= {name: earlier[name] for name in TIMING if name in earlier}  # type: ignore[typeddict-item]
+            results |= {name: earlier[name] for name in TIMING if name in earlier}
         return results
 
     def further_results(self, metrics: dict[str, float]) -> Results:
@@ -316,14 +317,6 @@ def any_process(flag: bool, args: TrainingArguments) -> bool:
 # -- Callbacks
 
 
-@cache
-def peak_flops(device: str, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of the fastest matrix product on a device, at which the MFU is 1; it is measured once."""
-    from ..costs.measuring import matmul_rate
-
-    return matmul_rate(device, dtype)
-
-
 class Throughput(TrainerCallback):
     """Measures tokens per second and model FLOPs utilisation (MFU) of training.
 
@@ -355,7 +348,7 @@ class Throughput(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-        self.peak = peak_flops(str(args.device), dtype) * args.world_size if self.config else 0.0
+        self.peak = matmul_rate(str(args.device), dtype) * args.world_size if self.config else 0.0
         self.first_step = state.global_step + 1
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:

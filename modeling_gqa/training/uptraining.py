@@ -29,8 +29,8 @@ from .trainer import PretrainTrainer, perplexity
 # Chosen with configuration/recipes/uptrain-tiny.yaml.
 LAYERWISE_FRACTION, KL_WEIGHT = 0.5, 0.9
 METHOD = """- Parameters trained: {0.trainable}. Stage 1, each layer's attention output for the teacher's input:
-  {0.layerwise_fraction:.0%} of the steps. Stage 2: {0.kl_weight:g} times the KL divergence from the teacher at
-  temperature {0.temperature:g}, {1:g} times the next-token loss.
+  {0.layerwise_fraction:.0%} of the steps. Stage 2: {0.kl_weight:g} times the KL divergence from the teacher,
+  {1:g} times the next-token loss.
 """
 
 
@@ -67,8 +67,6 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
                 setattr(self, name, default)
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must lie between 0 and 1")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be positive")
         if self.torch_compile and self.layerwise_fraction:
             raise ValueError("torch_compile cannot follow stage 1; set layerwise_fraction 0, or leave it out")
         super().__post_init__()
@@ -159,7 +157,7 @@ class UptrainTrainer(PretrainTrainer):
             return loss / self.current_gradient_accumulation_steps  # every micro-batch has as many tokens
         teacher = self.teacher_predictions(inputs)
         logits = model(**model_inputs(inputs)).logits
-        sums = self.prediction_sums(logits, teacher, inputs["labels"], self.args.temperature)
+        sums = self.prediction_sums(logits, teacher, inputs["labels"])
         loss, kl, _ = sums / num_items_in_batch
         loss = (1 - self.args.kl_weight) * loss + self.args.kl_weight * kl
         # The number of items is that of all processes, over which DDP takes the mean.
@@ -173,14 +171,13 @@ class UptrainTrainer(PretrainTrainer):
             return (self.teacher.model(**model_inputs(inputs)).last_hidden_state,)
 
     def prediction_sums(
-        self, logits: torch.Tensor, teacher: tuple[torch.Tensor, ...], labels: torch.Tensor, temperature: float
+        self, logits: torch.Tensor, teacher: tuple[torch.Tensor, ...], labels: torch.Tensor
     ) -> torch.Tensor:
         if self.teacher is None:
             ids, log_probs, rest, target_log_probs = teacher
-            rest = rest[..., int(temperature != 1)]  # (B, T)
-            return top_prediction_losses(logits, ids, log_probs, rest, target_log_probs, labels, temperature)
+            return top_prediction_losses(logits, ids, log_probs, rest, target_log_probs, labels)
         with self.accelerator.autocast():
-            return prediction_losses(logits, teacher[0], self.teacher.lm_head, labels, temperature)
+            return prediction_losses(logits, teacher[0], self.teacher.lm_head, labels)
 
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         inputs = self._prepare_inputs(inputs)
@@ -188,7 +185,7 @@ class UptrainTrainer(PretrainTrainer):
         loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
         # A sum for each sequence: the Trainer drops those that only fill up the last batch.
         sequences = zip(logits.split(1), zip(*(x.split(1) for x in teacher), strict=True), labels.split(1), strict=True)
-        sums = torch.stack([self.prediction_sums(*x, temperature=1.0) for x in sequences])  # (B, 3)
+        sums = torch.stack([self.prediction_sums(*x) for x in sequences])  # (B, 3)
         return loss, torch.cat([labels[:, 1:].ne(-100).sum(-1, keepdim=True), sums], dim=-1), labels  # (B, 4)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -252,7 +249,7 @@ class UptrainTrainer(PretrainTrainer):
         These are the student's own, or a checkpoint's that has been evaluated. The results are theirs then.
         """
         name = "kl" if self.measure == "kl" else "validation_loss"
-        last, first = results[name], results[f"initial_{name}"]  # type: ignore[literal-required]
+        last, first = results[name], results[f"initial_{name}"]
         if last <= first or not math.isfinite(first):
             return super().outcome(results)
         said = f"the {'KL to the teacher' if name == 'kl' else 'validation loss'} was {first:.4f} and is {last:.4f}"
@@ -266,7 +263,7 @@ class UptrainTrainer(PretrainTrainer):
         step = best["step"]
         of_step = f"has the weights of step {step:,}" if step else "is the student as it was"
         warn(f"{said}. The result {of_step}")
-        results = results | {  # type: ignore[assignment]
+        results = results | {
             **self.further_results(best),
             "validation_loss": best["eval_loss"],
             "validation_perplexity": best["eval_perplexity"],

@@ -10,6 +10,8 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +33,7 @@ from modeling_gqa.training.comparison.report import (
     verdict,
     write_outcome,
 )
-from modeling_gqa.training.comparison.runs import Run, Runs, gpu_of
+from modeling_gqa.training.comparison.runs import Runs, gpu_of
 from modeling_gqa_cli.errors import UserError
 from training.compare import compare
 
@@ -205,8 +207,8 @@ def outcome() -> Outcome:
 
 def test_the_spread_is_pooled(outcome):
     variances = (0.01**2 / 2, 0.012**2 / 2, 0.008**2 / 2)
-    assert outcome.spread.deviation == pytest.approx(math.sqrt(sum(variances) / 3))
-    assert outcome.spread.freedom == 3
+    assert outcome.deviation == pytest.approx(math.sqrt(sum(variances) / 3))
+    assert outcome.freedom == 3
     mha, gqa, mla, _, _ = outcome.entries
     assert not outcome.differ(mha, gqa)
     assert outcome.differ(mha, mla)
@@ -245,11 +247,17 @@ def test_a_tokenizer_that_the_recipe_names_is_kept(corpus, tokenizer, tmp_path):
         assert run.options["tokenizer"] == (tokenizer or str(tmp_path / "tokenizer"))
 
 
+def no_runs(folder: Path) -> Runs:
+    """Those of a comparison that needs none, in this folder."""
+    nothing: Any = SimpleNamespace(folder=folder, recipe=CompareRecipe(), needed=lambda _: [])
+    return Runs(nothing)
+
+
 def test_failures_are_those_of_this_launch(tmp_path):
     """Those of an earlier one are tried again where they are needed, and are no concern of others."""
     (tmp_path / "failed").mkdir()
     (tmp_path / "failed" / "earlier.json").write_text(json.dumps({"time": time.time() - 60, "said": "no"}))
-    runs = Runs(tmp_path, lambda _: [], 1, "")
+    runs = no_runs(tmp_path)
     (tmp_path / "failed" / "now.json").write_text(json.dumps({"time": time.time() + 1, "said": "no memory"}))
     assert runs.failures() == {"now": "no memory"}
     assert list(runs.ended()) == ["now"]
@@ -265,16 +273,16 @@ def test_a_run_that_diverges_is_a_result(tmp_path):
     (tmp_path / "failed" / "diverged.json").write_text(json.dumps(note))
     (tmp_path / "runs" / "ended").mkdir(parents=True)
     (tmp_path / "runs" / "ended" / "results.json").write_text('{"validation_loss": null}')
-    runs = Runs(tmp_path, lambda _: [], 1, "")
+    runs = no_runs(tmp_path)
     assert (runs.failures(), runs.ended()) == ({}, {"diverged": math.inf, "ended": math.inf})
 
 
 def test_the_number_of_runs_is_told_before_they_start(corpus, tmp_path):
     """The sweep's and, while the best rate is not known, as many as there are seeds; what has ended is left out."""
-    recipe = recipe_of(corpus, output_dir=str(tmp_path), learning_rates=[1e-3, 2e-3, 4e-3], seeds=2)
+    recipe = recipe_of(corpus, output_dir=str(tmp_path), learning_rates=[1e-3, 2e-3, 4e-3], seeds=2, jobs=2)
     candidates, pretraining, _ = candidates_of(recipe)
     comparison = Comparison(recipe, pretraining, candidates)
-    runs = Runs(tmp_path, comparison.needed, 2, "", comparison.later)
+    runs = Runs(comparison)
     models = len(candidates)
     tokens = pretraining.max_steps * pretraining.per_device_train_batch_size * pretraining.sequence_length
     said = comparison.planned()
@@ -288,6 +296,7 @@ def test_the_number_of_runs_is_told_before_they_start(corpus, tmp_path):
     assert runs.left() == models * (3 + 2) - 3 - 1  # the vertex is a rate of the sweep
     runs.seconds = [50.0, 70.0]
     assert runs.time_left() == f"{models * 5 - 4} left, about {duration(60 * (models * 5 - 4) / 2)}"
+    assert no_runs(tmp_path).time_left() == "the last"
 
 
 @pytest.mark.parametrize(("jobs", "gpus", "at_once"), [(1, 0, 1), (2, 0, 1), (3, 2, 2)])
@@ -325,15 +334,6 @@ def test_a_dry_run_times_steps_and_says_where_the_text_sets_the_length(tmp_path,
     for name in KINDS:
         (row,) = re.findall(rf"^\| {name} \| - \| - \| (\S+) \| \S+ MiB \| - \|$", said, re.MULTILINE)
         assert 0 < float(row) < 60
-
-
-def test_the_last_run_has_no_time_left(tmp_path):
-    waiting = [Run("first", "r", {}), Run("second", "r", {})]
-    runs = Runs(tmp_path, lambda ended: [run for run in waiting if run.name not in ended], 1, "")
-    runs.seconds = [3.0]
-    assert runs.left() == 2 and runs.time_left() == "2 left, about 6 s"
-    waiting.clear()
-    assert runs.left() == 0 and runs.time_left() == "the last"
 
 
 def test_runs_at_once_have_a_gpu_each(monkeypatch):
@@ -375,7 +375,7 @@ def test_a_comparison_without_speeds(corpus, monkeypatch, tmp_path, capsys):
     recipe = recipe_of(corpus, output_dir=str(tmp_path), kinds={"mha": {}, "mqa": {"attention_kind": "mqa"}})
     candidates, pretraining, _ = candidates_of(recipe)
     comparison = Comparison(recipe, pretraining, candidates)
-    write_outcome(comparison, Runs(tmp_path, comparison.needed, 1, ""))
+    write_outcome(comparison, Runs(comparison))
     assert "There are no speeds: speeds could not be measured: out of memory." in (tmp_path / "report.md").read_text()
     assert "There are no speeds" in capsys.readouterr().out
 
@@ -387,7 +387,7 @@ def test_folders_of_others(tmp_path):
         folder.mkdir()
         (folder / name).mkdir() if content is None else (folder / name).write_text(content)
         with pytest.raises(UserError, match="choose another --output-dir"):
-            Runs(folder, lambda _: [], 1, "").begin({}, {}, set(), pytest.fail)
+            no_runs(folder).begin({}, {})
     assert (tmp_path / "recipe" / "recipe.json").read_text() == "[]"
 
 

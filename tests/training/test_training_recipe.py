@@ -63,6 +63,7 @@ def test_kinds_of_yaml_values(write):
         ({"resume": True, "dry_run": True}, [], "dry_run does not measure what resume changes"),
         ({"gradient_checkpointing": True, "dry_run": True}, [], "dry_run does not measure what gradient_checkpointing"),
         ({"dataset_name": "a/b", "data_files": ["x"]}, [], "data_files and dataset_name are both given"),
+        ({"use_liger_kernel": True}, [], "use_liger_kernel has no effect"),
     ],
 )
 def test_refused(write, yaml_values, options, message):
@@ -100,11 +101,6 @@ def test_wrong_decays(write, schedule, message):
     recipe, _ = load_recipe([write(**options)])
     with pytest.raises(UserError, match=message):
         check_training(recipe, load_config(recipe))
-
-
-def test_liger_is_refused_where_it_would_change_nothing(write):
-    with pytest.raises(UserError, match="use_liger_kernel has no effect"):
-        load_recipe([write(use_liger_kernel=True)])
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from ...data.source import open_source, split_source
 from ..recipe import Recipe
 from ..run_setup import text_of, write_tokenizer
 from .models import Candidate, CompareRecipe
-from .runs import Run
 
 # What may differ when a comparison goes on: none of it changes what a finished run has found.
 FREE = {"learning_rates", "seeds", "jobs", "launcher", "contexts", "output_dir"}
@@ -31,6 +30,21 @@ class Trial:
     def name(self) -> str:
         """Name of its folder."""
         return f"{self.candidate}-rate{self.learning_rate:.2e}-seed{self.seed}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is needed.
+
+    Args:
+        name: of its folder.
+        recipe: of pretraining.
+        options: of the recipe, without output_dir and resume.
+    """
+
+    name: str
+    recipe: str
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)

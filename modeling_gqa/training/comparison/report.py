@@ -7,6 +7,8 @@ from math import isfinite, isinf, isnan, log, nan, sqrt
 from pathlib import Path
 from typing import Any
 
+from scipy import stats
+
 from modeling_gqa_cli.errors import UserError
 
 from ...common.atomic import read_object, write_json, write_text
@@ -20,7 +22,6 @@ from ..run_folder import checkpoints
 from .models import MATCHED, CompareRecipe
 from .plan import Comparison, Trial
 from .runs import Runs
-from .spread import Spread, pooled
 
 REPORT = "report.md"
 LOSS = "validation loss (nats per token)"
@@ -127,17 +128,24 @@ class Outcome:
         return sorted((entry for entry in self.entries if isfinite(entry.loss)), key=lambda entry: entry.loss)
 
     @property
-    def spread(self) -> Spread:
-        """How far runs of different seeds part, pooled over the models."""
-        return pooled(entry.usable for entry in self.finished)
+    def freedom(self) -> int:
+        """Degrees of freedom of the deviation: runs less models."""
+        return sum(len(entry.usable) - 1 for entry in self.finished)
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of a run over seeds, pooled over the models; nan where no model has two runs."""
+        squares = sum((loss - entry.loss) ** 2 for entry in self.finished for loss in entry.usable)
+        return sqrt(squares / self.freedom) if self.freedom else nan
 
     def bits_per_byte(self, loss: float) -> float:
         """Return a loss in bits per byte of the validation text."""
         return loss / log(2) / self.bytes_per_token
 
     def margin(self, one: Entry, other: Entry) -> float:
-        """Return half of the 95 % interval of the difference of two means; nan without a spread."""
-        return self.spread.margin(sqrt(sum(1 / len(entry.usable) for entry in (one, other))))
+        """Return half of the 95 % interval, by Student's t, of the difference of two means; nan without a deviation."""
+        error = self.deviation * sqrt(sum(1 / len(entry.usable) for entry in (one, other)))
+        return float(stats.t.ppf(0.975, self.freedom)) * error if self.freedom else nan
 
     def differ(self, one: Entry, other: Entry) -> bool:
         """Return whether two means are further apart than the margin of their difference."""
@@ -160,8 +168,8 @@ class Outcome:
             ],
             "bytes_per_token": self.bytes_per_token,
             "tokens_seen": list(self.tokens_seen),
-            "pooled_deviation": self.spread.deviation,
-            "degrees_of_freedom": self.spread.freedom,
+            "pooled_deviation": self.deviation,
+            "degrees_of_freedom": self.freedom,
             "pareto_front": [entry.name for entry in self.front],
         }
 
@@ -225,8 +233,8 @@ def comparison_report(recipe: CompareRecipe, outcome: Outcome, measured: str, fa
         verdict=verdict(outcome),
         matched=MATCHED[recipe.match],
         results=losses_table(outcome, recipe.seeds).to_markdown(),
-        deviation=number(outcome.spread.deviation),
-        freedom=outcome.spread.freedom,
+        deviation=number(outcome.deviation),
+        freedom=outcome.freedom,
         measured=measured,
         rates=rates_table(outcome).to_markdown(),
     )

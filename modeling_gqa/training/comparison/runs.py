@@ -13,10 +13,9 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
@@ -37,6 +36,7 @@ from ...common.progress import duration
 from ..recipe import FREE_ON_RESUME
 from ..results import NON_FINITE, RESULTS
 from ..run_folder import SAVED_RECIPE
+from .plan import FREE, Comparison, Run
 
 RECIPE = "recipe.json"
 LIBRARIES = ("run_setup", "trainer", "publish")  # that the server imports
@@ -45,41 +45,11 @@ LAST_LINES = 5  # of a failed run's log, which are shown
 ELSEWHERE = " is writing to "  # what a run says whose folder another process has open
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run that is needed.
-
-    Args:
-        name: of its folder.
-        recipe: of pretraining.
-        options: of the recipe, without output_dir and resume.
-    """
-
-    name: str
-    recipe: str
-    options: dict[str, Any]
-
-
 class Runs:
-    """The runs in a folder.
+    """The runs of a comparison, in its folder."""
 
-    Args:
-        needed: returns the runs that are needed and have not ended, of the validation losses by name of those that
-            have; a loss is nan where the run failed, and inf where it diverged.
-        jobs: number of runs at once.
-        launcher: what starts each; "": a fork of this process.
-        later: returns, of the same losses, how many runs will be needed beyond these.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        needed: Callable[[Mapping[str, float]], Sequence[Run]],
-        jobs: int,
-        launcher: str,
-        later: Callable[[Mapping[str, float]], int] = lambda ended: 0,
-    ) -> None:
-        self.folder, self.needed, self.jobs, self.launcher, self.later = folder, needed, jobs, launcher, later
+    def __init__(self, comparison: Comparison) -> None:
+        self.comparison, self.folder, self.jobs = comparison, comparison.folder, comparison.recipe.jobs
         self.seconds: list[float] = []  # that runs of this launch took
         self.started = time.time()  # runs that failed before are tried again
         self.processes: set[subprocess.Popen | ForkServerProcess] = set()
@@ -87,20 +57,12 @@ class Runs:
 
     # -- the folder
 
-    def begin(
-        self,
-        values: dict[str, Any],
-        values_of_runs: Mapping[str, Any],
-        free: Collection[str],
-        prepare: Callable[[], None],
-    ) -> None:
-        """Open the folder: prepare an empty one, or check that it holds the same recipe.
+    def begin(self, values: dict[str, Any], values_of_runs: Mapping[str, Any]) -> None:
+        """Open the folder: write what all runs need into an empty one, or check that it holds the same recipe.
 
         Args:
-            values: of the recipe.
+            values: of the recipe; those in `FREE` may differ when a launch goes on.
             values_of_runs: of the recipe of its runs; those that may change when a run resumes may change here.
-            free: fields of the recipe that may differ when a launch goes on.
-            prepare: writes what all runs need; called by one launch, before the recipe is written.
 
         Raises:
             UserError: the folder holds something else, or another recipe; or matplotlib is not installed.
@@ -117,13 +79,13 @@ class Runs:
             if saved is None:
                 if (folder / RECIPE).exists():
                     raise UserError(f"{folder / RECIPE} is damaged, or of no comparison: choose another --output-dir")
-                prepare()
+                self.comparison.write_tokenizer()
                 write_text(folder / RECIPE, json.dumps(values, indent=1) + "\n")
                 return
         changed = [
             f"{name} ({saved.get(name)!r} then, {value!r} now)"
             for name, value in json.loads(json.dumps(values)).items()
-            if name not in free and saved.get(name) != value
+            if name not in FREE and saved.get(name) != value
         ]
         if changed:
             raise UserError(
@@ -168,11 +130,11 @@ class Runs:
 
     def loss(self, name: str) -> float | None:
         """Return the validation loss of a run that has finished, inf where it is no number; else `None`."""
-        found = read_object(self.folder / "runs" / name / RESULTS)
-        if found is None or "validation_loss" not in found:
+        found = read_object(self.folder / "runs" / name / RESULTS) or {}
+        if "validation_loss" not in found:
             return None
-        loss = found["validation_loss"]
-        return float(loss) if is_finite(loss) else math.inf
+        loss = found["validation_loss"]  # null where it is no finite number
+        return math.inf if loss is None else loss
 
     def notes(self) -> dict[str, dict[str, Any]]:
         """Return what is noted of runs that failed or diverged and have not finished since, by name."""
@@ -188,8 +150,8 @@ class Runs:
     def left(self) -> int:
         """Return how many runs are left."""
         ended = self.ended()
-        needed = len(self.needed(ended))
-        return needed + self.later(ended) if needed else 0
+        needed = len(self.comparison.needed(ended))
+        return needed + self.comparison.later(ended) if needed else 0
 
     def time_left(self) -> str:
         """Return how many runs are left and about how long they take, at the pace of those of this launch."""
@@ -232,7 +194,7 @@ class Runs:
         """Claim and run one run after another, until none is needed, on the worker's GPU."""
         waiting = False
         while not self.stopped:
-            needed = self.needed(self.ended())
+            needed = self.comparison.needed(self.ended())
             if not needed:
                 return
             if any(self.try_claimed(run, worker) for run in needed):
@@ -265,7 +227,7 @@ class Runs:
         threads = max(1, torch.get_num_threads() // self.jobs) if self.jobs > 1 else 0
         options = {**run.options, "output_dir": str(path), "resume": (path / SAVED_RECIPE).is_file()}
         arguments = [run.recipe, *as_arguments(options)]
-        process = start_process(arguments, self.launcher, log, threads, gpu_of(worker))
+        process = start_process(arguments, self.comparison.recipe.launcher, log, threads, gpu_of(worker))
         self.processes.add(process)
         if self.stopped:  # a signal that came while it was started
             process.terminate()
@@ -296,10 +258,6 @@ def last_words(log: Path, start: int) -> str:
 def diverges(said: str) -> bool:
     """Return whether the last words of a run say that training has diverged, which it would do again."""
     return NON_FINITE in said
-
-
-def is_finite(loss: Any) -> bool:
-    return isinstance(loss, int | float) and math.isfinite(loss)
 
 
 # -- A run's process
