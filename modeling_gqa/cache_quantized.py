@@ -218,6 +218,11 @@ class GQAQuantizedCache(PositionedCache):
 
         if not hasattr(config, "cache_quantization"):
             raise ValueError(f"GQAQuantizedCache is for a GQAConfig, and got a {type(config).__name__}")
+        if not turns_back(config) and any(layer.key_mean for layer in config.per_layer_config):
+            raise ValueError(
+                "a quantized cache does not go with key_mean=True and frequencies that change with the length "
+                "(rope_type 'dynamic' or 'longrope'): convert the source without the mean (--no-key-mean)"
+            )
         given = CacheQuantization.of((config.cache_quantization or {}) if options is None else options)
         by_layer = given.by_layer(config.num_hidden_layers)
         for index, (layer, own) in enumerate(zip(config.per_layer_config, by_layer, strict=True)):
