@@ -23,7 +23,7 @@ from .cache_layers import is_paged
 from .cache_quantized import CacheBasis, held_by, tiled_attention
 from .compatibility import is_tracing
 from .configuration_gqa import GQAConfig
-from .layers import GQAHeadLinear, GQARMSNorm, head_norm, is_plain_linear, multiply_by_head, rotate, select_frequencies
+from .layers import GQAHeadLinear, head_norm, is_plain_linear, multiply_by_head, rms_norm, rotate, select_frequencies
 
 # DeepSeek's latent norms use this whatever `rms_norm_eps` says; its checkpoints must keep their function here.
 LATENT_NORM_EPS = 1e-6
@@ -96,7 +96,7 @@ class LatentAttention(Attention):
 
     @staticmethod
     def _norm(layer: GQAConfig, size: int) -> nn.Module:
-        return GQARMSNorm(size, eps=LATENT_NORM_EPS) if layer.latent_norm else nn.Identity()
+        return rms_norm(layer, size, LATENT_NORM_EPS) if layer.latent_norm else nn.Identity()
 
     def forward(
         self,
