@@ -1,4 +1,4 @@
-"""The parts of a model beside attention: norms, embedding, MLP, multipliers, maps by head, rotary embedding, chunked loss.
+"""The parts of a model beside attention: norms, MLP, multipliers, maps by head, embeddings, chunked loss.
 
 Rotary embedding is that of Su et al. (2104.09864, eq. 34), half-split and interleaved.
 
@@ -73,10 +73,11 @@ class GQAZeroCenteredRMSNorm(GQARMSNorm):
         nn.init.zeros_(self.weight)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        # The product is outside: vLLM takes `rms_norm` with a factor for a norm that multiplies by `weight`.
-        normed = torch.rms_norm(hidden_states.to(dtype), self.weight.shape, eps=self.variance_epsilon)
-        return (normed * (self.weight.to(dtype) + self.offset)).to(hidden_states.dtype)
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        x = hidden_states.to(dtype)
+        # Not `rms_norm`: vLLM reads this, and takes that for a norm that multiplies by `weight`.
+        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
+        return (normed * (self.offset + self.weight.to(dtype))).to(hidden_states.dtype)
 
 
 class GQAHeadsRMSNorm(GQARMSNorm):

@@ -332,7 +332,7 @@ REFUSED = {
     "windows-multipliers": ({**WINDOWS, **MULTIPLIERS}, r"granite: layer_types=\['full_attention', 'sliding_attention"),
     "unrotated-multipliers": (
         {**UNROTATED, **MULTIPLIERS},
-        "gemma3_text: its layers differ in rope_frequency_indices, rope_frequency_dim .*; smollm3: embedding_multiplier=12",
+        "_text: its layers differ in rope_frequency_indices, rope_frequency_dim .*; smollm3: embedding_multiplier=12",
     ),
     "all-unrotated-qk-norm": (
         {"rope_frequency_indices": [], "rope_frequency_dim": 14, "qk_norm": True},
@@ -375,7 +375,7 @@ REFUSED = {
         "gemma3_text: softmax_scale=0.3 is not the root of 1 / query_pre_attn_scalar, a whole number",
     ),
     "gemma-before": ({**GEMMA, "norm_position": "before"}, "gemma3_text: norm_position='before'"),
-    "gemma-hidden-size": ({**GEMMA, "hidden_size": 65}, "gemma3_text: hidden_size=65 is not a multiple of num_attention"),
+    "gemma-hidden-size": ({**GEMMA, "hidden_size": 65}, "_text: hidden_size=65 is not a multiple of num_attention"),
     "mla-zero-centered": (
         {"attention_kind": "mla", "zero_centered_norms": True},
         "deepseek_v3: zero_centered_norms=True",

@@ -35,7 +35,7 @@ class Heads:
         scaling: factor of the attention scores.
         rotary_scaling: factor of cosine and sine (YaRN and longrope have one other than 1).
         biases: whether the query, the key/value and the output projections have a bias.
-        q_norm, k_norm: (D,) what the RMSNorm on each head multiplies by, or (H, D) and (G, D) of that over all heads; `None`
+        q_norm, k_norm: (D,) factors of the RMSNorm on each head, or (H, D) and (G, D) of that over all heads; `None`
             where there is no norm.
         before_norms: the heads behind whose norms these begin, see `normed.behind_norms`; `None` where these begin at
             the layer's input.
