@@ -73,11 +73,11 @@ class GQAZeroCenteredRMSNorm(GQARMSNorm):
         nn.init.zeros_(self.weight)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        x = hidden_states.to(dtype)
-        # Not `rms_norm`: vLLM reads this, and takes that for a norm that multiplies by `weight`.
-        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return (normed * (self.offset + self.weight.to(dtype))).to(hidden_states.dtype)
+        # This branch keeps vLLM from tracing the norm, which it would take for one that multiplies by `weight`.
+        dtype = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
+        factor = self.offset + self.weight.to(dtype)
+        normed = torch.rms_norm(hidden_states.to(dtype), factor.shape, factor, self.variance_epsilon)
+        return normed.to(hidden_states.dtype)
 
 
 class GQAHeadsRMSNorm(GQARMSNorm):
