@@ -71,8 +71,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "mla-qk-norm": {**MLA, "qk_norm": True, "qk_norm_head_dim": 64, "qk_norm_key_value_heads": 2},
     "mla-window": {**MLA, "sliding_window": 16},
     "gqa-olmo": {**GQA, **ALL_HEADS, **WINDOWS, "norm_position": "after"},
-    "gqa-gemma": {**GQA, **GEMMA, **WINDOWS},
-    "mla-gemma": {**MLA, **GEMMA, "qk_norm_head_dim": 64, "qk_norm_key_value_heads": 2},
     "mla-olmo": {
         **MLA,
         **ALL_HEADS,
@@ -105,11 +103,7 @@ VARIABLES = {
 def save_model(name: str, directory: Path, **overrides) -> Path:
     """Save the model `name` of `MODELS` with seeded weights in `directory`."""
     torch.manual_seed(0)
-    model = GQAForCausalLM(GQAConfig(**{**SIZES, **MODELS[name], **overrides}))
-    for parameter in model.parameters() if model.config.zero_centered_norms else ():
-        if parameter.ndim == 1:
-            torch.nn.init.uniform_(parameter, -0.5, 0.5)
-    model.save_pretrained(directory)
+    GQAForCausalLM(GQAConfig(**{**SIZES, **MODELS[name], **overrides})).save_pretrained(directory)
     return directory
 
 
