@@ -6,7 +6,7 @@ The models come as GGUF files in Python packages, and are turned into checkpoint
 - Qwen2.5-Coder-0.5B-Instruct (2409.12186; a Qwen2 of 24 layers, 14 query and 2 key/value heads of 64, with biases on
   queries, keys and values), of 4-bit numbers for the most part;
 - Gemma-3-270M (2503.19786; 18 layers, 4 query heads and 1 key/value head of 256, windows of 512 tokens in 15 layers),
-  of 4-bit numbers for the most part. transformers runs it; no conversion imports its family.
+  of 4-bit numbers for the most part.
 
 So each predicts somewhat worse than the model that was published under its name. The text is documentation: of Debian,
 Perl and PostgreSQL from Debian's packages, of Python from the documentation strings of its standard library; the code

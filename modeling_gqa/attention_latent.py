@@ -27,11 +27,11 @@ from .configuration_gqa import GQAConfig
 from .layers import (
     GQAHeadLinear,
     GQAKeyMean,
-    GQARMSNorm,
     head_norm,
     is_plain_linear,
     multiply_by_head,
     plane_angles,
+    rms_norm,
     rotate,
     select_frequencies,
 )
@@ -114,7 +114,7 @@ class LatentAttention(Attention):
 
     @staticmethod
     def _norm(layer: GQAConfig, size: int) -> nn.Module:
-        return GQARMSNorm(size, eps=LATENT_NORM_EPS) if layer.latent_norm else nn.Identity()
+        return rms_norm(layer, size, LATENT_NORM_EPS) if layer.latent_norm else nn.Identity()
 
     def forward(
         self,

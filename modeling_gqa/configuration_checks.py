@@ -34,6 +34,8 @@ MLA_FIELDS = (
 # Fields of MLA layers with qk_norm: size and number of the heads that are normed before the latent is taken.
 NORMED_FIELDS = ("qk_norm_head_dim", "qk_norm_key_value_heads")
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+# What Gemma 3 does otherwise than the other families, and has no field for.
+GEMMA = ("zero_centered_norms", "scale_embeddings")
 # What a field that names one of a few ways may be; the first is the default.
 CHOICES: dict[str, tuple[str, ...]] = {
     "norm_position": ("before", "after", "both"),

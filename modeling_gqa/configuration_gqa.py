@@ -17,6 +17,7 @@ from transformers.activations import ACT2FN
 from .cache_formats import CacheQuantization
 from .configuration_checks import (
     CHOICES,
+    GEMMA,
     MULTIPLIERS,
     NORMED_FIELDS,
     check_frequencies,
@@ -44,8 +45,8 @@ from .configuration_overrides import (
 )
 
 # 2: softmax_scale, rope_frequency_indices, rope_frequency_dim. 3: MLA with qk_norm. 4: multipliers, norm_position,
-# qk_norm_span, sliding_rope_parameters, key_mean, and layers without rotation. Earlier code would compute 3 and 4
-# wrongly or refuse them; others are written as version 2, which it reads.
+# qk_norm_span, sliding_rope_parameters, zero_centered_norms, scale_embeddings, key_mean, and layers without rotation.
+# Earlier code would compute 3 and 4 wrongly or refuse them; others are written as version 2, which it reads.
 FORMAT_VERSION = 4
 # transformers' property of configurations by layer; without it only models whose layers are alike can be built.
 BY_LAYER: Any = getattr(PreTrainedConfig, "per_layer_config", None)
@@ -101,6 +102,11 @@ class GQAConfig(PreTrainedConfig):
         norm_position (`str`, defaults to `"before"`):
             Where a layer has RMSNorms: `"before"` attention and MLP, as Llama, `"after"` them, on what they add to the
             stream, as OLMo 2 (2501.00656), or `"both"`, as Gemma 3 (2503.19786).
+        zero_centered_norms (`bool`, defaults to `False`):
+            RMSNorms multiply by 1 + weight, in at least float32, as in Gemma 3; their weights begin at zero.
+        scale_embeddings (`bool`, defaults to `False`):
+            Embeddings of tokens are multiplied by `hidden_size ** 0.5`, which is rounded to their dtype, as in Gemma 3.
+            `inputs_embeds` are not.
         sliding_window (`int`, *optional*):
             Window in tokens of the layers that `layer_types` calls `"sliding_attention"`; all where it is left out.
         rope_parameters (`dict`, *optional*):
@@ -175,10 +181,12 @@ class GQAConfig(PreTrainedConfig):
     qk_norm_key_value_heads: int | None = None
     qk_norm_span: str = "head"
     norm_position: str = "before"
+    zero_centered_norms: bool = False
     softmax_scale: float | None = None
     rope_frequency_indices: list[int] | None = None
     rope_frequency_dim: int | None = None
     key_mean: bool = False
+    scale_embeddings: bool = False
     embedding_multiplier: float | int = 1.0
     residual_multiplier: float | int = 1.0
     logits_scaling: float | int = 1.0
@@ -324,7 +332,7 @@ class GQAConfig(PreTrainedConfig):
         """Let `format_version` be the first that has the fields `written`."""
         needed = 3 if any(written.get(name) is not None for name in NORMED_FIELDS) else 2
         usual = dict.fromkeys(MULTIPLIERS, 1) | {name: ways[0] for name, ways in CHOICES.items()}
-        usual |= {"sliding_rope_parameters": None, "key_mean": False}
+        usual |= {"sliding_rope_parameters": None, "key_mean": False, **dict.fromkeys(GEMMA, False)}
         newer = any(written.get(name, value) != value for name, value in usual.items())
         needed = 4 if newer or written.get("rope_frequency_indices") == [] else needed
         if self.format_version < needed:

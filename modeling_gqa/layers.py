@@ -1,4 +1,4 @@
-"""The parts of a model beside attention: norm, MLP, multipliers, maps by head, rotary embedding, chunked loss.
+"""The parts of a model beside attention: norms, MLP, multipliers, maps by head, embeddings, chunked loss.
 
 Rotary embedding is that of Su et al. (2104.09864, eq. 34), half-split and interleaved.
 
@@ -45,6 +45,8 @@ ForCausalLMLoss = optional(
 class GQARMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension (Zhang & Sennrich, 1910.07467, eq. 4), in at least float32."""
 
+    offset = 0.0  # what is added to the weights
+
     def __init__(self, hidden_size: int, eps: float = 1e-6):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(hidden_size))
@@ -61,6 +63,23 @@ class GQARMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
 
+class GQAZeroCenteredRMSNorm(GQARMSNorm):
+    """RMSNorm that multiplies by 1 + weight, and rounds to the dtype of its input at the end, as in Gemma 3."""
+
+    offset = 1.0
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6):
+        super().__init__(hidden_size, eps)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        # This branch keeps vLLM from tracing the norm, which it would take for one that multiplies by `weight`.
+        dtype = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32
+        factor = self.offset + self.weight.to(dtype)
+        normed = torch.rms_norm(hidden_states.to(dtype), factor.shape, factor, self.variance_epsilon)
+        return normed.to(hidden_states.dtype)
+
+
 class GQAHeadsRMSNorm(GQARMSNorm):
     """RMSNorm over all heads of a token at once, of `hidden_states` (..., heads, size), as in OLMo 2 (2501.00656)."""
 
@@ -68,11 +87,30 @@ class GQAHeadsRMSNorm(GQARMSNorm):
         return super().forward(hidden_states.flatten(-2)).view_as(hidden_states)
 
 
+class GQAZeroCenteredHeadsRMSNorm(GQAHeadsRMSNorm, GQAZeroCenteredRMSNorm):
+    """RMSNorm over all heads that multiplies by 1 + weight."""
+
+
+def rms_norm(config: GQAConfig, size: int, eps: float | None = None) -> GQARMSNorm:
+    """The norm of `size` numbers, with `rms_norm_eps` unless another `eps` is given."""
+    norm = GQAZeroCenteredRMSNorm if config.zero_centered_norms else GQARMSNorm
+    return norm(size, config.rms_norm_eps if eps is None else eps)
+
+
 def head_norm(layer: GQAConfig, heads: int, size: int) -> GQARMSNorm:
     """The norm of `heads` heads of queries or keys, over what `qk_norm_span` says."""
-    if layer.qk_norm_span == "all_heads":
-        return GQAHeadsRMSNorm(heads * size, eps=layer.rms_norm_eps)
-    return GQARMSNorm(size, eps=layer.rms_norm_eps)
+    if layer.qk_norm_span == "head":
+        return rms_norm(layer, size)
+    norm = GQAZeroCenteredHeadsRMSNorm if layer.zero_centered_norms else GQAHeadsRMSNorm
+    return norm(heads * size, layer.rms_norm_eps)
+
+
+class GQAScaledEmbedding(nn.Embedding):
+    """Embedding times the root of its size, which is rounded to the dtype of the weights, as in Gemma 3."""
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        scale = torch.tensor(self.embedding_dim**0.5, dtype=self.weight.dtype)
+        return super().forward(input_ids) * scale
 
 
 class GQAMLP(nn.Module):

@@ -33,13 +33,15 @@ from .layers import (
     ChunkedLossOutput,
     GQAHeadLinear,
     GQAKeyMean,
-    GQARMSNorm,
     GQARotaryEmbedding,
+    GQAScaledEmbedding,
+    GQAZeroCenteredRMSNorm,
     can_chunk_loss,
     chunked_causal_lm_loss,
     frequency_indices,
     multiplier,
     refuse_without_tokens,
+    rms_norm,
 )
 from .masks import model_masks
 
@@ -111,8 +113,7 @@ class GQADecoderLayer(GradientCheckpointingLayer):
         self.mlp = GQAMLP(layer)
         self.norm_names = LAYER_NORMS[config.norm_position]
         for name in self.norm_names:
-            norm = nn.Identity() if name == "no_norm" else GQARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-            self.add_module(name, norm)
+            self.add_module(name, nn.Identity() if name == "no_norm" else rms_norm(config, config.hidden_size))
         self.residual_multiplier = multiplier(config.residual_multiplier)
 
     def attention_input(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -207,11 +208,13 @@ class GQAPreTrainedModel(PreTrainedModel):
                 if name in CACHE_BUFFERS and not getattr(buffer, "_is_hf_initialized", False):
                     # A mean of zero, and bases that change nothing.
                     buffer.copy_(torch.eye(buffer.shape[-1]) if buffer.ndim == 3 else torch.zeros(1))
+        # transformers guards these: a weight that has been loaded stays as it is.
         if isinstance(module, GQAKeyMean):
             nn.init.zeros_(module.weight)
         if isinstance(module, GQAHeadLinear):
-            # transformers guards it: a weight that has been loaded stays as it is.
             nn.init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
+        if isinstance(module, GQAZeroCenteredRMSNorm):
+            nn.init.zeros_(module.weight)
 
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh: Any) -> nn.Module:
@@ -255,10 +258,11 @@ class GQAModel(GQAPreTrainedModel):
         super().__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        embedding = GQAScaledEmbedding if config.scale_embeddings else nn.Embedding
+        self.embed_tokens = embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.embedding_multiplier = multiplier(config.embedding_multiplier)
         self.layers = nn.ModuleList(GQADecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = GQARMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = rms_norm(config, config.hidden_size)
         # Here and not behind `lm_head`, which engines and measurements call by themselves.
         self.logits_scaling = multiplier(1 / config.logits_scaling)
         # Kinds rotate heads of different sizes, so there is one embedding per size; layers choose from its frequencies.

@@ -68,6 +68,20 @@ OLMO_MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Gemma 3's norms and embeddings.
+GEMMA: dict[str, Any] = {"norm_position": "both", "zero_centered_norms": True, "scale_embeddings": True}
+MODELS["gemma"] = {
+    **KIND_SIZES["gqa"],
+    **GEMMA,
+    "qk_norm": True,
+    "hidden_act": "gelu_pytorch_tanh",
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+    "tie_word_embeddings": True,
+}
+MODELS["mla-gemma"] = {**MODELS["mla-qk-norm"], **GEMMA}
+
 # The options of OLMo and Granite together, and a key that all tokens share.
 MULTIPLIERS: dict[str, Any] = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 3.0}
 MODELS["options"] = {**OLMO_MODELS["olmo"], **MULTIPLIERS}

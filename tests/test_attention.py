@@ -13,7 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig
 from modeling_gqa.attention_functions import masked_softmax
-from modeling_gqa.layers import GQARMSNorm
+from modeling_gqa.layers import GQARMSNorm, GQAZeroCenteredRMSNorm
 
 compat = pytest.mark.compat
 
@@ -25,6 +25,13 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     **{kind: (kind, BIASES) for kind in ATTENTION_CLASSES},
     "gqa-qk-norm": ("gqa", {"qk_norm": True}),
     "gqa-norm-over-heads": ("gqa", {"qk_norm": True, "qk_norm_span": "all_heads", **BIASES}),
+    "gqa-zero-centered": ("gqa", {"qk_norm": True, "zero_centered_norms": True}),
+    "gqa-zero-centered-over-heads": (
+        "gqa",
+        {"qk_norm": True, "qk_norm_span": "all_heads", "zero_centered_norms": True},
+    ),
+    "mla-zero-centered": ("mla", {"q_lora_rank": 17, "zero_centered_norms": True}),
+    "mla-qk-norm-zero-centered": ("mla", {**QK_NORM, "zero_centered_norms": True}),
     "mla-q-lora": ("mla", {"q_lora_rank": 17, **BIASES}),
     "mla-no-latent-norm": ("mla", {"latent_norm": False, "q_lora_rank": 17}),
     "mla-half-split": ("mla", {"rope_interleave": False}),
@@ -61,11 +68,10 @@ def linear(projection, x):
 
 
 def norm(module, x, eps=1e-6):
-    return (
-        x
-        if module is None or isinstance(module, nn.Identity)
-        else module.weight * x / ((x * x).mean(-1, keepdim=True) + eps).sqrt()
-    )
+    if module is None or isinstance(module, nn.Identity):
+        return x
+    factor = module.weight + 1 if "ZeroCentered" in type(module).__name__ else module.weight
+    return factor * x / ((x * x).mean(-1, keepdim=True) + eps).sqrt()
 
 
 def norm_heads(module, x, size):
@@ -374,11 +380,12 @@ def test_a_layer_of_another_kind_is_refused(kind):
 # -- the parts
 
 
+@pytest.mark.parametrize("norm_class", [GQARMSNorm, GQAZeroCenteredRMSNorm])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_norm_and_softmax_compute_in_float32_at_least(dtype):
+def test_norm_and_softmax_compute_in_float32_at_least(dtype, norm_class):
     """As exact as the dtype of the result allows, so nothing in between is rounded to less than float32."""
     x = 30 * make_input(9).to(dtype)
-    norm_layer = GQARMSNorm(HIDDEN).to(dtype)
+    norm_layer = norm_class(HIDDEN).to(dtype)
     exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
     wide = torch.promote_types(dtype, torch.float32)
     tolerance = {"atol": 1e-14, "rtol": 1e-14} if dtype == torch.float64 else {"atol": 1e-6, "rtol": 1e-6}

@@ -57,6 +57,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
         "rms_norm_eps": [NAN, INF, 1e9], "softmax_scale": [NAN, INF, 1e9], "format_version": [5],
         "embedding_multiplier": [0, INF, True], "residual_multiplier": [-1.0, NAN], "logits_scaling": [0.0, "2"],
         "norm_position": ["pre", 1, None], "qk_norm_span": ["all", "all_heads", None],
+        "zero_centered_norms": [1, "True", None], "scale_embeddings": [0.5, None],
         "sliding_rope_parameters": [ROPE["linear"], 3],
         "rope_scaling": [0, 3], "torch_dtype": ["float33"], "num_labels": [1.5, 10**9], "label2id": [{5: 0, "b": 1}],
         "dtype": ["float33", "nn", "int8", "auto", torch.int8, torch.float8_e4m3fn], "eos_token_id": [[], [2, 500]],

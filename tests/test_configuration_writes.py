@@ -45,6 +45,8 @@ WRITES = {
     "qk_norm_key_value_heads": ("mla-qk-norm", {"qk_norm_key_value_heads": 3}),
     "qk_norm_span": ("gqa", {"qk_norm": True, "qk_norm_span": "all_heads"}),
     "norm_position": ("gqa", {"norm_position": "after"}),
+    "zero_centered_norms": ("mla", {"zero_centered_norms": True}),
+    "scale_embeddings": ("gqa", {"scale_embeddings": True}),
     "sliding_rope_parameters": (
         "mixed-window",
         {"sliding_rope_parameters": {"rope_type": "default", "rope_theta": 9.0}},
@@ -78,6 +80,9 @@ def traces(config) -> tuple[dict, torch.Tensor, int | None]:
     """What can be seen of a model built from `config`: parameter shapes, an answer in training, the padding row."""
     torch.manual_seed(0)
     model = GQAForCausalLM(config).train()
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data.fill_(0.7)  # as training begins, all norms multiply by one
     batch = {name: value % config.vocab_size for name, value in make_batch().items()}
     shapes = {name: weight.shape for name, weight in model.named_parameters()}
     return shapes, model(**batch).logits, model.model.padding_idx

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_models import KIND_SIZES, ROPES, SIZES, make_batch, make_config
+from small_models import GEMMA, KIND_SIZES, ROPES, SIZES, make_batch, make_config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
@@ -27,6 +27,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "Qwen3": {"use_sliding_window": True},
     "Mistral": {"sliding_window": None},
     "Granite": {"attention_multiplier": 0.3},
+    "Gemma3": {"query_pre_attn_scalar": 20},
     "DeepseekV3": {
         **KIND_SIZES["mla"],
         "head_dim": KIND_SIZES["mla"]["qk_rope_head_dim"],
@@ -37,6 +38,14 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 WINDOWS = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 MULTIPLIERS = {"embedding_multiplier": 5, "residual_multiplier": 0.4, "logits_scaling": 3.0}
+OWN_GEMMA = {
+    **GEMMA,
+    "qk_norm": True,
+    "softmax_scale": 20**-0.5,
+    "hidden_act": "gelu_pytorch_tanh",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
 # name -> our kind, transformers' model, the fields of both, those of ours alone
 TWINS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "mha-llama": ("mha", "Llama", {}, {}),
@@ -48,6 +57,7 @@ TWINS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qk-norm-qwen3": ("gqa", "Qwen3", {}, {"qk_norm": True}),
     "window-mistral": ("gqa", "Mistral", {"sliding_window": 4}, {}),
     "multipliers-granite": ("mqa", "Granite", MULTIPLIERS, {"softmax_scale": 0.3}),
+    "gemma3": ("gqa", "Gemma3", {**WINDOWS, "tie_word_embeddings": False}, OWN_GEMMA),
     "windows-by-layer-qwen3": ("mha", "Qwen3", WINDOWS, {"qk_norm": True}),
     "mla-deepseek": ("mla", "DeepseekV3", {"rope_interleave": True}, {}),
     "mla-deepseek-half-split": ("mla", "DeepseekV3", {"rope_interleave": False}, {}),
@@ -70,7 +80,8 @@ def make_twins(name: str, backend: str = "eager", **fields):
     for parameter_name, parameter in model.named_parameters():
         parameter.data.normal_(mean=1.0 if "norm" in parameter_name else 0.0, std=0.2)
     sizes = {**SIZES, "num_key_value_heads": model.config.num_key_value_heads, **OTHERS[other], **both}
-    twin = getattr(transformers, f"{other}ForCausalLM")(getattr(transformers, f"{other}Config")(**sizes)).eval()
+    twin_class = getattr(transformers, f"{other}ForCausalLM")
+    twin = twin_class(twin_class.config_class(**sizes)).eval()
     twin.load_state_dict(model.state_dict(), strict=True)
     for one in (model, twin):
         one.set_attn_implementation(backend)

@@ -29,7 +29,7 @@ from .files import (
     open_tensors,
     read_json,
 )
-from .stock_tensors import FUSED, own_names
+from .stock_tensors import RENAMED, own_names
 
 if TYPE_CHECKING:
     from .gguf import GGUFFile
@@ -67,7 +67,7 @@ class Checkpoint:
         """
         path: Any = self.folder
         options: dict[str, Any] = {"dtype": dtype or "auto", "local_files_only": True}
-        if self.gguf or self.family in FUSED:  # transformers' own loader reads only tensors of the same names
+        if self.gguf or self.family in RENAMED:  # transformers' own loader reads only tensors of the same names
             state = self.gguf.unpack() if self.gguf else {name: x.load() for name, x in self.tensors.items()}
             path, options = None, {"dtype": dtype or self.dtype, "state_dict": state}
         try:
@@ -225,10 +225,11 @@ def read_config(folder: Path) -> PreTrainedConfig:
     if model_type != GQAConfig.model_type:
         from .families import find_family
 
-        find_family(model_type)
+        find_family("gemma3_text" if model_type == "gemma3" else model_type)
         config_class = CONFIG_MAPPING[model_type]
     try:
-        return config_class.from_pretrained(folder)
+        config: Any = config_class.from_pretrained(folder)
+        return config.text_config if model_type == "gemma3" else config  # images have no place in a checkpoint here
     except Exception as error:  # each class checks its own way, or not at all
         raise UserError(f"{path} is not valid: {one_line(error)}") from error
 

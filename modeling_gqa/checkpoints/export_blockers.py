@@ -7,7 +7,7 @@ import torch
 
 from ..attention import Attention, GroupedAttention
 from ..attention_latent import LATENT_NORM_EPS, LatentAttention
-from ..configuration_checks import MULTIPLIERS
+from ..configuration_checks import GEMMA, MULTIPLIERS
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 
@@ -22,10 +22,13 @@ EXPORT_FAMILIES: dict[str, type[Attention]] = {
     "smollm3": GroupedAttention,
     "olmo2": GroupedAttention,
     "olmo3": GroupedAttention,
+    "gemma3_text": GroupedAttention,
     "deepseek_v3": LatentAttention,
 }
 # Those with norms after attention and MLP, and over all heads of queries and keys.
 OLMO = ("olmo2", "olmo3")
+# Those whose class reads rotary parameters of each type of layers, and none beside them.
+TWO_ROPES = ("olmo3", "gemma3_text")
 # The releases whose source was read, and the first of them run.
 VLLM, SGLANG = "vLLM 0.32", "SGLang 0.5.23"
 FOR_TRANSFORMERS = ": --for transformers (in Python engine='transformers') exports it for transformers alone"
@@ -69,13 +72,19 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
     multiplied = next((name for name in MULTIPLIERS if getattr(config, name) != 1), None)
     if multiplied and family != "granite":
         yield f"{multiplied}={getattr(config, multiplied)}, which the class does not have"
-    if config.qk_norm != (family in ("qwen3", *OLMO)):
+    own = next((name for name in GEMMA if getattr(config, name) != (family == "gemma3_text")), None)
+    if own:
+        yield f"{own}={getattr(config, own)}"
+    if family == "gemma3_text" and not math.isclose(query_scalar(config) ** -0.5, softmax_scale(config), rel_tol=1e-9):
+        yield f"softmax_scale={softmax_scale(config)} is not the root of 1 / query_pre_attn_scalar, a whole number"
+    if config.qk_norm != (family in ("qwen3", "gemma3_text", *OLMO)):
         yield f"qk_norm={config.qk_norm}"
     if config.norms_all_heads != (config.qk_norm and family in OLMO):
         yield f"qk_norm_span={config.qk_norm_span!r}"
-    if config.norm_position != ("after" if family in OLMO else "before"):
+    position = {"olmo2": "after", "olmo3": "after", "gemma3_text": "both"}.get(family, "before")
+    if config.norm_position != position:
         yield f"norm_position={config.norm_position!r}"
-    if config.sliding_rope_parameters is not None and family != "olmo3":
+    if config.sliding_rope_parameters is not None and family not in TWO_ROPES:
         yield "sliding_rope_parameters: its layers with a window rotate otherwise"
     query_bias, key_value_bias, output_bias = biases = config.projection_biases
     if not {
@@ -90,10 +99,11 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         )
     if config.mlp_bias and family not in ("llama", "granite", "smollm3"):
         yield "mlp_bias=True"
-    windows = {"qwen2": 2, "qwen3": 2, "olmo3": 2, "smollm3": 2, "mistral": 1, "phi3": 1}.get(family, 0)  # mixed kinds
+    mixed = ("qwen2", "qwen3", "smollm3", *TWO_ROPES)
+    windows = 2 if family in mixed else 1 if family in ("mistral", "phi3") else 0
     if types != {"full_attention"} and len(types) > windows:
         yield f"layer_types={sorted(types)}"
-    if family == "llama" and config.hidden_size % config.num_attention_heads:
+    if family in ("llama", "gemma3_text") and config.hidden_size % config.num_attention_heads:
         yield (
             f"hidden_size={config.hidden_size} is not a multiple of num_attention_heads={config.num_attention_heads}"
         )
@@ -146,9 +156,19 @@ def _standard_frequencies(layer: GQAConfig, attention: type[Attention]) -> bool:
     return indices is None or (layer.rope_frequency_dim == rotary and list(indices) == list(range(rotary // 2)))
 
 
+def softmax_scale(config: GQAConfig) -> float:
+    """Return the softmax scale of a model of equal grouped layers."""
+    return config.softmax_scale or GroupedAttention.default_scale(config)
+
+
+def query_scalar(config: GQAConfig) -> int:
+    """Return `query_pre_attn_scalar`, which gives Gemma 3 the softmax scale, or about that."""
+    return max(1, round(softmax_scale(config) ** -2))
+
+
 def scale_ratio(config: GQAConfig, family: str) -> float:
     """Return the softmax scale of a model of equal layers divided by that of the family's class of the same sizes."""
-    if config.softmax_scale is None or family == "granite":  # whose configuration has the scale
+    if config.softmax_scale is None or family in ("granite", "gemma3_text"):  # whose configurations have the scale
         return 1.0
     ratio = config.softmax_scale / EXPORT_FAMILIES[family].default_scale(config)
     power = 2.0 ** round(math.log2(ratio))

@@ -16,14 +16,22 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrained
 
 from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 
-from ..attention import GroupedAttention
 from ..attention_latent import LatentAttention
 from ..common import cards
 from ..common.progress import Progress
 from ..configuration_checks import MULTIPLIERS
 from ..configuration_gqa import GQAConfig
 from .checkpoint import meta_model, open_checkpoint, own_tensors
-from .export_blockers import EXPORT_FAMILIES, FOR_TRANSFORMERS, export_blockers, misreadings, scale_ratio
+from .export_blockers import (
+    EXPORT_FAMILIES,
+    FOR_TRANSFORMERS,
+    TWO_ROPES,
+    export_blockers,
+    misreadings,
+    query_scalar,
+    scale_ratio,
+    softmax_scale,
+)
 from .families import SHARED
 from .files import is_gguf
 from .stock_tensors import stock_tensors
@@ -48,8 +56,8 @@ def export_config(config: GQAConfig, family: str | None = None, engine: str | No
 
     Args:
         config: of a model whose layers are all alike, but for rotation and windows.
-        family: "llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "olmo2", "olmo3" or "deepseek_v3";
-            `None` for the first that fits.
+        family: "llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "olmo2", "olmo3", "gemma3_text" or
+            "deepseek_v3"; `None` for the first that fits.
         engine: "transformers" for a model that other engines may compute wrongly by classes of their own; `None` for
             one that vLLM and SGLang compute rightly, too.
 
@@ -185,24 +193,27 @@ def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
         fields |= _latent_fields(config)
     else:
         fields |= {"num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim}
-    if family in ("llama", "qwen3", "granite", "smollm3", "olmo2", "olmo3"):
+    if family in ("llama", "qwen3", "granite", "smollm3", "olmo2", *TWO_ROPES):
         fields["attention_bias"] = config.projection_biases[0]
     if family in ("llama", "granite", "smollm3"):
         fields["mlp_bias"] = config.mlp_bias
     if family == "granite":
-        scale = config.softmax_scale or GroupedAttention.default_scale(config)
+        scale = softmax_scale(config)
         fields |= {"attention_multiplier": scale, **{name: getattr(config, name) for name in MULTIPLIERS}}
+    if family == "gemma3_text":
+        fields |= {"hidden_activation": fields.pop("hidden_act"), "query_pre_attn_scalar": query_scalar(config)}
     types = list(config.layer_types)
     sliding = "sliding_attention" in types
     if family in ("mistral", "phi3"):
         fields["sliding_window"] = config.sliding_window if sliding else None
     if family == "phi3" and (original := config.rope_parameters.get("original_max_position_embeddings")):
         fields["original_max_position_embeddings"] = original  # the class takes this field's over the parameters'
-    if family == "olmo3":
+    if family in TWO_ROPES:
         own = config.sliding_rope_parameters
         ropes = {"full_attention": config.rope_parameters, "sliding_attention": own or config.rope_parameters}
-        fields |= {"rope_parameters": copy.deepcopy(ropes), "sliding_window": config.sliding_window}
-        fields["layer_types"] = types
+        # The classes make a mask of the window even where no layer has one.
+        window = config.sliding_window or config.max_position_embeddings
+        fields |= {"rope_parameters": copy.deepcopy(ropes), "sliding_window": window, "layer_types": types}
     whole = config.head_dim * config.num_attention_heads == config.hidden_size
     if family in ("qwen2", "phi3", "granite", "smollm3", "olmo2", "olmo3") and whole:
         del fields["head_dim"]  # no field of its own there

@@ -13,8 +13,9 @@ from transformers.modeling_rope_utils import RopeParameters
 
 from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 
-from ..configuration_checks import MULTIPLIERS
+from ..configuration_checks import GEMMA, MULTIPLIERS
 from ..configuration_gqa import GQAConfig
+from .export_blockers import TWO_ROPES
 
 # Fields of the same name and meaning in all families and here.
 SHARED = (
@@ -120,7 +121,6 @@ FIXED = {
 REFUSED_TYPES = {
     "gpt_oss": "it has attention sinks and mixture-of-experts layers",
     "gemma2": "it soft-caps its attention scores and logits",
-    "gemma3_text": "its norms multiply by 1 + weight",
     "gqa": "it is a modeling_gqa model already, there is nothing to import",
     "granitemoe": "it has mixture-of-experts layers",
     "granitemoehybrid": "it can have state-space and mixture-of-experts layers",
@@ -205,13 +205,24 @@ def _olmo2(config: PreTrainedConfig) -> dict[str, Any]:
     return _grouped(config, attention_bias=config.attention_bias, **norms)
 
 
-def _olmo3(config: PreTrainedConfig) -> dict[str, Any]:
+def _two_ropes(config: PreTrainedConfig) -> dict[str, Any]:
     full, sliding = (config.rope_parameters[kind] for kind in LAYER_TYPES)
     if "full_attention" not in config.layer_types:
         full = sliding
     own = sliding if sliding != full and "sliding_attention" in config.layer_types else None
     window = {"sliding_window": config.sliding_window, "layer_types": config.layer_types}
-    return _olmo2(config) | window | copy.deepcopy({"rope_parameters": full, "sliding_rope_parameters": own})
+    return window | copy.deepcopy({"rope_parameters": full, "sliding_rope_parameters": own})
+
+
+def _olmo3(config: PreTrainedConfig) -> dict[str, Any]:
+    return _olmo2(config) | _two_ropes(config)
+
+
+def _gemma3(config: PreTrainedConfig) -> dict[str, Any]:
+    norms = {"norm_position": "both", "qk_norm": True, **dict.fromkeys(GEMMA, True)}
+    scale, act = float(config.query_pre_attn_scalar**-0.5), config.hidden_activation
+    own = norms | {"attention_bias": config.attention_bias, "softmax_scale": scale, "hidden_act": act}
+    return _grouped(config, **own) | _two_ropes(config)
 
 
 def _latent(config: PreTrainedConfig) -> dict[str, Any]:
@@ -251,6 +262,11 @@ PHI3_IGNORED = {
     "original_max_position_embeddings": "stands in rope_parameters too, where it is looked at",
 }
 NO_MLP_BIAS = {"mlp_bias": lambda config: False}
+GEMMA3_FIXED = {"use_bidirectional_attention": lambda config: config.use_bidirectional_attention and False}
+GEMMA3_IGNORED = {
+    **dict.fromkeys(("_sliding_window_pattern", "sliding_window_pattern"), "layer_types says what follows from it"),
+    "cache_implementation": "says which cache generate uses",
+}
 LATENT_FIXED = {
     "num_key_value_heads": lambda config: config.num_attention_heads,
     "head_dim": lambda config: config.qk_rope_head_dim,
@@ -295,6 +311,15 @@ FAMILIES = {
     "olmo2": Family(_olmo2, (*MAPPED_GROUPED_FIELDS, "attention_bias"), NO_MLP_BIAS, {}),
     "olmo3": Family(
         _olmo3, (*MAPPED_GROUPED_FIELDS, "attention_bias", "sliding_window", "layer_types"), NO_MLP_BIAS, {}
+    ),
+    "gemma3_text": Family(
+        _gemma3,
+        (
+            *(*MAPPED_GROUPED_FIELDS, "attention_bias", "sliding_window", "layer_types"),
+            *("hidden_activation", "query_pre_attn_scalar"),
+        ),
+        NO_MLP_BIAS | GEMMA3_FIXED,
+        GEMMA3_IGNORED,
     ),
     "deepseek_v2": Family(
         _latent,
@@ -362,7 +387,7 @@ def refuse_fields(config: PreTrainedConfig, family: Family, ignored: Collection[
 
 def _refuse_rope(config: PreTrainedConfig, family: Family) -> None:
     rope = config.rope_parameters or {}
-    if config.model_type == "olmo3":  # whose class reads a set for each type of layers, and nothing beside them
+    if config.model_type in TWO_ROPES:
         for kind in LAYER_TYPES:
             _refuse_entries(config, family, rope[kind] or {})
         rope = {name: value for name, value in rope.items() if name not in LAYER_TYPES}
@@ -413,7 +438,8 @@ def translate(config: PreTrainedConfig) -> GQAConfig:
     """Return the `GQAConfig` that the fields known here lead to, whatever others there are; see `import_config`."""
     family = find_family(config.model_type)
     try:
-        fields = {name: copy.deepcopy(getattr(config, name)) for name in SHARED} | family.translate(config)
+        shared = {name: copy.deepcopy(getattr(config, name)) for name in SHARED if hasattr(config, name)}
+        fields = shared | family.translate(config)
         fields["attention_dropout"] = fields["attention_dropout"] or 0.0
         if fields.get("pad_token_id") == -1:  # early Llama checkpoints mean that there is none
             fields["pad_token_id"] = None

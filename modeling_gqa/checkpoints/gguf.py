@@ -23,7 +23,7 @@ from .families import FAMILIES, find_family
 from .files import LazyTensor
 
 # Architectures by llama.cpp's names, for which transformers' loader reads all that these families need.
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 # A quantized weight has fewer significant bits than the 8 of bfloat16, and the result is half as large as in float32.
 DEFAULT_DTYPE = torch.bfloat16
 # Entries below the architecture's name that transformers' loader reads.
@@ -38,6 +38,9 @@ READ = (
     "attention.layer_norm_rms_epsilon",
     "vocab_size",
 )
+WINDOW = "attention.sliding_window"
+# Size of the heads of most Gemma 3. The loader takes it for that of all where it scales the scores.
+GEMMA_HEAD = 256
 # Entries that repeat the size of a head.
 HEAD_SIZES = ("rope.dimension_count", "attention.key_length", "attention.value_length")
 # Values of further entries that ask for nothing.
@@ -96,13 +99,22 @@ class GGUFFile:
                 f"{self.path} has no llama.attention.head_count_kv, without which transformers' loader of GGUF files "
                 "leaves queries and keys in llama.cpp's order: give the model's checkpoint in safetensors"
             )
+        if self.architecture == "gemma3":
+            for entry, wanted in ((WINDOW, None), ("attention.key_length", GEMMA_HEAD)):
+                found = self.fields.get(f"gemma3.{entry}")
+                if found is None or wanted not in (None, found):
+                    raise UserError(
+                        f"{self.path} has gemma3.{entry}={found}, of which transformers' loader of GGUF files makes "
+                        "another model: give the model's checkpoint in safetensors"
+                    )
         config = self._read(lambda: AutoConfig.from_pretrained(**self.location))
         if config.model_type == "mistral":
             config.sliding_window = None  # llama.cpp has no window in this architecture
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        read = (*READ, WINDOW) if self.architecture == "gemma3" else READ
         for name, value in self.fields.items():
             entry = name.removeprefix(f"{self.architecture}.")
-            if entry in (name, *READ) or name in ignore_fields:
+            if entry in (name, *read) or name in ignore_fields:
                 continue
             if value != head_dim if entry in HEAD_SIZES else value not in NOTHING or (entry == CAUSAL and not value):
                 raise UserError(

@@ -12,6 +12,8 @@ from functools import partial
 import torch
 from transformers import PreTrainedConfig
 
+from modeling_gqa_cli.errors import UserError
+
 from ..configuration_gqa import GQAConfig
 from .export_blockers import scale_ratio
 from .files import LazyTensor
@@ -25,12 +27,29 @@ FUSED = {
 }
 
 
+# Families whose checkpoints may have other names than this package's.
+RENAMED = (*FUSED, "gemma3_text")
+# How the names of what Gemma 3 sees images with begin, behind an optional "model.".
+IMAGES = ("vision_tower.", "multi_modal_projector.")
+
+
 def own_names(config: GQAConfig, family: str, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return the tensors of a checkpoint of `family` by the names of this package, whose matrices are apart.
 
     `config` is the checkpoint's as this package's. A matrix of another size is left as it is, for who checks names.
+    Raises `UserError` for a checkpoint that sees images.
     """
     found = dict(tensors)
+    if family == "gemma3_text":
+        images = next((name for name in tensors if name.removeprefix("model.").startswith(IMAGES)), None)
+        if images:
+            raise UserError(
+                f"the checkpoint has weights for images ({images}), which this package's models do not see: save its "
+                "language model alone, as Gemma3ForCausalLM"
+            )
+        # Of a Gemma 3 for text and images, in the order of its class or of earlier versions.
+        names = {name: name.replace("model.language_model.", "model.", 1) for name in tensors}
+        found = {names[name].removeprefix("language_model."): tensor for name, tensor in tensors.items()}
     for index in range(config.num_hidden_layers if family in FUSED else 0):
         key_values = config.num_key_value_heads * config.head_dim
         rows = {

@@ -102,7 +102,7 @@ class NormedRegression(Regression):
 
     def __init__(self, linear: torch.nn.Linear, norm: GQARMSNorm) -> None:
         super().__init__(linear)
-        gain = norm.weight.float()
+        gain = norm.weight.float() + norm.offset
         self.epsilon = norm.variance_epsilon
         self.root = (gain.square() + NORM_DAMPING * gain.square().mean()).sqrt()  # (E,); solutions are times this
         self.share = gain / self.root

@@ -275,6 +275,8 @@ def convert_layer(
                     f"layer {index}: {name}={fields[name]} of the target cannot be had: this source's heads make it "
                     f"{found[name]}; build the target with `target_config`, or convert what this model was made of"
                 )
+        if model.config.zero_centered_norms:
+            state |= {name: tensor - 1 for name, tensor in state.items() if name.endswith("_norm.weight")}
         computed |= state
     state = {name: tensor.to(model.dtype, copy=True).contiguous() for name, tensor in state.items()}
     return NewLayer(state, {**fields, **found}, loss, **chosen)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from ..common.batches import hooks
+from ..layers import GQARMSNorm
 
 
 class Seen:
@@ -53,9 +54,11 @@ def centred(module: torch.nn.Module, seen: Mapping[torch.nn.Linear, Seen]) -> It
     less. Where the layer has a bias, that is of their distance from their mean. Its inputs then lose their mean,
     which goes into the bias, so that a step of the matrix leaves the mean output as it is. The layer's function stays
     the same.
-    Other parameters, as norms', have their own root mean square.
+    Other parameters have their own root mean square, and norms that of what they multiply by.
     """
     sizes: dict[torch.Tensor, float] = {x: x.detach().square().mean().sqrt().item() for x in module.parameters()}
+    norms = (norm for norm in module.modules() if isinstance(norm, GQARMSNorm))
+    sizes |= {norm.weight: (norm.weight.detach() + norm.offset).square().mean().sqrt().item() for norm in norms}
     means: dict[torch.nn.Linear, torch.Tensor] = {}
     for layer, counts in seen.items():
         power_in, power_out = counts.powers(centre=layer.bias is not None)

@@ -147,6 +147,32 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"full_attention": LINEAR, "sliding_attention": YARN},
         },
     ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            **GROUPED,
+            "hidden_size": 24,  # small, because tied embeddings times its root predict their own token
+            "sliding_window": 5,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 23,
+            "rope_parameters": {"full_attention": LINEAR, "sliding_attention": YARN},
+        },
+    ),
+    "gemma3-biases-untied": (
+        "gemma3_text",
+        {
+            "hidden_size": 84,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "hidden_activation": "silu",
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "query_pre_attn_scalar": 10,
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {"full_attention": LLAMA3, "sliding_attention": DYNAMIC | {"rope_theta": 50.0}},
+        },
+    ),
     "deepseek-v2": ("deepseek_v2", {**LATENT, **DENSE, "rope_parameters": YARN | MSCALE}),
     "deepseek-v2-biases": (
         "deepseek_v2",
@@ -197,10 +223,14 @@ def stock_model(config, seed: int = 0):
 
 
 def randomise(model, seed: int = 0):
-    """Draw each parameter from a generator of its name, so that equal shapes have equal weights in another model."""
+    """Draw each parameter from a generator of its name, so that equal shapes have equal weights in another model.
+
+    Norms multiply by about one.
+    """
+    one = 0.0 if "gemma" in model.config.model_type or getattr(model.config, "zero_centered_norms", False) else 1.0
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(seed + sum(map(ord, name)))
-        parameter.data.normal_(mean=1.0 if "norm" in name else 0.0, std=0.2, generator=generator)
+        parameter.data.normal_(mean=one if "norm" in name else 0.0, std=0.2, generator=generator)
 
 
 def batch(rows: int = 2, length: int = 17, vocabulary: int = 103) -> dict[str, torch.Tensor]:

@@ -52,6 +52,7 @@ LATENT = {
 }
 WINDOWS = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention"]}
 OLMO = {"norm_position": "after", "qk_norm": True, "qk_norm_span": "all_heads"}
+GEMMA = {"norm_position": "both", "qk_norm": True, "zero_centered_norms": True, "scale_embeddings": True}
 BIASES = {"query_bias": True, "key_value_bias": True, "output_bias": False}
 UNROTATED = {"per_layer_config": {1: {"rope_frequency_indices": [], "rope_frequency_dim": 14}}}
 MULTIPLIERS = {"embedding_multiplier": 12, "residual_multiplier": 0.22, "logits_scaling": 3.0}
@@ -92,6 +93,8 @@ NOT_CARRIED = {
     "num_nextn_predict_layers",  # none is exported
     "max_window_layers",  # follows from layer_types
     "no_rope_layer_interval",  # no_rope_layers says it
+    "sliding_window_pattern",  # layer_types says it
+    "_sliding_window_pattern",
 }
 
 
@@ -185,6 +188,11 @@ EXPORTED = {
     "olmo2": ({**OLMO, "softmax_scale": 14**-0.5 / 2}, "olmo2"),
     "olmo2-mha": ({**OLMO, "attention_kind": "mha", "num_key_value_heads": 6, "hidden_size": 84}, "olmo2"),
     "olmo3": ({**OLMO, **WINDOWS, "sliding_rope_parameters": YARN, "attention_bias": True}, "olmo3"),
+    "gemma3": (
+        {**GEMMA, **WINDOWS, "sliding_rope_parameters": YARN, "softmax_scale": 23**-0.5, "hidden_act": "gelu"},
+        "gemma3_text",
+    ),
+    "gemma3-biases-tied": ({**GEMMA, "attention_bias": True, "tie_word_embeddings": True}, "gemma3_text"),
     "mla-nothing-unrotated": ({"attention_kind": "mla", "qk_nope_head_dim": 0}, "deepseek_v3"),
 }
 
@@ -302,7 +310,7 @@ MIXED = {"per_layer_config": {0: {"num_key_value_heads": 3}}}
 REFUSED = {
     "mixed": (
         MIXED,
-        r"llama .* and smollm3 and olmo2 and olmo3: its layers differ in num_key_value_heads \(per_layer_config\)",
+        r"llama .* and gemma3_text: its layers differ in num_key_value_heads \(per_layer_config\)",
     ),
     "mixed-kinds": ({"per_layer_config": {1: {"attention_kind": "mla"}}}, "its layers differ"),
     "frequencies": (
@@ -324,7 +332,7 @@ REFUSED = {
     "windows-multipliers": ({**WINDOWS, **MULTIPLIERS}, r"granite: layer_types=\['full_attention', 'sliding_attention"),
     "unrotated-multipliers": (
         {**UNROTATED, **MULTIPLIERS},
-        "olmo3: its layers differ in rope_frequency_indices, rope_frequency_dim .*; smollm3: embedding_multiplier=12",
+        "_text: its layers differ in rope_frequency_indices, rope_frequency_dim .*; smollm3: embedding_multiplier=12",
     ),
     "all-unrotated-qk-norm": (
         {"rope_frequency_indices": [], "rope_frequency_dim": 14, "qk_norm": True},
@@ -345,7 +353,7 @@ REFUSED = {
     ),
     "multiplier-qk-norm": (
         {"logits_scaling": 3.0, "qk_norm": True},
-        "smollm3 and olmo2 and olmo3: logits_scaling=3.0, which the class does not have; granite: qk_norm=True",
+        "olmo3 and gemma3_text: logits_scaling=3.0, which the class does not have; granite: qk_norm=True",
     ),
     "norms-after": (
         {"norm_position": "after"},
@@ -354,6 +362,24 @@ REFUSED = {
     "norms-both": ({**OLMO, "norm_position": "both"}, "olmo2 and olmo3: norm_position='both'"),
     "norm-of-heads": ({"qk_norm": True, "qk_norm_span": "all_heads"}, "qwen3: qk_norm_span='all_heads'; olmo2"),
     "norm-of-each-head": ({**OLMO, "qk_norm_span": "head"}, "olmo2 and olmo3: qk_norm_span='head'"),
+    "norms-zero-centered": (
+        {"zero_centered_norms": True},
+        "llama and .* olmo3: zero_centered_norms=True; gemma3_text: scale_embeddings=False",
+    ),
+    "embeddings-scaled": (
+        {**GEMMA, "zero_centered_norms": False},
+        "llama and .* olmo3: scale_embeddings=True; gemma3_text: zero_centered_norms=False",
+    ),
+    "gemma-scale": (
+        {**GEMMA, "softmax_scale": 0.3},
+        "gemma3_text: softmax_scale=0.3 is not the root of 1 / query_pre_attn_scalar, a whole number",
+    ),
+    "gemma-before": ({**GEMMA, "norm_position": "before"}, "gemma3_text: norm_position='before'"),
+    "gemma-hidden-size": ({**GEMMA, "hidden_size": 65}, "_text: hidden_size=65 is not a multiple of num_attention"),
+    "mla-zero-centered": (
+        {"attention_kind": "mla", "zero_centered_norms": True},
+        "deepseek_v3: zero_centered_norms=True",
+    ),
     "two-ropes": ({**WINDOWS, "qk_norm": True, "sliding_rope_parameters": LINEAR}, "qwen3: sliding_rope_parameters"),
     "mla-after": ({"attention_kind": "mla", "norm_position": "after"}, "deepseek_v3: norm_position='after'"),
     "mla-query-bias": (

@@ -25,6 +25,7 @@ from stock_models import (
 )
 from transformers import CONFIG_MAPPING
 
+from modeling_gqa.checkpoints.export_blockers import TWO_ROPES
 from modeling_gqa.checkpoints.families import FAMILIES, IGNORED_FIELDS, import_config
 from modeling_gqa_cli.errors import UserError
 
@@ -48,9 +49,11 @@ def family_fields(family: str) -> dict:
     if family == "smollm3":
         own |= {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2}
         own["tie_word_embeddings"] = False
-    if family in ("mistral", "olmo3"):
+    if family in ("mistral", *TWO_ROPES):
         own["sliding_window"] = 5
-    if family == "olmo3":
+    if family == "gemma3_text":
+        own["tie_word_embeddings"] = False
+    if family in TWO_ROPES:
         own["layer_types"] = ["full_attention", "sliding_attention", "sliding_attention"]
     return {**SIZES, "max_position_embeddings": 11, "rope_parameters": DYNAMIC, **own}
 
@@ -70,7 +73,10 @@ CHANGED = {
     "eos_token_id": [5, 6],
     "first_k_dense_replace": 2,
     "head_dim": 10,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 30.0,
     "hidden_act": "gelu",
+    "hidden_activation": "relu",
     "hidden_size": 78,
     "id2label": {0: "a", 1: "b", 2: "c"},
     "initializer_range": 0.3,
@@ -105,6 +111,7 @@ CHANGED = {
     "qk_head_dim": 15,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 8,
+    "query_pre_attn_scalar": 20,
     "resid_pdrop": 0.1,
     "residual_multiplier": 2,
     "return_dict": False,
@@ -117,6 +124,7 @@ CHANGED = {
     "topk_group": 1,
     "topk_method": "group_limited_greedy",
     "transformers_version": "5.0.0",
+    "use_bidirectional_attention": True,
     "use_cache": False,
     "use_sliding_window": False,
     "v_head_dim": 9,
@@ -139,6 +147,7 @@ REFUSED = {
     for family in FAMILIES
 }
 REFUSED["phi3"].add("resid_pdrop")
+REFUSED["gemma3_text"] |= {"attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"}
 EXTRA_FIELDS = {
     **{family: ["head_dim"] for family in ("qwen2", "granite", "smollm3", "olmo2", "olmo3")},
     **{family: ["head_dim", "qk_head_dim"] for family in ("deepseek_v3", "youtu")},
@@ -153,7 +162,7 @@ FAMILY_FIELDS = [
 def build_config(family: str, **changes):
     given = {**family_fields(family), **changes}
     rope = copy.deepcopy(given["rope_parameters"])  # transformers completes it in place
-    if family == "olmo3" and not rope.keys() & {"full_attention", "sliding_attention"}:
+    if family in TWO_ROPES and not rope.keys() & {"full_attention", "sliding_attention"}:
         rope = {"full_attention": rope, "sliding_attention": dict(rope)}
     given["rope_parameters"] = rope
     return CONFIG_MAPPING[family](**given)
@@ -183,7 +192,7 @@ def test_every_field_is_followed_refused_or_irrelevant(family, name):
     changes = {name: CHANGED[name]}  # a KeyError here is a field that a new transformers has: say what it is
     if name == "num_attention_heads" and is_latent(family):
         changes["num_key_value_heads"] = CHANGED[name]
-    if name == "num_hidden_layers" and family == "olmo3":  # whose class does not cut the list
+    if name == "num_hidden_layers" and family in TWO_ROPES:  # whose classes do not cut the list
         changes["layer_types"] = family_fields(family)["layer_types"][: CHANGED[name]]
     config = written_config(family, **changes)
     if name in REFUSED[family]:
@@ -284,7 +293,7 @@ def test_every_rotary_parameter_is_followed(family, rope_type):
         ({"use_mrope": True}, "use_mrope=True is not supported"),
         ({"is_causal": False}, "is_causal=False is not a field"),
         ({"attention_sinks": 4}, "attention_sinks=4 is not a field"),
-        ({"_sliding_window_pattern": 2}, "_sliding_window_pattern=2 is not a field"),
+        ({"_sliding_window_step": 2}, "_sliding_window_step=2 is not a field"),
         ({"rope_parameters": {"mrope_section": [1, 2]}}, r"rope_parameters\['mrope_section'\]="),
         ({"rope_parameters": {"finetuned": True}}, r"rope_parameters\['finetuned'\]=True"),
     ],
@@ -302,6 +311,13 @@ def test_a_field_of_no_family_is_refused_by_name(family, changes, message):
     ("family", "changes", "message"),
     [
         ("llama", {"sliding_window": 5}, "sliding_window=5 is not a field"),
+        ("llama", {"_sliding_window_pattern": 2}, "_sliding_window_pattern=2 is not a field"),
+        ("gemma3_text", {"mlp_bias": True}, "mlp_bias=True is not supported"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": LINEAR, "rope_theta": 9.0}},
+            r"rope_parameters\['rope_theta'\]=9.0",
+        ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ("mistral", {"rope_parameters": {"rope_type": "other", "rope_theta": 9.0}}, "'other' is unknown"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias=True is not supported in a phi3 model: only False"),

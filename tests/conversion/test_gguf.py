@@ -24,6 +24,12 @@ MODELS = {
     "llama": {**FIELDS, **GROUPED, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     "qwen2": {**FIELDS, "num_key_value_heads": 3, "tie_word_embeddings": True},
     "qwen3": {**FIELDS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128},
+    # What the format does not say is the class's default: heads of 256 and their scale, and every sixth layer.
+    "gemma3": {
+        **FIELDS,
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 256, "num_hidden_layers": 7},
+        "sliding_window": 5,
+    },
 }
 
 
@@ -31,13 +37,14 @@ def make_stock(family: str):
     fields = {**MODELS[family]}
     if "rope_parameters" in fields:
         fields["rope_parameters"] = dict(fields["rope_parameters"])
-    return stock_model(CONFIG_MAPPING[family](**fields))
+    return stock_model(CONFIG_MAPPING["gemma3_text" if family == "gemma3" else family](**fields))
 
 
 def write_gguf(path: Path, stock, entries=None, tensors=None, quantized: bool = False, tokenizer: bool = True) -> Path:
     """Write `stock` as llama.cpp's converter does; `entries` and `tensors` come on top."""
     config = stock.config
-    writer = gguf.GGUFWriter(path, config.model_type)
+    architecture = config.model_type.removesuffix("_text")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_embedding_length(config.hidden_size)
@@ -45,11 +52,13 @@ def write_gguf(path: Path, stock, entries=None, tensors=None, quantized: bool = 
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(config.rope_parameters.get("full_attention", config.rope_parameters)["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     if config.model_type == "llama":
         writer.add_rope_dimension_count(config.head_dim)
-    if config.model_type == "qwen3":
+    if architecture == "gemma3" and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+    if architecture in ("qwen3", "gemma3"):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if tokenizer:
@@ -69,12 +78,14 @@ def write_gguf(path: Path, stock, entries=None, tensors=None, quantized: bool = 
             type(value), writer.add_uint32
         )
         write(name, value)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config.model_type.upper()], config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     stored = {name: tensor for name, tensor in stock.state_dict().items() if name not in stock.all_tied_weights_keys}
     for name, tensor in stored.items():
         if config.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             tensor = interleaved(tensor, heads)
+        if architecture == "gemma3" and "norm" in name:
+            tensor = tensor + 1
         array, kind = tensor.float().numpy(), gguf.GGMLQuantizationType.Q8_0
         name = names.get_name(name, (".weight", ".bias"))
         if quantized and array.ndim == 2 and array.shape[-1] % 32 == 0:
@@ -208,6 +219,22 @@ def test_what_transformers_does_not_read_is_refused(what, tmp_path):
     with pytest.raises(UserError, match=message) as raised:
         load_source(path)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"head_dim": 128}, "gemma3.attention.key_length=128, of which transformers' loader"),
+        ({"sliding_window": None}, "gemma3.attention.sliding_window=None, of which"),
+    ],
+    ids=["head-dim", "no-window"],
+)
+def test_what_the_loader_would_take_for_another_gemma_is_refused(fields, message, tmp_path):
+    stock = make_stock("gemma3")
+    for name, value in fields.items():
+        setattr(stock.config, name, value)
+    with pytest.raises(UserError, match=message):
+        load_source(write_gguf(tmp_path / "model.gguf", stock))
 
 
 def test_an_entry_can_be_ignored(tmp_path):

@@ -39,6 +39,15 @@ ALL_HEADS = {"qk_norm": True, "qk_norm_span": "all_heads"}
 LARGE = {"attention_kind": "mla", "kv_lora_rank": 512, "qk_rope_head_dim": 64}  # 576 numbers, as in DeepSeek's models
 UNROTATED: dict[str, Any] = {"rope_frequency_indices": [], "rope_frequency_dim": 64}
 MULTIPLIERS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 3.0}
+GEMMA: dict[str, Any] = {
+    **{"norm_position": "both", "qk_norm": True, "zero_centered_norms": True, "scale_embeddings": True},
+    "hidden_act": "gelu_pytorch_tanh",
+}
+WINDOWS: dict[str, Any] = {
+    "sliding_window": 16,
+    "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+}
 MODELS: dict[str, dict[str, Any]] = {
     "mha": {"attention_kind": "mha"},
     "mqa": {"attention_kind": "mqa"},
@@ -63,14 +72,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mla-qk-norm": {**MLA, "qk_norm": True, "qk_norm_head_dim": 64, "qk_norm_key_value_heads": 2},
     "mla-window": {**MLA, "sliding_window": 16},
-    "gqa-olmo": {
-        **GQA,
-        **ALL_HEADS,
-        "norm_position": "after",
-        "sliding_window": 16,
-        "layer_types": ["full_attention", "sliding_attention", "full_attention", "sliding_attention"],
-        "sliding_rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
-    },
+    "gqa-olmo": {**GQA, **ALL_HEADS, **WINDOWS, "norm_position": "after"},
     "mla-olmo": {
         **MLA,
         **ALL_HEADS,

@@ -35,7 +35,7 @@ class Heads:
         scaling: factor of the attention scores.
         rotary_scaling: factor of cosine and sine (YaRN and longrope have one other than 1).
         biases: whether the query, the key/value and the output projections have a bias.
-        q_norm, k_norm: (D,) weights of the RMSNorm on each head, or (H, D) and (G, D) of that over all heads; `None`
+        q_norm, k_norm: (D,) factors of the RMSNorm on each head, or (H, D) and (G, D) of that over all heads; `None`
             where there is no norm.
         before_norms: the heads behind whose norms these begin, see `normed.behind_norms`; `None` where these begin at
             the layer's input.
@@ -133,7 +133,8 @@ def read_grouped(attention: GroupedAttention, layer: GQAConfig, common: dict[str
     k, k_bias = weight_and_bias(attention.k_proj, key_heads)
     v, v_bias = weight_and_bias(attention.v_proj, key_heads)
     o = attention.o_proj.weight.detach().double().unflatten(1, (heads, -1)).transpose(0, 1)  # (H, E, D)
-    norms = [norm if norm is None else norm.weight.detach().double() for norm in (attention.q_norm, attention.k_norm)]
+    norms: list[Any] = [attention.q_norm, attention.k_norm]
+    norms = [norm if norm is None else norm.weight.detach().double() + norm.offset for norm in norms]
     if layer.norms_all_heads:
         norms = [norm.unflatten(0, (-1, attention.head_dim)) for norm in norms]
     return Heads(q, q_bias, k, k_bias, v, v_bias, o, q_norm=norms[0], k_norm=norms[1], **common)
