@@ -90,11 +90,6 @@ class GQAForCausalLM(TransformersForCausalLM):
 
     def recursive_replace(self):
         """Replace the projections of attention by vLLM's, divided by heads, and let vLLM replace the rest."""
-        if self.config.scale_embeddings:
-            raise ValueError(
-                "scale_embeddings=True: vLLM answers otherwise than transformers here. Export the model (modeling-gqa "
-                "export), or serve it by transformers (modeling-gqa serve)"
-            )
         if not self.pp_group.is_first_rank:  # vLLM keeps what is before the layers where embeddings are tied
             self.model.embedding_multiplier = nn.Identity()
         for index, layer in enumerate(self.model.layers):

@@ -86,7 +86,7 @@ MODELS["mla-gemma"] = {**MODELS["mla-qk-norm"], **GEMMA}
 MULTIPLIERS: dict[str, Any] = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 3.0}
 MODELS["options"] = {**OLMO_MODELS["olmo"], **MULTIPLIERS}
 KEY_MEAN: dict[str, Any] = {"key_mean": True, "rope_frequency_dim": 8, "rope_frequency_indices": [0, 2, 3]}
-MODELS["mla-options"] = {**OLMO_MODELS["mla-olmo"], **MULTIPLIERS, **KEY_MEAN}
+MODELS["mla-options"] = {**OLMO_MODELS["mla-olmo"], **MULTIPLIERS, "key_mean": True}
 
 # What each rope type needs beside its theta, for heads of 14.
 ROPES: dict[str, dict[str, Any]] = {

@@ -312,7 +312,7 @@ def test_qk_norm_to_mla_and_what_that_is_exported_to(checkpoints, corpus, tmp_pa
     assert report["source_family"] == "qwen3" and report["cache_bytes_per_token_after"] == 72 * 4 * LAYERS
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "mla")
     assert model.config.qk_norm and model.config.qk_norm_key_value_heads == HEADS
-    assert model.config.format_version == 3 and report["parameters_after"] == model.num_parameters()
+    assert model.config.format_version == 4 and report["parameters_after"] == model.num_parameters()
     assert "no conversion begins" in call("convert", tmp_path / "mla", tmp_path / "x", *MQA).stderr
     assert "qk_norm=True" in call("export", tmp_path / "mla", tmp_path / "x").stderr
 

@@ -54,6 +54,7 @@ WRITES = {
     "softmax_scale": ("gqa", {"softmax_scale": 3.0}),
     "rope_frequency_indices": ("gqa", {"rope_frequency_indices": [0, 1], "rope_frequency_dim": 14}),
     "rope_frequency_dim": ("mla", {"rope_frequency_indices": [0, 3, 3], "rope_frequency_dim": 8}),
+    "key_mean": ("mla", {"key_mean": True}),
     "embedding_multiplier": ("gqa", {"embedding_multiplier": 3}),
     "residual_multiplier": ("mla", {"residual_multiplier": 0.5}),
     "logits_scaling": ("gqa", {"logits_scaling": 2.0}),

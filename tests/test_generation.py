@@ -158,7 +158,7 @@ def test_prompt_is_read_once(model_name, cache, kind):
     calls = count_forwards(model)
     outputs = model.generate(batch["input_ids"], max_new_tokens=4, return_dict_in_generate=True, **cache)
     assert calls == [11, 1, 1, 1]
-    assert type(outputs.past_key_values) is kind
+    assert isinstance(outputs.past_key_values, kind)
     calls.clear()
     generate(model, batch, prefill_chunk_size=4, max_new_tokens=3, **cache)
     assert calls == [4, 4, 3, 1, 1]

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_layer_alone")
 
 def to_mla(model, rank: int, size: int, **arguments):
     target = target_config(model.config, "mla", kv_lora_rank=rank, qk_rope_head_dim=size)
-    return convert_model(model, target, CALIBRATION, **{"method": "lowrank", **arguments})
+    return convert_model(model, target, CALIBRATION, **{"method": "lowrank", "key_mean": False, **arguments})
 
 
 def components(layer, x: torch.Tensor, rotation: torch.Tensor, number: int):

@@ -73,6 +73,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mla-qk-norm": {**MLA, "qk_norm": True, "qk_norm_head_dim": 64, "qk_norm_key_value_heads": 2},
     "mla-window": {**MLA, "sliding_window": 16},
     "gqa-olmo": {**GQA, **ALL_HEADS, **WINDOWS, "norm_position": "after"},
+    "gqa-gemma": {**GQA, **GEMMA, **WINDOWS},
+    "mla-gemma": {**MLA, **GEMMA, "qk_norm_head_dim": 64, "qk_norm_key_value_heads": 2},
     "mla-olmo": {
         **MLA,
         **ALL_HEADS,
@@ -107,8 +109,9 @@ def save_model(name: str, directory: Path, **overrides) -> Path:
     torch.manual_seed(0)
     model = GQAForCausalLM(GQAConfig(**{**SIZES, **MODELS[name], **overrides}))
     for key, parameter in model.named_parameters():
-        if key.endswith("key_mean.weight"):  # zeros, as it begins
-            torch.nn.init.normal_(parameter)
+        # Zeros, as they begin: a mean key, and norms that multiply by 1 + weight.
+        if key.endswith("key_mean.weight") or (model.config.zero_centered_norms and parameter.ndim == 1):
+            torch.nn.init.uniform_(parameter, -0.5, 0.5)
     model.save_pretrained(directory)
     return directory
 
