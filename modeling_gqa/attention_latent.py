@@ -41,6 +41,7 @@ LATENT_NORM_EPS = 1e-6
 # Attention functions of engines, by the beginning of their names: these pad values themselves, and join the heads of
 # their output.
 ENGINES = ("vllm", "sglang")
+PLUGIN = "vllm_gqa"  # the name of that of `modeling_gqa_vllm`
 
 
 class LatentAttention(Attention):
@@ -161,6 +162,7 @@ class LatentAttention(Attention):
             output, weights = self.absorb(query, query_rope, latent, key_rope, attention_mask)  # (B, T, H, V)
             return self.o_proj(output.flatten(2)), weights  # (B, T, hidden)
         if factors is not None:
+            refuse_without_plugin(self.backend, self.layer_idx)
             query_rope, key_rope = with_angles(query_rope, key_rope, factors, angles)
         query = torch.cat((query, query_rope), dim=-1)  # (B, H, T, N + P)
         key, value = self.expand_kv(latent, key_rope)  # (B, H, S, N + P), (B, H, S, V)
@@ -399,6 +401,15 @@ def with_angles(
     """Rotary queries (B, H, T, P + 2 n) and keys (B, 1, S, P + 2 n) whose scores have those of a `GQAKeyMean`."""
     angles = angles.unsqueeze(1).expand(*key_rope.shape[:-1], -1)
     return torch.cat((query_rope, factors), dim=-1), torch.cat((key_rope, angles), dim=-1)
+
+
+def refuse_without_plugin(backend: str, layer_idx: int) -> None:
+    """Raise `ValueError` in an engine that is not told of the angles behind the rotary key."""
+    if backend.startswith(ENGINES) and backend != PLUGIN:
+        raise ValueError(
+            f"layer {layer_idx} has key_mean=True, by which its keys are longer than the configuration says: serve the "
+            "model with modeling_gqa installed, or convert its source with --no-key-mean"
+        )
 
 
 def angle_scores(factors: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
 from modeling_gqa import GQAConfig
-from modeling_gqa.attention_latent import LatentAttention
+from modeling_gqa.attention_latent import PLUGIN, LatentAttention
 from modeling_gqa.cache_formats import CACHE_BUFFERS
 from modeling_gqa.integrations import refuse_uneven
 from modeling_gqa.layers import GQAHeadLinear, GQAKeyMean
@@ -44,7 +44,7 @@ def attention_forward(module: nn.Module, *args, **kwargs):
     return (vllm_mla_attention_forward if latent else vllm_attention_forward)(module, *args, **kwargs)
 
 
-AttentionInterface.register("vllm_gqa", attention_forward)
+AttentionInterface.register(PLUGIN, attention_forward)
 
 
 def take_any_shape(quant_method: Any) -> None:
@@ -136,7 +136,7 @@ class GQAForCausalLM(TransformersForCausalLM):
 
     def _create_attention_instances(self, prefix: str = ""):
         """Give each layer of this rank one of vLLM's attention layers, which says what it caches."""
-        self.text_config._attn_implementation = "vllm_gqa"
+        self.text_config._attn_implementation = PLUGIN
         for index, layer in enumerate(self.model.layers):
             if isinstance(layer, PPMissingLayer):
                 continue
