@@ -211,7 +211,7 @@ def ours(bench: Bench, target: Target, text: list[Batch] | None = None, **option
 
 
 def untrained(bench: Bench, target: Target, **options: Any) -> GQAForCausalLM:
-    """What the command makes with `--polish 0`, from `Bench.kept` where it is there; `options` of `convert_model`."""
+    """What the command makes with `--polish 0`, read from `Bench.kept` where it is; `options` of `convert_model`."""
     row = "untrained" if options.get("key_mean", True) else "untrained, no key mean"
     folder = bench.kept(target, row)
     if folder and (folder / "config.json").is_file():

@@ -195,7 +195,10 @@ def kl_table(rows: list[dict], text: str = "") -> str:
     `text`: suffix of the columns; see `real_conversion.EVALUATIONS`.
     """
     found = {(row["method"], row["target"]): row for row in rows}
+    from .real_conversion import METHODS  # which imports this file
+
     methods, targets = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
+    methods.sort(key=lambda method: list(METHODS).index(method) if method in METHODS else len(METHODS))
     lines = []
     for method in methods:
         cells = [found.get((method, target)) for target in targets]
@@ -233,7 +236,7 @@ def plot_caches(quantized: dict, converted: list[dict], path: Path) -> None:
         if name and not row["cache"].endswith("fp8"):
             lines.setdefault(name, []).append((row["share"], row["kl"]))
     full = quantized["rows"][0]["bytes"] / quantized["rows"][0]["share"]
-    for method, name in (("default", "MLA by rank"), ("transmla", "TransMLA")):
+    for method, name in (("no key mean", "MLA by rank"), ("transmla", "TransMLA")):
         found = [row for row in converted if row["method"] == method and row["target"].startswith("mla-1/")]
         lines |= {name: [(row["bytes"] / full, row["kl"]) for row in found]} if found else {}
     figure = new_figure(figsize=(6.4, 4.4))

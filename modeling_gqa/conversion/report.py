@@ -32,7 +32,7 @@ UNMEASURED = (
 )
 QUANTIZED = (
     "for memory alone, quantize the source's cache: modeling-gqa quantize-cache --cache-share 0.2 keeps a fifth of its "
-    "bytes at a KL of 0.03 (SmolLM2-135M) and 0.02 (Qwen2.5-Coder-0.5B), where a conversion to a quarter has 0.36 and "
+    "bytes at a KL of 0.03 (SmolLM2-135M) and 0.02 (Qwen2.5-Coder-0.5B), where a conversion to a quarter has 0.33 and "
     "0.82; --kv-cache-dtype fp8 in vLLM keeps half. No engine but generate reads the fifth. A conversion is for faster "
     "decoding, to train on from and, its own cache rounded too (--cache-bits auto), for a seventh of the bytes or less"
 )

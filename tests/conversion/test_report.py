@@ -128,8 +128,10 @@ def test_layer_errors_find_the_changed_layer(batch, model_name):
     assert layer_errors(source, converted, [batch]) == [0, 0, 0]
     # The attention output is linear in this weight, so the relative error is that of the weight.
     layer = converted.model.layers[1]
-    behind = layer.norm_names[1] != "no_norm"
-    (layer.get_submodule(layer.norm_names[1]) if behind else layer.self_attn.o_proj).weight.data *= 1.25
+    behind = layer.get_submodule(layer.norm_names[1])
+    scaled = layer.self_attn.o_proj if layer.norm_names[1] == "no_norm" else behind
+    offset = getattr(scaled, "offset", 0.0)  # what a norm adds to its weight
+    scaled.weight.data = 1.25 * (scaled.weight.data + offset) - offset
     assert layer_errors(source, converted, [batch, batch]) == pytest.approx([0, 0.25, 0], rel=1e-5)
     assert not any(layer._forward_pre_hooks for layer in source.model.layers)
 

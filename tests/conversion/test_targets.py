@@ -218,7 +218,7 @@ def test_a_model_of_an_unknown_kind_is_not_exported_as_another(monkeypatch):
     """Its layers have the sizes of Llama's, and compute something else."""
     monkeypatch.setitem(ATTENTION_CLASSES, "tied", TiedAttention)
     monkeypatch.setattr(configuration_checks, "ATTENTION_KINDS", tuple(ATTENTION_CLASSES))
-    with pytest.raises(UserError, match=r"llama and mistral .* olmo3: attention_kind='tied' is not"):
+    with pytest.raises(UserError, match=r"llama and mistral .* gemma3_text: attention_kind='tied' is not"):
         export_config(make_config("mha", attention_kind="tied", num_key_value_heads=6))
 
 
