@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from modeling_gqa_vllm.kernels import CPU_HEADS, FAST_SUMS, grouped_kernel, is_mistaken, latent_kernels
+from modeling_gqa_vllm.kernels import CPU_HEADS, FAST_SUMS, grouped_kernel, is_mistaken, latent_kernels, stored
 
+from ..attention_latent import constant_size
 from ..common import cards
 from ..common.atomic import write_json
 from ..common.tables import Table, cached, runs, share
@@ -42,7 +43,7 @@ NOT_SERVED = (
 )
 NEEDED = (
     "vLLM needs this package beside it for MLA. Without it vLLM caches expanded keys and values, and refuses MLA whose "
-    "layers differ. With --kv-cache-dtype fp8 it halves MLA's cache: on CPUs, on GPUs by Triton from Ada on, by "
+    "layers differ or that keeps a mean key. With --kv-cache-dtype fp8 it halves MLA's cache: on CPUs, on GPUs by Triton from Ada on, by "
     "FlashMLA, FlashInfer and cutlass. What quantize-cache saves is for generate alone."
 )
 
@@ -103,8 +104,10 @@ def layer_kernels(layer: Any) -> str:
     names = [" on ".join([kernel.name, *filter(None, [" and ".join(kernel.devices)])]) for kernel in kernels]
     if kernels and is_mistaken(config):
         limits.append("with --attention-backend TRITON_MLA")
-    if kernels and config.kv_lora_rank + config.qk_rope_head_dim not in FAST_SUMS:
+    if kernels and config.kv_lora_rank + stored(config).qk_rope_head_dim not in FAST_SUMS:
         limits.append("without cached prefixes and prompts in chunks")
+    if more := constant_size(config):
+        limits.append(f"with {more} numbers more in the cache, for the mean key")
     return f"GPUs: {', '.join(names) or 'none'}{''.join(f', {limit}' for limit in limits)}; CPU: yes"
 
 

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from modeling_gqa.cache_layers import PositionedCache
 from modeling_gqa.conversion import convert_model, target_config
+from modeling_gqa.conversion.report import vllm_kernels
 from modeling_gqa.costs import cache_bytes_per_token
 from modeling_gqa_vllm.kernels import latent_kernels, stored
 
@@ -89,6 +90,7 @@ def test_what_engines_store_has_the_angles():
     sizes = stored(config)
     assert (sizes.qk_rope_head_dim, sizes.qk_head_dim, config.qk_rope_head_dim) == (128, 192, 64)
     assert [kernel.name for kernel in latent_kernels(config)] == ["Triton"]
+    assert vllm_kernels(config)[0].endswith("with 64 numbers more in the cache, for the mean key; CPU: yes.")
 
 
 def test_a_converted_model_is_saved_and_loaded(tmp_path):
