@@ -43,8 +43,8 @@ NOT_SERVED = (
 )
 NEEDED = (
     "vLLM needs this package beside it for MLA. Without it vLLM caches expanded keys and values, and refuses MLA whose "
-    "layers differ or that keeps a mean key. With --kv-cache-dtype fp8 it halves MLA's cache: on CPUs, on GPUs by Triton from Ada on, by "
-    "FlashMLA, FlashInfer and cutlass. What quantize-cache saves is for generate alone."
+    "layers differ or that keeps a mean key. With --kv-cache-dtype fp8 it halves MLA's cache: on CPUs, on GPUs by "
+    "Triton from Ada on, by FlashMLA, FlashInfer and cutlass. What quantize-cache saves is for generate alone."
 )
 
 # What `conversion.json` holds; `docs/converting.md` says what each field means. A number not measured is None.
