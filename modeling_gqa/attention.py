@@ -167,7 +167,7 @@ class Attention(nn.Module):
 
             key, value, kwargs = update_paged(self.layer_idx, key, value, kwargs)
         elif past_key_values is not None:
-            refuse_other_heads(past_key_values, key, self.layer_idx)
+            refuse_other_heads(past_key_values, key, value, self.layer_idx)
             key, value = past_key_values.update(key, value, self.layer_idx, **options)
         window = self.sliding_window
         causal = kwargs.get("is_causal") is not False
@@ -387,16 +387,18 @@ def describe_norm(layer: GQAConfig) -> str:
     return f", qk-norm{over}" if layer.qk_norm else ""
 
 
-def refuse_other_heads(cache: Cache, key: torch.Tensor, layer_idx: int) -> None:
-    """Raise `ValueError` where `cache` holds keys of other heads than `key` (B, G, T, D), as of prefix tuning.
+def refuse_other_heads(cache: Cache, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> None:
+    """Raise `ValueError` where `cache` holds other heads than `key` (B, G, T, D) and `value`, as of prefix tuning.
 
     PEFT's prefix tuning makes keys of the model's heads, where MLA caches its latent and mixed models differ by layer.
     """
     known = layer_idx < len(cache.layers) and quantized_layer(cache, layer_idx) is None
-    held = getattr(cache.layers[layer_idx], "keys", None) if known else None
-    if held is not None and held.ndim == 4 and (held.shape[1], held.shape[3]) != (key.shape[1], key.shape[3]):
-        raise ValueError(
-            f"the cache holds keys of {held.shape[1]} x {held.shape[3]} numbers a token, and layer {layer_idx} caches "
-            f"{key.shape[1]} x {key.shape[3]}: it is of another model, or of prefix tuning, which can adapt neither "
-            "MLA nor layers that differ; LoRA and prompt tuning can"
-        )
+    for name, new in (("keys", key), ("values", value)) if known else ():
+        held = getattr(cache.layers[layer_idx], name, None)
+        if held is not None and held.ndim == 4 and (held.shape[1], held.shape[3]) != (new.shape[1], new.shape[3]):
+            raise ValueError(
+                f"the cache holds {name} of {held.shape[1]} x {held.shape[3]} numbers a token, and layer {layer_idx} "
+                f"caches {new.shape[1]} x {new.shape[3]}: it is of another model; or of prefix tuning, which can adapt "
+                "neither MLA nor layers that differ, where LoRA and prompt tuning can; or, with key_mean=True, made of "
+                "another cache's tensors, which copy.deepcopy copies with their positions"
+            )

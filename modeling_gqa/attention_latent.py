@@ -21,7 +21,7 @@ from .attention_functions import (
     with_scores,
 )
 from .cache_layers import is_paged
-from .cache_quantized import CacheBasis, held_by, tiled_attention
+from .cache_quantized import CacheBasis, held_by, quantized_layer, tiled_attention
 from .compatibility import is_tracing
 from .configuration_gqa import GQAConfig
 from .layers import (
@@ -138,6 +138,7 @@ class LatentAttention(Attention):
             key_rope = rotate(key_rope, *position_embeddings, interleaved=self.rope_interleave)
         cached = past_key_values is not None or is_paged(kwargs, self.backend)
         if factors is not None and cached and held is None:
+            refuse_without_positions(past_key_values, self.layer_idx)
             query_rope, key_rope = with_angles(query_rope, key_rope, factors, angles)  # P + 2 n in place of P
             factors = None
         basis = self.cache_basis(latent, past_key_values, position_embeddings, held)
@@ -293,7 +294,7 @@ class LatentAttention(Attention):
             matrices += hidden * (first + cached) + (query_rank or 0) * query_size
             norms = rank + (query_rank or 0) if layer.latent_norm else 0
         vectors = query_bias * first + key_value_bias * key_values + output_bias * hidden + norms
-        return matrices, vectors + heads * constant_size(layer)
+        return matrices, vectors + heads * key_mean_size(layer)
 
     @staticmethod
     def cache_shapes(layer: GQAConfig) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -311,11 +312,11 @@ class LatentAttention(Attention):
         up_projection = rank * heads * (layer.qk_nope_head_dim + layer.v_head_dim)
         projections = cls.parameter_counts(layer)[0] - up_projection
         pair = 2 * rank + rope if absorbed else layer.qk_head_dim + layer.v_head_dim
-        pair += constant_size(layer)
+        pair += key_mean_size(layer)
         return queries * projections + (queries if absorbed else keys) * up_projection + queries * keys * heads * pair
 
 
-def constant_size(layer: GQAConfig) -> int:
+def key_mean_size(layer: GQAConfig) -> int:
     """Dimensions 2 n of the key that all tokens share, 0 without `key_mean`."""
     return layer.rotary_dim if layer.key_mean else 0
 
@@ -403,6 +404,12 @@ def with_angles(
     return torch.cat((query_rope, factors), dim=-1), torch.cat((key_rope, angles), dim=-1)
 
 
+def refuse_without_positions(cache: Cache | None, layer_idx: int) -> None:
+    """Raise `ValueError` for a quantized cache without its model, which alone tells the layer where tokens stand."""
+    if quantized_layer(cache, layer_idx) is not None:
+        raise ValueError(f"layer {layer_idx} has key_mean=True: give a quantized cache to the model, not to the layer")
+
+
 def refuse_without_plugin(backend: str, layer_idx: int) -> None:
     """Raise `ValueError` in an engine that is not told of the angles behind the rotary key."""
     if backend.startswith(ENGINES) and backend != PLUGIN:
@@ -413,7 +420,12 @@ def refuse_without_plugin(backend: str, layer_idx: int) -> None:
 
 
 def angle_scores(factors: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Scores (B, H, T, S) of `factors` (B, H, T, 2 n) with `angles` (B or 1, S, 2 n); those of one row serve all."""
+    """Scores (B, H, T, S) of `factors` (B, H, T, 2 n) with `angles` (B or 1, S, 2 n); those of one row serve all.
+
+    They are added to others that kernels do not round, so they are in at least float32.
+    """
+    dtype = torch.promote_types(factors.dtype, torch.float32)
+    factors, angles = factors.to(dtype), angles.to(dtype)
     if len(angles) == 1:
         return nn.functional.linear(factors, angles[0])
     return factors @ angles.mT.unsqueeze(1)

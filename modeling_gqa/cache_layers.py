@@ -8,13 +8,12 @@ row, P rotated dimensions.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import DynamicCache, DynamicLayer
 
-from .layers import plane_angles
+from .compatibility import is_tracing
 
 # A new buffer has room for a quarter of the tokens held and this number of tokens more.
 BLOCK = 64
@@ -137,27 +136,23 @@ class HeldTokens:
 
     Args:
         position_embeddings: cosine and sine (B or 1, S, P) of all tokens, for layers with a constant key.
+        angles: `plane_angles` of these.
         first: of a quantized cache, (B, N), the places of first tokens: of each document in a row, or of what follows
             the padding. Rows of fewer documents end with `NOWHERE`.
         least, most: the smallest and the largest place there.
     """
 
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+    angles: torch.Tensor | None = None
     first: torch.Tensor | None = None
     least: int = 0
     most: int = 0
 
-    @cached_property
-    def angles(self) -> torch.Tensor:
-        """`plane_angles` of all tokens, (B or 1, S, P), once for all layers."""
-        assert self.position_embeddings is not None
-        return plane_angles(*self.position_embeddings)
-
     def to(self, device: Any, **kwargs: Any) -> "HeldTokens":
         """Move to the device of a layer, by the name that accelerate looks for."""
         embeddings: Any = self.position_embeddings and tuple(x.to(device) for x in self.position_embeddings)
-        first = self.first if self.first is None else self.first.to(device)
-        return replace(self, first=first, position_embeddings=embeddings)
+        first, angles = (x if x is None else x.to(device) for x in (self.first, self.angles))
+        return replace(self, first=first, angles=angles, position_embeddings=embeddings)
 
 
 class PositionedCache(DynamicCache):
@@ -173,7 +168,9 @@ class PositionedCache(DynamicCache):
     def hold(self, position_ids: torch.Tensor, rows: int) -> HeldTokens:
         """Add the positions (B or 1, T) of tokens that the layers are about to hold, in a batch of `rows`."""
         places = position_ids.expand(rows, -1)
-        self.aligned = self.aligned and bool((places == places[:1]).all())
+        # A trace cannot ask.
+        alike = len(position_ids) == 1 or (not is_tracing(places) and bool((places == places[:1]).all()))
+        self.aligned = self.aligned and alike
         stored = places.int()[:, None, :, None]
         self.positions.update(stored, stored[..., :0])
         return HeldTokens()

@@ -218,11 +218,6 @@ class GQAQuantizedCache(PositionedCache):
 
         if not hasattr(config, "cache_quantization"):
             raise ValueError(f"GQAQuantizedCache is for a GQAConfig, and got a {type(config).__name__}")
-        if not turns_back(config) and any(layer.key_mean for layer in config.per_layer_config):
-            raise ValueError(
-                "a quantized cache does not go with key_mean=True and frequencies that change with the length "
-                "(rope_type 'dynamic' or 'longrope'): convert the source without the mean (--no-key-mean)"
-            )
         given = CacheQuantization.of((config.cache_quantization or {}) if options is None else options)
         by_layer = given.by_layer(config.num_hidden_layers)
         for index, (layer, own) in enumerate(zip(config.per_layer_config, by_layer, strict=True)):
@@ -235,7 +230,7 @@ class GQAQuantizedCache(PositionedCache):
         super().hold(position_ids, rows)
         if self.held is None or (position_ids == 0).any():
             first = _first_places(self.positions.keys[:, 0, :, 0])
-            self.held = HeldTokens(None, first, int(first.min()), int(first[first < NOWHERE].max()))
+            self.held = HeldTokens(first=first, least=int(first.min()), most=int(first[first < NOWHERE].max()))
         return self.held
 
     def change_rows(self, name: str, argument: Any) -> None:

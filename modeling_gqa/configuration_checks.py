@@ -376,6 +376,11 @@ def check_latent(layer: "GQAConfig"):
             f"key_mean=True with qk_nope_head_dim={nope}: the key that all tokens share has {layer.rotary_dim} rotated "
             "dimensions, and the query needs as many that are not rotated"
         )
+    if layer.key_mean and layer.rope_parameters["rope_type"] in ("dynamic", "longrope"):
+        raise ValueError(
+            f"key_mean=True does not go with rope_type={layer.rope_parameters['rope_type']!r}, whose frequencies "
+            "change with the length"
+        )
     check_normed(layer)
     partial = layer.rope_parameters.get("partial_rotary_factor", 1.0)
     if partial != 1.0:

@@ -108,9 +108,13 @@ def head_norm(layer: GQAConfig, heads: int, size: int) -> GQARMSNorm:
 class GQAScaledEmbedding(nn.Embedding):
     """Embedding times the root of its size, which is rounded to the dtype of the weights, as in Gemma 3."""
 
+    @property
+    def embed_scale(self) -> torch.Tensor:
+        """The factor, by the name that PEFT looks for."""
+        return torch.tensor(self.embedding_dim**0.5, dtype=self.weight.dtype)
+
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        scale = torch.tensor(self.embedding_dim**0.5, dtype=self.weight.dtype)
-        return super().forward(input_ids) * scale
+        return super().forward(input_ids) * self.embed_scale
 
 
 class GQAMLP(nn.Module):
@@ -179,7 +183,7 @@ class GQAKeyMean(nn.Module):
     def __init__(self, heads: int, size: int):
         super().__init__()
         self.size = size
-        self.weight = nn.Parameter(torch.zeros(heads * size))
+        self.bias = nn.Parameter(torch.zeros(heads * size))  # by that name optimizers do not decay it
 
     def forward(self, query: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Factors (B, H, T, 2 n) of `plane_angles` in the scores of unrotated queries (B, H, T, at least 2 n).
@@ -187,11 +191,11 @@ class GQAKeyMean(nn.Module):
         `cos` and `sin`: (B or 1, T, 2 n), of the queries' positions.
         """
         first, second = rotate(query[..., : self.size], cos, sin).chunk(2, dim=-1)
-        one, two = self.weight.view(-1, 1, self.size).chunk(2, dim=-1)  # (H, 1, n)
+        one, two = self.bias.view(-1, 1, self.size).chunk(2, dim=-1)  # (H, 1, n)
         return torch.cat((first * one + second * two, second * one - first * two), dim=-1)
 
     def extra_repr(self) -> str:
-        return f"{len(self.weight) // self.size} heads of {self.size}"
+        return f"{len(self.bias) // self.size} heads of {self.size}"
 
 
 def plane_angles(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .attention import Attention, GroupedAttention
-from .attention_latent import LatentAttention, constant_size
+from .attention_latent import LatentAttention, key_mean_size
 from .cache_formats import CACHE_BUFFERS
 from .cache_layers import GrowingLayer, PositionedCache, grow_in_place
 from .cache_quantized import GQAQuantizedCache, rounds_cache, turns_back
@@ -40,6 +40,7 @@ from .layers import (
     chunked_causal_lm_loss,
     frequency_indices,
     multiplier,
+    plane_angles,
     refuse_without_tokens,
     rms_norm,
 )
@@ -210,7 +211,7 @@ class GQAPreTrainedModel(PreTrainedModel):
                     buffer.copy_(torch.eye(buffer.shape[-1]) if buffer.ndim == 3 else torch.zeros(1))
         # transformers guards these: a weight that has been loaded stays as it is.
         if isinstance(module, GQAKeyMean):
-            nn.init.zeros_(module.weight)
+            nn.init.zeros_(module.bias)
         if isinstance(module, GQAHeadLinear):
             nn.init.normal_(module.weight, mean=0.0, std=self.config.initializer_range)
         if isinstance(module, GQAZeroCenteredRMSNorm):
@@ -334,11 +335,8 @@ class GQAModel(GQAPreTrainedModel):
         return self.growing(DynamicCache(config=self.config))
 
     def growing(self, cache: DynamicCache) -> DynamicCache:
-        """Let a new, empty `cache` grow in place, and know positions where a key that all tokens share asks for them.
-
-        A trace keeps cosine and sine in the cache instead, and so do frequencies that change with the length.
-        """
-        positioned = self.keeps_key_mean and turns_back(self.config) and not torch.compiler.is_compiling()
+        """Let a new, empty `cache` grow in place, and know positions where a key of all tokens asks for them."""
+        positioned = self.keeps_key_mean and not torch.compiler.is_compiling()  # a trace keeps angles in the cache
         return PositionedCache(config=self.config, offloading=cache.offloading) if positioned else grow_in_place(cache)
 
     @property
@@ -382,12 +380,11 @@ class GQAModel(GQAPreTrainedModel):
         """Tell each layer where the tokens of the cache stand, those of `position_ids` (1 or B, T) included."""
         held = cache.hold(position_ids, inputs_embeds.shape[0])
         attentions: list[Any] = [layer.get_submodule("self_attn") for layer in self.layers]
-        rotated = {
-            size: replace(held, position_embeddings=rotary(inputs_embeds, cache.held_positions))
-            for size, rotary in self.rotary_emb.items()
-            if turns_back(self.config)
-            and (self.keeps_key_mean or any(attention.constants()[0] is not None for attention in attentions))
-        }
+        rotated = {}
+        if turns_back(self.config) and (self.keeps_key_mean or any(x.constants()[0] is not None for x in attentions)):
+            for size, rotary in self.rotary_emb.items():
+                rotation = rotary(inputs_embeds, cache.held_positions)
+                rotated[size] = replace(held, position_embeddings=rotation, angles=plane_angles(*rotation))
         for own, size in zip(arguments, self.rotary_sizes, strict=False):
             own["held_tokens"] = rotated.get(size, held)
 
@@ -591,7 +588,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         manager = super().init_continuous_batching(generation_config, options, **kwargs)
         layers = self.config.per_layer_config
         # Where a paged cache holds the cosine and sine of a key that all tokens share, too.
-        numbers = [sum(ATTENTION_CLASSES[x.attention_kind].cache_sizes(x)) + constant_size(x) for x in layers]
+        numbers = [sum(ATTENTION_CLASSES[x.attention_kind].cache_sizes(x)) + key_mean_size(x) for x in layers]
         at_peak = max(2 * layer.num_attention_heads * (layer.qk_head_dim or layer.head_dim) for layer in layers)
         return with_rows(manager, choose_rows(numbers), at_peak)
 

@@ -6,7 +6,7 @@ Letters, of MLA: R latent, P rotary key, and of a head N unrotated part and V va
 from copy import copy
 from typing import NamedTuple
 
-from modeling_gqa.attention_latent import constant_size
+from modeling_gqa.attention_latent import key_mean_size
 from modeling_gqa.configuration_gqa import GQAConfig
 
 
@@ -48,7 +48,7 @@ FLASH_MULTIPLE, FLASH_MOST, TRITON_LEAST = 8, 256, 32
 
 def stored(layer: GQAConfig) -> GQAConfig:
     """Return a layer's sizes as vLLM's cache has them: with `key_mean` P holds cosine and sine of each plane, too."""
-    if more := constant_size(layer):
+    if more := key_mean_size(layer):
         layer = copy(layer)
         layer.__dict__ |= {name: getattr(layer, name) + more for name in ("qk_rope_head_dim", "qk_head_dim")}
     return layer

@@ -119,10 +119,11 @@ class GQAForCausalLM(TransformersForCausalLM):
         for name, linear in list(attention.named_children()):
             where = maybe_prefix(prefix, name)
             if isinstance(linear, (GQAHeadLinear, GQAKeyMean)):
-                rows, *columns = linear.weight.shape
-                weight = nn.Parameter(torch.empty(rows // ranks, *columns, device=self.device_config.device))
-                set_weight_attrs(weight, {"weight_loader": sharded_weight_loader(0)})
-                linear.weight = weight
+                for key, whole in list(linear.named_parameters()):
+                    rows, *columns = whole.shape
+                    part = nn.Parameter(torch.empty(rows // ranks, *columns, device=self.device_config.device))
+                    set_weight_attrs(part, {"weight_loader": sharded_weight_loader(0)})
+                    setattr(linear, key, part)
             elif isinstance(linear, nn.Linear):
                 if not latent and name in ("k_proj", "v_proj") and heads < ranks:
                     rank = get_tensor_model_parallel_rank()

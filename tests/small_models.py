@@ -115,7 +115,7 @@ def make_model(model: str, seed: int = 0, **overrides) -> GQAForCausalLM:
     torch.manual_seed(seed)
     result = GQAForCausalLM(make_config(model, **overrides)).eval()
     for name, parameter in result.named_parameters():
-        if name.endswith("key_mean.weight"):  # zeros, as it begins
+        if name.endswith("key_mean.bias"):  # zeros, as it begins
             torch.nn.init.normal_(parameter)
     return result
 

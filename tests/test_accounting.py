@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.attention_latent import constant_size
+from modeling_gqa.attention_latent import key_mean_size
 from modeling_gqa.costs import (
     cache_bytes,
     cache_bytes_per_token,
@@ -72,7 +72,7 @@ def storage_bytes(cache) -> int:
 
 def angles_bytes(model: GQAForCausalLM, tokens: int) -> int:
     """What transformers' caches hold for keys that all tokens share."""
-    numbers = sum(map(constant_size, model.config.per_layer_config))
+    numbers = sum(map(key_mean_size, model.config.per_layer_config))
     return BATCH * tokens * numbers * model.dtype.itemsize
 
 

@@ -151,7 +151,7 @@ def latent_formula(layer, x, allowed, angles=None, bias=0.0):
         added = bias
         if layer.key_mean is not None and angles is not None:
             size = 2 * angles.shape[-1]
-            mean = layer.key_mean.weight[head * size : (head + 1) * size].expand(*x.shape[:2], -1)
+            mean = layer.key_mean.bias[head * size : (head + 1) * size].expand(*x.shape[:2], -1)
             pair = (turn(y, angles, neighbours=False) for y in (query[..., head * (nope + rope) :][..., :size], mean))
             added = bias + torch.einsum("btd,bsd->bts", *pair) / math.sqrt(nope + rope)
         outputs.append(attend(q, k, own[..., nope:], allowed, added))

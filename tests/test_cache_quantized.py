@@ -232,12 +232,6 @@ def test_a_model_attends_to_the_rounded_numbers(model_name, backend, constants, 
     assert (expected - exact)[mask].abs().max() > 0.01 * exact[mask].std()
 
 
-def test_a_key_mean_needs_frequencies_that_stay():
-    config = make_config("mla-options", rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "factor": 3.0})
-    with pytest.raises(ValueError, match="does not go with key_mean=True and frequencies that change"):
-        GQAQuantizedCache(config, {"nbits": 4})
-
-
 @pytest.mark.parametrize("name", ["mla", "mla-q-lora"])
 def test_tiles_add_up(name, monkeypatch):
     """The softmax over several tiles, with padding, is that over all tokens."""

@@ -9,7 +9,7 @@ import torch
 from small_models import MODELS, ROPES, make_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from modeling_gqa.attention_latent import LatentAttention, constant_size
+from modeling_gqa.attention_latent import LatentAttention, key_mean_size
 from modeling_gqa.integrations import choose_rows, indexed_by_group
 
 pytestmark = pytest.mark.compat
@@ -119,7 +119,7 @@ def test_the_cache_takes_what_the_layers_store(name):
     cache = manager._create_batch_processor().cache
     rows = cache.config.rows
     layers = zip(model.model.layers, model.config.per_layer_config, strict=True)
-    numbers = [sum(layer.self_attn.cache_sizes(config)) + constant_size(config) for layer, config in layers]
+    numbers = [sum(layer.self_attn.cache_sizes(config)) + key_mean_size(config) for layer, config in layers]
     assert all(count * rows.width >= n for count, n in zip(rows.counts, numbers, strict=True))
     for kind, allocator in ({} if indexed_by_group() else cache.cache_allocators).items():
         count = sum(n for n, own in zip(rows.counts, model.config.layer_types, strict=True) if own == kind)

@@ -9,7 +9,7 @@ from small_models import make_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig, costs
-from modeling_gqa.attention_latent import constant_size
+from modeling_gqa.attention_latent import key_mean_size
 from modeling_gqa.costs import CostedModel, Machine, report
 from modeling_gqa.costs.configurations import PRESETS, changed, find_model
 from modeling_gqa_cli.errors import UserError
@@ -92,7 +92,7 @@ def test_bounds_count_no_hidden_scores(model_name):
     for layer in CostedModel(config).layers:
         pair = 2 * layer.config.num_attention_heads * 2 * layer.config.head_dim
         if layer.config.attention_kind == "mla":
-            size = layer.config.qk_head_dim + layer.config.v_head_dim + constant_size(layer.config)
+            size = layer.config.qk_head_dim + layer.config.v_head_dim + key_mean_size(layer.config)
             pair = 2 * layer.config.num_attention_heads * size
         seen = sum(min(token, layer.window or tokens) for token in range(1, tokens + 1))
         hidden += pair * (tokens**2 - seen)

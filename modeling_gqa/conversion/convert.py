@@ -88,8 +88,8 @@ def convert_model(
             `polish`, `calibration` is used as well.
         divide_cache: whether each lossy MLA layer divides its R + P cached numbers between R and P anew: by the error
             that is left on documents which a trial is not fitted to, else by a rule.
-        key_mean: whether lossy MLA layers keep the mean of their keys beside the cache, exactly (`GQAConfig.key_mean`);
-            "auto" tries both.
+        key_mean: whether lossy MLA layers keep the mean of their keys beside the cache, exactly (`GQAConfig.key_mean`).
+            The method "auto" tries to leave it out, too.
         share_weights: whether the result's other parameters are the source's own tensors, instead of copies.
         seed: of regrouping.
         folder: an existing folder where each new layer is written when it is finished. The same call with a folder that

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..attention_latent import key_mean_size
 from ..cache_formats import LARGEST_FP8, orthogonal_matrix
 from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token
@@ -41,7 +42,8 @@ def engine_caches(config: GQAConfig, stored: torch.dtype) -> Iterator[EngineCach
     TurboQuant takes MHA, MQA and GQA without a window, and only heads whose size is a power of two are yielded.
     """
     layers = config.per_layer_config
-    full = cache_bytes_per_token(config, stored)
+    # vLLM caches the angles of a mean key, too. What it costs to round them is not simulated.
+    full = cache_bytes_per_token(config, stored) + sum(map(key_mean_size, layers)) * stored.itemsize
     yield EngineCache("fp8", full // stored.itemsize, in_fp8)
     if any(x.attention_kind == "mla" or x.sliding_window or x.head_dim & (x.head_dim - 1) for x in layers):
         return

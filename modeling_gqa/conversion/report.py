@@ -10,7 +10,7 @@ import torch
 
 from modeling_gqa_vllm.kernels import CPU_HEADS, FAST_SUMS, grouped_kernel, is_mistaken, latent_kernels, stored
 
-from ..attention_latent import constant_size
+from ..attention_latent import key_mean_size
 from ..common import cards
 from ..common.atomic import write_json
 from ..common.tables import Table, cached, runs, share
@@ -33,7 +33,7 @@ UNMEASURED = (
 )
 QUANTIZED = (
     "for memory alone, quantize the source's cache: modeling-gqa quantize-cache --cache-share 0.2 keeps a fifth of its "
-    "bytes at a KL of 0.03 (SmolLM2-135M) and 0.02 (Qwen2.5-Coder-0.5B), where a conversion to a quarter has 0.33 and "
+    "bytes at a KL of 0.03 (SmolLM2-135M) and 0.02 (Qwen2.5-Coder-0.5B), where conversions to a quarter have 0.33 and "
     "0.82; --kv-cache-dtype fp8 in vLLM keeps half. No engine but generate reads the fifth. A conversion is for faster "
     "decoding, to train on from and, its own cache rounded too (--cache-bits auto), for a seventh of the bytes or less"
 )
@@ -106,7 +106,7 @@ def layer_kernels(layer: Any) -> str:
         limits.append("with --attention-backend TRITON_MLA")
     if kernels and config.kv_lora_rank + stored(config).qk_rope_head_dim not in FAST_SUMS:
         limits.append("without cached prefixes and prompts in chunks")
-    if more := constant_size(config):
+    if more := key_mean_size(config):
         limits.append(f"with {more} numbers more in the cache, for the mean key")
     return f"GPUs: {', '.join(names) or 'none'}{''.join(f', {limit}' for limit in limits)}; CPU: yes"
 

@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 from modeling_gqa_cli.errors import UserError
 
 from ..attention import Attention
+from ..cache_quantized import turns_back
 from ..checkpoints.checkpoint import meta_model, own_tensors
 from ..checkpoints.files import LazyTensor
 from ..checkpoints.stock_tensors import own_names
@@ -261,7 +262,7 @@ def convert_layer(
             if setting.divide_cache and lossy:
                 rank, size = divided(rank + size, before, choice.factor)
                 fields = fields | latent_fields(model.config, index, rank, size, None)
-            mean = setting.key_mean and lossy and keeps_mean(heads)
+            mean = setting.key_mean and lossy and turns_back(model.config) and keeps_mean(heads)
             state, found, loss = to_latent(heads, moments, rank, size, choice.alpha, choice.gain, mean)
             chosen = {"gain": choice.gain, "alpha": choice.alpha, "key_mean": found["key_mean"]} if lossy else {}
         else:

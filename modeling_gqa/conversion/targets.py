@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 
 from ..attention import GroupedAttention
-from ..attention_latent import LatentAttention, constant_size
+from ..attention_latent import LatentAttention, key_mean_size
 from ..checkpoints.families import import_config
 from ..configuration_checks import NORMED_FIELDS
 from ..configuration_gqa import GQAConfig
@@ -291,7 +291,7 @@ def layer_head_dim(layer: GQAConfig) -> int:
     """
     if layer.attention_kind != "mla":
         return layer.head_dim
-    return -(-max(layer.qk_head_dim + constant_size(layer), layer.v_head_dim) // 2) * 2
+    return -(-max(layer.qk_head_dim + key_mean_size(layer), layer.v_head_dim) // 2) * 2
 
 
 def layer_frequencies(layer: GQAConfig) -> tuple[tuple[int, ...], int]:
@@ -301,7 +301,7 @@ def layer_frequencies(layer: GQAConfig) -> tuple[tuple[int, ...], int]:
     else:
         size = int(layer.head_dim * layer.rope_parameters.get("partial_rotary_factor", 1.0))  # MLA's head_dim is P
         indices = tuple(range(size // 2))
-    return indices + tuple(range(constant_size(layer) // 2)), size
+    return indices + tuple(range(key_mean_size(layer) // 2)), size
 
 
 def rotary_planes(layer: GQAConfig) -> int:

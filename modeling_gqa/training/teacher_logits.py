@@ -31,7 +31,7 @@ from .run_setup import OpenRun, from_main
 if TYPE_CHECKING:
     from .uptraining import UptrainRecipe
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # What a batch holds of the teacher, in the order in which `top_prediction_losses` takes it.
 FIELDS = ("teacher_ids", "teacher_log_probs", "teacher_rest", "teacher_target_log_probs")
 

@@ -6,9 +6,11 @@ Shapes: B batch, H query heads, G key/value heads, T tokens.
 import pytest
 import torch
 from attention_oracle import CALIBRATION, PARTIAL, YARN, logits, random_model
+from huggingface_hub.errors import StrictDataclassError
 from small_models import KEY_MEAN, make_batch, make_config, make_model
 from transformers import DynamicCache
 
+from modeling_gqa import GQAQuantizedCache
 from modeling_gqa.cache_layers import PositionedCache
 from modeling_gqa.conversion import convert_model, target_config
 from modeling_gqa.conversion.report import vllm_kernels
@@ -99,3 +101,54 @@ def test_a_converted_model_is_saved_and_loaded(tmp_path):
     assert converted.config.key_mean and converted.config.format_version == 4
     converted.save_pretrained(tmp_path)
     assert torch.equal(logits(type(converted).from_pretrained(tmp_path)), logits(converted))
+
+
+@torch.no_grad()
+def test_scores_of_a_large_mean_are_not_rounded():
+    """In bfloat16 a cache of its own is as near to float64 as one of transformers, which holds the angles."""
+    model = make_model("mla", latent_norm=False, key_mean=True)
+    for layer in model.model.layers:
+        layer.self_attn.key_mean.bias *= 30
+    ids = make_batch(length=40)["input_ids"]
+    exact = model.bfloat16().double()(ids).logits[:, -1].log_softmax(-1)
+    errors = []
+    for cache in (None, DynamicCache(config=model.config)):
+        model.bfloat16()
+        held = model(ids[:, :-1], past_key_values=cache, use_cache=True).past_key_values
+        found = model(ids[:, -1:], past_key_values=held).logits[:, -1].double().log_softmax(-1)
+        errors.append((exact.exp() * (exact - found)).sum(-1).mean())
+    assert errors[0] < 2 * errors[1]
+
+
+def test_changing_frequencies_have_no_place_for_it():
+    model = random_model("gqa", rope_parameters={"rope_type": "dynamic", "rope_theta": 50.0, "factor": 3.0})
+    converted, done = to_mla(model, CALIBRATION)
+    assert not any(layer["key_mean"] for layer in done["layers"]) and not converted.config.key_mean
+    with pytest.raises(StrictDataclassError, match="key_mean=True does not go with rope_type='dynamic'"):
+        make_config("mla", key_mean=True, rope_parameters={"rope_type": "dynamic", "rope_theta": 50.0, "factor": 3.0})
+
+
+@torch.no_grad()
+def test_caches_that_lack_positions_are_refused():
+    model = make_model("mla", latent_norm=False, key_mean=True)
+    ids = make_batch()["input_ids"]
+    own = model(ids, use_cache=True).past_key_values
+    copied = DynamicCache([(layer.keys, layer.values) for layer in own.layers])
+    with pytest.raises(
+        ValueError, match=r"values of 1 x 6 numbers a token, and layer 0 caches 1 x 12: .* copy.deepcopy"
+    ):
+        model(ids, past_key_values=copied)
+    rotation = model.model.rotary_emb["6"](torch.zeros(1), torch.arange(2)[None])
+    with pytest.raises(ValueError, match="give a quantized cache to the model"):
+        model.model.layers[0].self_attn(
+            torch.zeros(1, 2, 66), rotation, past_key_values=GQAQuantizedCache(model.config, {"nbits": 8})
+        )
+
+
+@torch.no_grad()
+def test_the_cache_is_traced_as_a_whole():
+    model, ids = make_model("mla", latent_norm=False, key_mean=True), make_batch()["input_ids"]
+    cache = model(ids[:, :-1], use_cache=True).past_key_values
+    expected = model(ids).logits[:, -1:]
+    compiled = torch.compile(model.forward, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids[:, -1:], past_key_values=cache).logits, expected, rtol=1e-4, atol=1e-4)

@@ -66,7 +66,7 @@ def build(fields: dict[str, Any]) -> GQAForCausalLM:
     torch.manual_seed(0)
     model = GQAForCausalLM(GQAConfig(**{**SIZES, **fields}))
     for name, parameter in model.named_parameters():
-        if name.endswith("key_mean.weight"):  # zeros, as it begins
+        if name.endswith("key_mean.bias"):  # zeros, as it begins
             torch.nn.init.normal_(parameter)
     return model
 

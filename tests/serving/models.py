@@ -110,7 +110,7 @@ def save_model(name: str, directory: Path, **overrides) -> Path:
     model = GQAForCausalLM(GQAConfig(**{**SIZES, **MODELS[name], **overrides}))
     for key, parameter in model.named_parameters():
         # Zeros, as they begin: a mean key, and norms that multiply by 1 + weight.
-        if key.endswith("key_mean.weight") or (model.config.zero_centered_norms and parameter.ndim == 1):
+        if key.endswith("key_mean.bias") or (model.config.zero_centered_norms and parameter.ndim == 1):
             torch.nn.init.uniform_(parameter, -0.5, 0.5)
     model.save_pretrained(directory)
     return directory

@@ -6,7 +6,7 @@ from models import MODELS, draw_prompts, generate, save_model, serve
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM
-from modeling_gqa.attention_latent import constant_size
+from modeling_gqa.attention_latent import key_mean_size
 from modeling_gqa.cache_layers import GrowingLayer
 
 PROMPTS = draw_prompts(1, 5, 20, 33, 40, 3)
@@ -21,7 +21,7 @@ def cached_bytes(directory, ranks: int = 1) -> list[float]:
     layers = GQAConfig.from_pretrained(directory).per_layer_config
     sizes = []
     for layer in layers:
-        numbers = sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer)) + constant_size(layer)
+        numbers = sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer)) + key_mean_size(layer)
         grouped = layer.attention_kind != "mla"
         sizes.append(4 * numbers / (min(ranks, layer.num_key_value_heads) if grouped else 1))
     return sizes

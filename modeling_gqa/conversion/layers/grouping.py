@@ -33,7 +33,7 @@ def regrouped(moments: Moments, groups: int, seed: int = 0) -> list[list[int]]:
 
     The search starts from the neighbouring heads and from `RANDOM_STARTS` random groupings.
     """
-    heads = len(moments.key_mean)
+    heads = len(moments.mean_key)
     size = heads // groups
     if size == 1 or groups == 1:
         return contiguous(heads, groups)

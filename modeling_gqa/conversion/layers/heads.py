@@ -13,7 +13,7 @@ import torch
 from modeling_gqa_cli.errors import UserError
 
 from ...attention import GroupedAttention
-from ...attention_latent import LatentAttention, constant_size
+from ...attention_latent import LatentAttention, key_mean_size
 from ...configuration_gqa import GQAConfig
 from ...modeling_gqa import GQAForCausalLM
 from ..targets import check_linear, layer_head_dim
@@ -167,10 +167,10 @@ def read_latent(attention: LatentAttention, layer: GQAConfig, common: dict[str, 
         order = torch.cat((order[0::2], order[1::2]))
     o = attention.o_proj.weight.detach().double().unflatten(1, (heads, -1)).transpose(0, 1)  # (H, E, V)
 
-    size, constant = layer_head_dim(layer), constant_size(layer)
+    size, constant = layer_head_dim(layer), key_mean_size(layer)
     mean = kv_a.new_zeros(heads, constant)
     if attention.key_mean is not None:
-        mean = attention.key_mean.weight.detach().double().view(heads, constant)
+        mean = attention.key_mean.bias.detach().double().view(heads, constant)
         common["biases"] = (common["biases"][0], True, common["biases"][2])
 
     def joined(rotary: torch.Tensor, shared: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:

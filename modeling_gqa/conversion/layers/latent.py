@@ -164,7 +164,7 @@ def unrotated_metric(moments: Moments, turn: torch.Tensor, nope: int) -> torch.T
         turn: (H, D, D) as `query_turn` returns it.
         nope: size N of an unrotated key.
     """
-    first, groups = turn.shape[1] - nope, len(moments.key_mean)
+    first, groups = turn.shape[1] - nope, len(moments.mean_key)
     return (turn @ moments.query_metric @ turn.mT)[:, first:, first:].unflatten(0, (groups, -1)).sum(1)
 
 
@@ -191,7 +191,7 @@ def write_latent(
         angle = angle / length
         restore = torch.cat((restore[:, : 2 * n] * length.repeat(1, 2)[..., None], restore[:, 2 * n :]), dim=1)
         turn, mean = _real_matrix(angle, turn.shape[1]), angle * mean[shared]
-        kept["key_mean.weight"] = torch.cat((mean.real, mean.imag), dim=1).flatten()
+        kept["key_mean.bias"] = torch.cat((mean.real, mean.imag), dim=1).flatten()
     rank, head_dim = len(latent.rows), heads.k.shape[1]
     nope = latent.restore.shape[1] - head_dim
 

@@ -91,7 +91,7 @@ class Moments:
     A metric is the matrix M for which an error e of a vector changes the layer's output by the square e^T M e.
 
     Args:
-        key_mean: (G, D) mean of the keys.
+        mean_key: (G, D) mean of the keys.
         key_rest: (G, D - 2 n, G, D - 2 n) covariance of the key dimensions that are not rotated.
         plane_covariance: (n, G, G) covariance over the heads of the keys' complex planes z_i = x_i + j x_(i + n).
         plane_mean: (n, G) mean of these planes.
@@ -107,7 +107,7 @@ class Moments:
         input_mean: (E,) of the layer's input.
     """
 
-    key_mean: torch.Tensor
+    mean_key: torch.Tensor
     key_rest: torch.Tensor
     plane_covariance: torch.Tensor
     plane_mean: torch.Tensor
@@ -173,7 +173,7 @@ def compute_moments(heads: Heads, statistics: Statistics, weighted: bool = True,
     plane_weight = heads.rotary_scaling**4 * (power[:, :n] + power[:, n : 2 * n]) / 2  # (G, n)
     key_covariance, key_mean = _covariance(k, covariance), k @ mean + k_bias
     return Moments(
-        key_mean=key_mean,
+        mean_key=key_mean,
         key_rest=key_covariance[:, 2 * n :, :, 2 * n :],
         plane_covariance=_plane_covariance(key_covariance, n),
         plane_mean=plane_rows(key_mean, n).mT,
