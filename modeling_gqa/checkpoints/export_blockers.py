@@ -20,6 +20,7 @@ EXPORT_FAMILIES: dict[str, type[Attention]] = {
     "phi3": GroupedAttention,
     "granite": GroupedAttention,
     "smollm3": GroupedAttention,
+    "granitemoehybrid": GroupedAttention,
     "olmo2": GroupedAttention,
     "olmo3": GroupedAttention,
     "gemma3_text": GroupedAttention,
@@ -27,6 +28,8 @@ EXPORT_FAMILIES: dict[str, type[Attention]] = {
 }
 # Those with norms after attention and MLP, and over all heads of queries and keys.
 OLMO = ("olmo2", "olmo3")
+# Those that multiply by fixed numbers, and those with layers that may not be rotated.
+GRANITE, UNROTATED = ("granite", "granitemoehybrid"), ("smollm3", "granitemoehybrid")
 # Those whose class reads rotary parameters of each type of layers, and none beside them.
 TWO_ROPES = ("olmo3", "gemma3_text")
 # The releases whose source was read, and the first of them run.
@@ -55,7 +58,7 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         return
     rope, types = config.rope_parameters, set(config.layer_types)
     half = config.dtype in (torch.float16, torch.bfloat16)
-    unrotated = family == "smollm3"  # layers may be
+    unrotated = family in UNROTATED  # layers may be
     if not all(
         _standard_frequencies(layer, attention) or (unrotated and layer.rope_frequency_indices == [])
         for layer in layers
@@ -70,7 +73,7 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
             "coarse: save the model in float32 first"
         )
     multiplied = next((name for name in MULTIPLIERS if getattr(config, name) != 1), None)
-    if multiplied and family != "granite":
+    if multiplied and family not in GRANITE:
         yield f"{multiplied}={getattr(config, multiplied)}, which the class does not have"
     own = next((name for name in GEMMA if getattr(config, name) != (family == "gemma3_text")), None)
     if own:
@@ -139,12 +142,15 @@ def misreadings(config: GQAConfig, family: str) -> list[str]:
             f"{LATENT_NORM_EPS}": config.rms_norm_eps != LATENT_NORM_EPS,
         }
         return [f"{VLLM} and {SGLANG} {phrase}" for phrase, holds in phrases.items() if holds]
+    rotates = family == "granitemoehybrid" and config.rope_frequency_indices != []
     granite_biases = family == "granite" and (config.mlp_bias or any(config.projection_biases))
     phrases = {
         f"{VLLM} takes the factors of long texts (rope_type='longrope') for short ones too": rope_type == "longrope",
         f"{VLLM} drops the bias of o_proj": family == "qwen3" and config.projection_biases[2],
         f"{SGLANG} drops the biases of gate_proj, up_proj and down_proj": family == "llama" and config.mlp_bias,
         f"{SGLANG} drops all biases of a Granite": granite_biases,
+        f"{SGLANG} takes the frequencies of a Granite 4 for those of rope_theta=10000": rotates
+        and (rope_type, rope["rope_theta"]) != ("default", 10000),
     }
     return [phrase for phrase, holds in phrases.items() if holds]
 
@@ -168,7 +174,7 @@ def query_scalar(config: GQAConfig) -> int:
 
 def scale_ratio(config: GQAConfig, family: str) -> float:
     """Return the softmax scale of a model of equal layers divided by that of the family's class of the same sizes."""
-    if config.softmax_scale is None or family in ("granite", "gemma3_text"):  # whose configurations have the scale
+    if config.softmax_scale is None or family in (*GRANITE, "gemma3_text"):  # whose configurations have the scale
         return 1.0
     ratio = config.softmax_scale / EXPORT_FAMILIES[family].default_scale(config)
     power = 2.0 ** round(math.log2(ratio))

@@ -25,6 +25,7 @@ from .checkpoint import meta_model, open_checkpoint, own_tensors
 from .export_blockers import (
     EXPORT_FAMILIES,
     FOR_TRANSFORMERS,
+    GRANITE,
     TWO_ROPES,
     export_blockers,
     misreadings,
@@ -56,8 +57,8 @@ def export_config(config: GQAConfig, family: str | None = None, engine: str | No
 
     Args:
         config: of a model whose layers are all alike, but for rotation and windows.
-        family: "llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "olmo2", "olmo3", "gemma3_text" or
-            "deepseek_v3"; `None` for the first that fits.
+        family: "llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "granitemoehybrid", "olmo2",
+            "olmo3", "gemma3_text" or "deepseek_v3"; `None` for the first that fits.
         engine: "transformers" for a model that other engines may compute wrongly by classes of their own; `None` for
             one that vLLM and SGLang compute rightly, too.
 
@@ -189,20 +190,24 @@ def _write_card(folder: Path, title: str, config: GQAConfig, stock: PreTrainedCo
 
 def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
     fields = {name: copy.deepcopy(getattr(config, name)) for name in SHARED}
+    types = list(config.layer_types)
     if EXPORT_FAMILIES[family] is LatentAttention:
         fields |= _latent_fields(config)
     else:
         fields |= {"num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim}
-    if family in ("llama", "qwen3", "granite", "smollm3", "olmo2", *TWO_ROPES):
+    if family in ("llama", "qwen3", *GRANITE, "smollm3", "olmo2", *TWO_ROPES):
         fields["attention_bias"] = config.projection_biases[0]
     if family in ("llama", "granite", "smollm3"):
         fields["mlp_bias"] = config.mlp_bias
-    if family == "granite":
+    if family in GRANITE:
         scale = softmax_scale(config)
         fields |= {"attention_multiplier": scale, **{name: getattr(config, name) for name in MULTIPLIERS}}
+    if family == "granitemoehybrid":
+        fields |= {"num_local_experts": 0, "shared_intermediate_size": config.intermediate_size, "mamba_n_heads": 1}
+        fields["position_embedding_type"] = None if config.rope_frequency_indices == [] else "rope"
+        fields["layer_types"] = types
     if family == "gemma3_text":
         fields |= {"hidden_activation": fields.pop("hidden_act"), "query_pre_attn_scalar": query_scalar(config)}
-    types = list(config.layer_types)
     sliding = "sliding_attention" in types
     if family in ("mistral", "phi3"):
         fields["sliding_window"] = config.sliding_window if sliding else None
@@ -215,7 +220,7 @@ def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
         window = config.sliding_window or config.max_position_embeddings
         fields |= {"rope_parameters": copy.deepcopy(ropes), "sliding_window": window, "layer_types": types}
     whole = config.head_dim * config.num_attention_heads == config.hidden_size
-    if family in ("qwen2", "phi3", "granite", "smollm3", "olmo2", "olmo3") and whole:
+    if family in ("qwen2", "phi3", *GRANITE, "smollm3", "olmo2", "olmo3") and whole:
         del fields["head_dim"]  # no field of its own there
     if family in ("qwen2", "qwen3", "smollm3"):
         fields |= {

@@ -123,7 +123,6 @@ REFUSED_TYPES = {
     "gemma2": "it soft-caps its attention scores and logits",
     "gqa": "it is a modeling_gqa model already, there is nothing to import",
     "granitemoe": "it has mixture-of-experts layers",
-    "granitemoehybrid": "it can have state-space and mixture-of-experts layers",
     "mixtral": "it has mixture-of-experts layers",
     "qwen2_moe": "it has mixture-of-experts layers",
     "qwen3_moe": "it has mixture-of-experts layers",
@@ -192,6 +191,14 @@ def _granite(config: PreTrainedConfig) -> dict[str, Any]:
     return _llama(config) | multipliers | {"softmax_scale": float(config.attention_multiplier)}
 
 
+def _granite4(config: PreTrainedConfig) -> dict[str, Any]:
+    multipliers = {name: getattr(config, name) for name in MULTIPLIERS}
+    own = {"attention_bias": config.attention_bias, "softmax_scale": float(config.attention_multiplier)}
+    fields = _grouped(config, **own, **multipliers, intermediate_size=config.shared_intermediate_size)
+    unrotated = {"rope_frequency_indices": [], "rope_frequency_dim": fields["head_dim"]}
+    return fields | ({} if config.position_embedding_type == "rope" else unrotated)
+
+
 def _smollm3(config: PreTrainedConfig) -> dict[str, Any]:
     # `layer_types` and `no_rope_layers` hold what `use_sliding_window` and `no_rope_layer_interval` have decided.
     fields = _llama(config) | {"sliding_window": config.sliding_window, "layer_types": config.layer_types}
@@ -245,6 +252,11 @@ def _latent(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
+def _attention_alone(config: PreTrainedConfig) -> list[str]:
+    kind = "attention" if "attention" in config.layer_types else "full_attention"  # by versions of transformers
+    return [kind] * config.num_hidden_layers
+
+
 def _uniform_types(config: PreTrainedConfig) -> list[str]:
     kind = "full_attention" if config.sliding_window is None else "sliding_attention"
     return [kind] * config.num_hidden_layers
@@ -260,6 +272,23 @@ PHI3_FIXED = {
 PHI3_IGNORED = {
     "embd_pdrop": "transformers' class does not read it",
     "original_max_position_embeddings": "stands in rope_parameters too, where it is looked at",
+}
+GRANITE4_FIXED = {
+    "num_local_experts": lambda config: 0,
+    "layer_types": _attention_alone,
+    "normalization_function": lambda config: "rmsnorm",
+    "output_router_logits": lambda config: False,
+}
+GRANITE4_IGNORED = {
+    "init_method": "how training began",
+    **dict.fromkeys(("intermediate_size", "num_experts_per_tok", "router_aux_loss_coef"), "there are no experts"),
+    **dict.fromkeys(
+        (
+            *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
+            *("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
+        ),
+        "there are no state-space layers",
+    ),
 }
 NO_MLP_BIAS = {"mlp_bias": lambda config: False}
 GEMMA3_FIXED = {"use_bidirectional_attention": lambda config: config.use_bidirectional_attention and False}
@@ -298,6 +327,15 @@ FAMILIES = {
         (*MAPPED_GROUPED_FIELDS, "attention_bias", "mlp_bias", "attention_multiplier", *MULTIPLIERS),
         {},
         {},
+    ),
+    "granitemoehybrid": Family(
+        _granite4,
+        (
+            *(*MAPPED_GROUPED_FIELDS, "attention_bias", "attention_multiplier", *MULTIPLIERS),
+            *("shared_intermediate_size", "position_embedding_type"),
+        ),
+        NO_MLP_BIAS | GRANITE4_FIXED,
+        GRANITE4_IGNORED,
     ),
     "smollm3": Family(
         _smollm3,

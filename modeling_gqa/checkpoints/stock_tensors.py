@@ -23,7 +23,11 @@ FUSED = {
     "phi3": {
         "self_attn.qkv_proj.weight": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
         "mlp.gate_up_proj.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-    }
+    },
+    "granitemoehybrid": {
+        "shared_mlp.input_linear.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        "shared_mlp.output_linear.weight": ("mlp.down_proj.weight",),
+    },
 }
 
 
@@ -55,6 +59,8 @@ def own_names(config: GQAConfig, family: str, tensors: Mapping[str, LazyTensor])
         rows = {
             "self_attn.qkv_proj.weight": (config.num_attention_heads * config.head_dim, key_values, key_values),
             "mlp.gate_up_proj.weight": (config.intermediate_size,) * 2,
+            "shared_mlp.input_linear.weight": (config.intermediate_size,) * 2,
+            "shared_mlp.output_linear.weight": (config.hidden_size,),
         }
         for fused, parts in FUSED[family].items():
             whole = tensors.get(f"model.layers.{index}.{fused}")

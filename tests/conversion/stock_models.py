@@ -41,6 +41,13 @@ MULTIPLIERS = {
     "logits_scaling": 3.0,
     "attention_multiplier": 0.15,
 }
+# Granite 4 without experts and state-space layers.
+NO_EXPERTS = {
+    "num_local_experts": 0,
+    "layer_types": ["full_attention"] * 3,
+    "shared_intermediate_size": SIZES["intermediate_size"],
+    "mamba_n_heads": 1,
+}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 20.0,
@@ -105,6 +112,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 8.0,
             "attention_bias": True,
             "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN,
+        },
+    ),
+    "granite4-unrotated": ("granitemoehybrid", {**GROUPED, **MULTIPLIERS, **NO_EXPERTS}),
+    "granite4-biases-tied": (
+        "granitemoehybrid",
+        {
+            "num_key_value_heads": 1,
+            "hidden_size": 84,
+            **MULTIPLIERS,
+            **NO_EXPERTS,
+            "embedding_multiplier": 0.2,
+            "residual_multiplier": 1.5,
+            "logits_scaling": 8.0,
+            "layer_types": ["attention"] * 3,  # as in Granite's own files
+            "position_embedding_type": "rope",
+            "attention_bias": True,
             "tie_word_embeddings": True,
             "rope_parameters": YARN,
         },
@@ -267,6 +292,11 @@ def own_model(stock, config=None) -> GQAForCausalLM:
             state |= {f"{layer}self_attn.{name}_proj.weight": x for name, x in zip("qkv", parts, strict=True)}
             parts = state.pop(f"{layer}mlp.gate_up_proj.weight").chunk(2)
             state |= {f"{layer}mlp.{name}_proj.weight": x for name, x in zip(("gate", "up"), parts, strict=True)}
+    for name in [name for name in state if "shared_mlp" in name]:
+        layer = name.partition("shared_mlp")[0]
+        parts = state.pop(name).chunk(2 if "input_linear" in name else 1)
+        names = ("gate", "up") if len(parts) == 2 else ("down",)
+        state |= {f"{layer}mlp.{part}_proj.weight": x for part, x in zip(names, parts, strict=True)}
     model.load_state_dict(state, strict=True)
     return model
 

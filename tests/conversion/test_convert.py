@@ -95,7 +95,14 @@ def test_everything_but_the_attention_is_the_same():
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"), [("llama-mha-tied", MLA), ("phi3", MLA), ("granite", MLA), ("qwen3-window-biases", {})]
+    ("name", "sizes"),
+    [
+        ("llama-mha-tied", MLA),
+        ("phi3", MLA),
+        ("granite", MLA),
+        ("granite4-unrotated", MLA),
+        ("qwen3-window-biases", {}),
+    ],
 )
 def test_a_stock_model_is_converted_as_the_imported_one_is(name, sizes):
     """The result is that of the imported model, and the stock model keeps its tensors and computes what it did."""

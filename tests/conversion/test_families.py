@@ -14,6 +14,7 @@ from stock_models import (
     LLAMA3,
     MSCALE,
     MULTIPLIERS,
+    NO_EXPERTS,
     PARTIAL,
     SIZES,
     WINDOW,
@@ -46,6 +47,8 @@ def family_fields(family: str) -> dict:
         own |= WINDOW
     if family == "granite":
         own |= MULTIPLIERS
+    if family == "granitemoehybrid":
+        own |= MULTIPLIERS | NO_EXPERTS | {"position_embedding_type": "rope"}
     if family == "smollm3":
         own |= {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2}
         own["tie_word_embeddings"] = False
@@ -86,6 +89,12 @@ CHANGED = {
     "label2id": {"a": 0},
     "logits_scaling": 0.7,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    **{f"mamba_{name}": 3 for name in ("n_groups", "d_state", "d_conv", "chunk_size")},
+    "mamba_conv_bias": False,
+    "mamba_d_head": 66,
+    "mamba_expand": 4,
+    "mamba_n_heads": 2,
+    "mamba_proj_bias": True,
     "max_position_embeddings": 13,
     "max_window_layers": 2,
     "mlp_bias": True,
@@ -100,11 +109,13 @@ CHANGED = {
     "num_experts_per_tok": 3,
     "num_hidden_layers": 2,
     "num_key_value_heads": 3,
+    "num_local_experts": 2,
     "num_mtp_layers": 2,
     "original_max_position_embeddings": 9,
     "output_hidden_states": True,
     "output_router_logits": True,
     "pad_token_id": 9,
+    "position_embedding_type": None,
     "pretraining_tp": 2,
     "problem_type": "regression",
     "q_lora_rank": None,
@@ -119,8 +130,11 @@ CHANGED = {
     "rope_interleave": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 20.0},
     "routed_scaling_factor": 0.1,
+    "router_aux_loss_coef": 0.5,
+    "shared_intermediate_size": 46,
     "sliding_window": 3,
     "tie_word_embeddings": True,
+    "time_step_limit": (0.1, 1.0),
     "topk_group": 1,
     "topk_method": "group_limited_greedy",
     "transformers_version": "5.0.0",
@@ -147,9 +161,10 @@ REFUSED = {
     for family in FAMILIES
 }
 REFUSED["phi3"].add("resid_pdrop")
+REFUSED["granitemoehybrid"] |= {"num_local_experts", "layer_types", "output_router_logits"}
 REFUSED["gemma3_text"] |= {"attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"}
 EXTRA_FIELDS = {
-    **{family: ["head_dim"] for family in ("qwen2", "granite", "smollm3", "olmo2", "olmo3")},
+    **{family: ["head_dim"] for family in ("qwen2", "granite", "granitemoehybrid", "smollm3", "olmo2", "olmo3")},
     **{family: ["head_dim", "qk_head_dim"] for family in ("deepseek_v3", "youtu")},
 }
 FAMILY_FIELDS = [
@@ -192,7 +207,9 @@ def test_every_field_is_followed_refused_or_irrelevant(family, name):
     changes = {name: CHANGED[name]}  # a KeyError here is a field that a new transformers has: say what it is
     if name == "num_attention_heads" and is_latent(family):
         changes["num_key_value_heads"] = CHANGED[name]
-    if name == "num_hidden_layers" and family in TWO_ROPES:  # whose classes do not cut the list
+    if name == "mamba_d_head":
+        changes["mamba_n_heads"] = 2
+    if name == "num_hidden_layers" and family in ("granitemoehybrid", *TWO_ROPES):  # whose classes do not cut the list
         changes["layer_types"] = family_fields(family)["layer_types"][: CHANGED[name]]
     config = written_config(family, **changes)
     if name in REFUSED[family]:

@@ -118,6 +118,15 @@ def test_fields_of_smollm2_and_of_early_llamas_are_understood():
     assert import_config(stock).rope_parameters == {"rope_theta": 100000, "rope_type": "default"}
 
 
+def test_fields_of_granite_4_are_understood():
+    stock = stock_config("granite4-biases-tied", normalization_function="rmsnorm", init_method="mup")
+    config = import_config(stock)
+    assert config.intermediate_size == stock.shared_intermediate_size and config.rope_frequency_indices is None
+    assert import_config(stock_config("granite4-unrotated")).rope_frequency_indices == []
+    with pytest.raises(UserError, match="normalization_function='layernorm' is not supported"):
+        import_config(stock_config("granite4-unrotated", normalization_function="layernorm"))
+
+
 # -- the files
 
 
@@ -125,7 +134,6 @@ def test_fields_of_smollm2_and_of_early_llamas_are_understood():
     ("model_type", "reason"),
     [
         ("llama4_text", "layers without positions and mixture-of-experts layers"),
-        ("granitemoehybrid", "state-space and mixture-of-experts layers"),
         ("gpt_oss", "attention sinks"),
         ("gemma2", "soft-caps its attention scores and logits"),
         ("gqa", "a modeling_gqa model already"),
