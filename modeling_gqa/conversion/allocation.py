@@ -23,7 +23,7 @@ from ..attention import Attention
 from ..common.batches import Batch, first_batches
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
-from ..costs import cache_bytes_per_token
+from ..costs import cache_bytes
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_states, predicted_positions, predicted_states, require_one_device
 from .fitting import fit
@@ -62,15 +62,26 @@ class SizeChoice(NamedTuple):
     """A size that a layer may have.
 
     Args:
-        numbers: numbers that its cache takes per token.
+        numbers: numbers that its cache takes per token; in `allocate` those of `mean_bytes`.
         loss: the estimated KL(source || converted) in nats per token where this layer alone has this size, less in the
             first layers; see `LAST_BY_FIRST`.
         fields: the layer's fields with this size.
     """
 
-    numbers: int
+    numbers: float
     loss: float
     fields: Fields
+
+
+def mean_bytes(config: GQAConfig, dtype: torch.dtype) -> int:
+    """Bytes per token of the whole cache after `max_position_embeddings` tokens, of which a window keeps its last."""
+    return -(-cache_bytes(config, 1, config.max_position_embeddings, dtype) // config.max_position_embeddings)
+
+
+def kept_share(config: GQAConfig, index: int) -> float:
+    """The share of `max_position_embeddings` tokens that the cache of layer `index` keeps."""
+    windowed = config.layer_types[index] == "sliding_attention"
+    return min(1.0, config.sliding_window / config.max_position_embeddings) if windowed else 1.0
 
 
 def allocate(
@@ -85,7 +96,9 @@ def allocate(
 ) -> GQAConfig:
     """Return the target configuration whose cache takes at most `bytes_per_token` bytes in all layers together.
 
-    A layer that would lose most may keep its attention, so the result is often a mixed model.
+    A layer that would lose most may keep its attention, so the result is often a mixed model. A layer with a window
+    keeps the window's tokens alone, so it seldom changes: bytes per token are those after `max_position_embeddings`
+    tokens, divided by these tokens.
 
     Args:
         model: the model to convert, as for `convert_model`.
@@ -119,8 +132,12 @@ def allocate(
     smallest_target(model.config, attention_kind, bytes_per_token, layers=layers, dtype=dtype)  # or it is refused
     fields, chosen = layer_fields(model.config), chosen_layers(model.config, layers)
     choices = measured_choices(model, attention_kind, chosen, calibration, progress)
-    fixed = sum(cached_numbers(layer) for i, layer in enumerate(model.config.per_layer_config) if i not in choices)
-    for index, choice in spend(choices, bytes_per_token // dtype.itemsize - fixed).items():
+    kept = [kept_share(model.config, index) for index in range(model.config.num_hidden_layers)]
+    for index, sizes in choices.items():
+        choices[index] = [size._replace(numbers=kept[index] * size.numbers) for size in sizes]
+    layers_kept = enumerate(zip(kept, model.config.per_layer_config, strict=True))
+    fixed = sum(share * cached_numbers(layer) for i, (share, layer) in layers_kept if i not in choices)
+    for index, choice in spend(choices, bytes_per_token / dtype.itemsize - fixed).items():
         fields[index] |= choice.fields
     return configuration(model.config, fields)
 
@@ -141,11 +158,11 @@ def smallest_target(
         check_kind(config.per_layer_config[index], index)
         fields[index] |= next(iter(layer_sizes(config, index, attention_kind).values()), {})
     target = configuration(config, fields)
-    least = cache_bytes_per_token(target, dtype)
+    least = mean_bytes(target, dtype)
     if bytes_per_token < least:
         raise UserError(
             f"a budget of {bytes_per_token} bytes per token is too small: the least with {attention_kind} in these "
-            f"layers is {least}, and the source takes {cache_bytes_per_token(config, dtype)}"
+            f"layers is {least}, and the source takes {mean_bytes(config, dtype)}"
         )
     return target
 
@@ -257,7 +274,7 @@ def kl_alone(text: Streams, index: int, attention: Attention, ends: Mapping[int,
     return total / max(tokens, 1)
 
 
-def spend(choices: dict[int, list[SizeChoice]], numbers: int) -> dict[int, SizeChoice]:
+def spend(choices: dict[int, list[SizeChoice]], numbers: float) -> dict[int, SizeChoice]:
     """Choose one size of each layer, at most `numbers` numbers per token in all.
 
     It starts from the smallest sizes, and takes the step that saves most loss for the numbers it adds, while one fits.

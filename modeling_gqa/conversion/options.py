@@ -157,14 +157,16 @@ def find_goal(options: Options, config: GQAConfig, dtype: torch.dtype) -> Goal:
         options = served_sizes(options, config, dtype)
     target, sizes = None, list[GQAConfig]()
     if options.budget is not None:
-        from .allocation import smallest_target
+        from .allocation import mean_bytes, smallest_target
 
         exact = False
         least = smallest_target(config, options.attention_kind, options.budget, layers=options.layers, dtype=dtype)
         lossy_layers(config, least)  # raises where it cannot be had
-        present = cache_bytes_per_token(config, dtype)
+        present = mean_bytes(config, dtype)
         if options.budget >= present:
-            raise UserError(f"a budget of {options.budget} bytes per token changes nothing: the source takes {present}")
+            over = f", on average over {config.max_position_embeddings:,} tokens" if config.sliding_window else ""
+            message = f"a budget of {options.budget} bytes per token changes nothing: the source takes {present}{over}"
+            raise UserError(message)
     else:
         if options.cache_bits is not None and options.attention_kind == "mla" and not options.has_size:
             target, sizes = sizes_to_round(options, config, dtype)
@@ -302,10 +304,10 @@ def layers_after(source: GQAConfig, goal: Goal) -> list[str]:
 
 def expected_target(goal: Goal, config: GQAConfig, dtype: torch.dtype) -> GQAConfig:
     """Return the configuration that the result will have or, where its sizes are chosen later, one about as large."""
+    from .allocation import mean_bytes, smallest_target
+
     options, target = goal.options, goal.sizes[-1] if goal.sizes else goal.target
     if target is None and options.attention_kind == "gqa":  # whose layers are no larger than the source's
-        from .allocation import smallest_target
-
         return smallest_target(config, "gqa", options.budget or 0, layers=options.layers, dtype=dtype)
     fields = layer_fields(target or config)
     for index in chosen_layers(config, options.layers) if goal.later else ():
@@ -315,7 +317,7 @@ def expected_target(goal: Goal, config: GQAConfig, dtype: torch.dtype) -> GQACon
         if target:
             total = cached_numbers(target.per_layer_config[index])
         else:
-            share = (options.budget or 0) / cache_bytes_per_token(config, dtype)
+            share = (options.budget or 0) / mean_bytes(config, dtype)
             total = max(round(share * cached_numbers(layer)), 4)
         fields[index] |= latent_fields(config, index, *divided(total, layer), None)
     return configuration(target or config, fields)

@@ -14,9 +14,12 @@ from modeling_gqa.conversion import UserError, allocate, compare_predictions, co
 from modeling_gqa.conversion.allocation import (
     FITTED,
     SizeChoice,
+    kept_share,
     kl_alone,
     layer_sizes,
+    mean_bytes,
     measured_choices,
+    smallest_target,
     spend,
     spread,
 )
@@ -105,9 +108,23 @@ def test_layers_that_may_not_change_are_counted():
 def test_a_layer_without_smaller_sizes_stays_whatever_it_is():
     """A layer that cannot become smaller keeps its attention."""
     model = random_model("mixed-window")  # the last layer is MLA with a latent norm, smaller than one key/value head
-    least = (2 * 2 * 14 + cached_numbers(model.config.per_layer_config[2])) * 2
-    config = allocate(model, "gqa", least, CALIBRATION, dtype=torch.bfloat16)
+    smallest = smallest_target(model.config, "gqa", 1000, dtype=torch.bfloat16)
+    config = allocate(model, "gqa", mean_bytes(smallest, torch.bfloat16), CALIBRATION, dtype=torch.bfloat16)
     assert sizes(config)[:2] == [("mqa", 1, None, None)] * 2 and sizes(config)[2] == sizes(model.config)[2]
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_a_window_counts_what_it_keeps(kind):
+    """Of 64 tokens a window keeps 4, so that the layers without one become smaller, and the budget is kept."""
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = random_model("mha", sliding_window=4, layer_types=types, max_position_embeddings=64)
+    layer = cached_numbers(model.config.per_layer_config[0]) * 2  # bytes
+    assert mean_bytes(model.config, torch.bfloat16) == layer + 2 * layer * 4 // 64
+    config = allocate(model, kind, layer * 3 // 4, CALIBRATION, dtype=torch.bfloat16)
+    assert [kept_share(config, index) for index in range(3)] == [1 / 16, 1.0, 1 / 16]
+    assert mean_bytes(config, torch.bfloat16) <= layer * 3 // 4
+    first, second, third = (cached_numbers(layer) for layer in config.per_layer_config)
+    assert min(first, third) > second
 
 
 @pytest.mark.parametrize(("kind", "layers", "least"), [("gqa", None, 3 * 56), ("gqa", [1], 2 * 336 + 56)])
