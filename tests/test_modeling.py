@@ -327,7 +327,7 @@ def test_prefix_tuning(model_name):
     model, ids = make_model(model_name), make_batch()["input_ids"]
     alike = {layer.attention_kind for layer in model.config.per_layer_config} in ({"mha"}, {"mqa"}, {"gqa"})
     model = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with nullcontext() if alike else pytest.raises(ValueError, match="of prefix tuning, .* LoRA and prompt tuning can"):
+    with nullcontext() if alike else pytest.raises(ValueError, match="of prefix tuning, which"):
         model(input_ids=ids, labels=ids).loss.backward()
     assert alike == any(p.grad is not None and p.grad.any() for name, p in model.named_parameters() if "prompt" in name)
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -11,35 +12,71 @@ from ..configuration_checks import GEMMA, MULTIPLIERS
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 
-# Families of transformers that models are exported as, and the attention that each computes.
-EXPORT_FAMILIES: dict[str, type[Attention]] = {
-    "llama": GroupedAttention,
-    "mistral": GroupedAttention,
-    "qwen2": GroupedAttention,
-    "qwen3": GroupedAttention,
-    "phi3": GroupedAttention,
-    "granite": GroupedAttention,
-    "smollm3": GroupedAttention,
-    "granitemoehybrid": GroupedAttention,
-    "olmo2": GroupedAttention,
-    "olmo3": GroupedAttention,
-    "gemma3_text": GroupedAttention,
-    "deepseek_v3": LatentAttention,
-}
-# Those with norms after attention and MLP, and over all heads of queries and keys.
-OLMO = ("olmo2", "olmo3")
-# Those that multiply by fixed numbers, and those with layers that may not be rotated.
-GRANITE, UNROTATED = ("granite", "granitemoehybrid"), ("smollm3", "granitemoehybrid")
-# Those whose class reads rotary parameters of each type of layers, and none beside them.
-TWO_ROPES = ("olmo3", "gemma3_text")
 # The releases whose source was read, and the first of them run.
 VLLM, SGLANG = "vLLM 0.32", "SGLang 0.5.23"
 FOR_TRANSFORMERS = ": --for transformers (in Python engine='transformers') exports it for transformers alone"
 
 
+class StockClass(NamedTuple):
+    """What a class of transformers can express; by default a class without biases in its MLP, norms of heads, windows.
+
+    Args:
+        attention: that it computes.
+        biases: where its attention has them, of queries, of keys and values, and of the output; `None`: everywhere or
+            nowhere, as the field `attention_bias` says.
+        mlp_bias: whether it has this field.
+        own_head_dim: whether `head_dim` is a field of its own where it follows from other sizes.
+        windows: 0 without, 1 in all layers or in none, 2 layer by layer.
+        qk_norm: `qk_norm_span` of its norms of queries and keys; `None` without.
+        norm_position: of the norms of its layers.
+        multipliers: whether it has `MULTIPLIERS` and the softmax scale as fields, as Granite.
+        unrotated: whether layers may be without rotation.
+        two_ropes: whether it reads rotary parameters of each type of layers, and none beside them.
+        gemma: whether its norms and embeddings are those of Gemma 3.
+    """
+
+    attention: type[Attention] = GroupedAttention
+    biases: tuple[bool, bool, bool] | None = None
+    mlp_bias: bool = False
+    own_head_dim: bool = False
+    windows: int = 0
+    qk_norm: str | None = None
+    norm_position: str = "before"
+    multipliers: bool = False
+    unrotated: bool = False
+    two_ropes: bool = False
+    gemma: bool = False
+
+    @property
+    def is_latent(self) -> bool:
+        return self.attention is LatentAttention
+
+
+NO_BIASES = (False, False, False)
+OLMO = StockClass(qk_norm="all_heads", norm_position="after")
+# Families of transformers that models are exported as; the first that fits is taken.
+EXPORT_FAMILIES = {
+    "llama": StockClass(mlp_bias=True, own_head_dim=True),
+    "mistral": StockClass(biases=NO_BIASES, windows=1, own_head_dim=True),
+    "qwen2": StockClass(biases=(True, True, False), windows=2),
+    "qwen3": StockClass(qk_norm="head", windows=2, own_head_dim=True),
+    "phi3": StockClass(biases=NO_BIASES, windows=1),
+    "granite": StockClass(mlp_bias=True, multipliers=True),
+    "smollm3": StockClass(mlp_bias=True, windows=2, unrotated=True),
+    "granitemoehybrid": StockClass(multipliers=True, unrotated=True),
+    "olmo2": OLMO,
+    "olmo3": OLMO._replace(windows=2, two_ropes=True),
+    "gemma3_text": StockClass(
+        qk_norm="head", norm_position="both", windows=2, two_ropes=True, gemma=True, own_head_dim=True
+    ),
+    "deepseek_v3": StockClass(LatentAttention),
+}
+TWO_ROPES = tuple(name for name, stock in EXPORT_FAMILIES.items() if stock.two_ropes)
+
+
 def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -> Iterator[str]:
     """Yield the reasons why a family cannot express the model, one phrase each; `engine` as in `export_config`."""
-    layers = list(config.per_layer_config)
+    stock, layers = EXPORT_FAMILIES[family], list(config.per_layer_config)
     if any(layer.qk_norm and layer.attention_kind in LatentAttention.kinds for layer in layers):
         yield "qk_norm=True: the latent is taken from normed keys and from values, which no class computes"
         return
@@ -52,15 +89,13 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         if family != "smollm3" or not set(differing) <= {"rope_frequency_indices", "rope_frequency_dim"}:
             yield f"its layers differ in {', '.join(differing)} (per_layer_config), and these classes have equal layers"
             return
-    attention = EXPORT_FAMILIES[family]
-    if config.attention_kind not in attention.kinds:
+    if config.attention_kind not in stock.attention.kinds:
         yield f"attention_kind={config.attention_kind!r} is not this class's"
         return
     rope, types = config.rope_parameters, set(config.layer_types)
     half = config.dtype in (torch.float16, torch.bfloat16)
-    unrotated = family in UNROTATED  # layers may be
     if not all(
-        _standard_frequencies(layer, attention) or (unrotated and layer.rope_frequency_indices == [])
+        _standard_frequencies(layer, stock.attention) or (stock.unrotated and layer.rope_frequency_indices == [])
         for layer in layers
     ):
         yield "rope_frequency_indices are not the frequencies that a head of this size has by default"
@@ -73,38 +108,31 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
             "coarse: save the model in float32 first"
         )
     multiplied = next((name for name in MULTIPLIERS if getattr(config, name) != 1), None)
-    if multiplied and family not in GRANITE:
+    if multiplied and not stock.multipliers:
         yield f"{multiplied}={getattr(config, multiplied)}, which the class does not have"
-    own = next((name for name in GEMMA if getattr(config, name) != (family == "gemma3_text")), None)
+    own = next((name for name in GEMMA if getattr(config, name) != stock.gemma), None)
     if own:
         yield f"{own}={getattr(config, own)}"
-    if family == "gemma3_text" and not math.isclose(query_scalar(config) ** -0.5, softmax_scale(config), rel_tol=1e-9):
+    if stock.gemma and not math.isclose(query_scalar(config) ** -0.5, softmax_scale(config), rel_tol=1e-9):
         yield f"softmax_scale={softmax_scale(config)} is not the root of 1 / query_pre_attn_scalar, a whole number"
-    if config.qk_norm != (family in ("qwen3", "gemma3_text", *OLMO)):
+    if config.qk_norm != (stock.qk_norm is not None):
         yield f"qk_norm={config.qk_norm}"
-    if config.norms_all_heads != (config.qk_norm and family in OLMO):
+    if config.norms_all_heads != (config.qk_norm and stock.qk_norm == "all_heads"):
         yield f"qk_norm_span={config.qk_norm_span!r}"
-    position = {"olmo2": "after", "olmo3": "after", "gemma3_text": "both"}.get(family, "before")
-    if config.norm_position != position:
+    if config.norm_position != stock.norm_position:
         yield f"norm_position={config.norm_position!r}"
-    if config.sliding_rope_parameters is not None and family not in TWO_ROPES:
+    if config.sliding_rope_parameters is not None and not stock.two_ropes:
         yield "sliding_rope_parameters: its layers with a window rotate otherwise"
     query_bias, key_value_bias, output_bias = biases = config.projection_biases
-    if not {
-        "mistral": not any(biases),
-        "phi3": not any(biases),
-        "qwen2": biases == (True, True, False),
-        "deepseek_v3": config.q_lora_rank is not None or not query_bias,
-    }.get(family, len(set(biases)) == 1):
+    allowed = (stock.biases,) if stock.biases else (NO_BIASES, (True, True, True))
+    if query_bias and config.q_lora_rank is None if stock.is_latent else biases not in allowed:
         yield (
             f"the biases are in other places than the class's: query_bias={query_bias}, "
             f"key_value_bias={key_value_bias}, output_bias={output_bias}"
         )
-    if config.mlp_bias and family not in ("llama", "granite", "smollm3"):
+    if config.mlp_bias and not stock.mlp_bias:
         yield "mlp_bias=True"
-    mixed = ("qwen2", "qwen3", "smollm3", *TWO_ROPES)
-    windows = 2 if family in mixed else 1 if family in ("mistral", "phi3") else 0
-    if types != {"full_attention"} and len(types) > windows:
+    if types != {"full_attention"} and len(types) > stock.windows:
         yield f"layer_types={sorted(types)}"
     if family in ("llama", "gemma3_text") and config.hidden_size % config.num_attention_heads:
         yield (
@@ -114,7 +142,7 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         yield f"head_dim={config.head_dim} is not hidden_size / num_attention_heads"
     if family == "phi3" and rope["rope_type"] not in ("default", "longrope"):
         yield f"rope_type={rope['rope_type']!r}"
-    if attention is LatentAttention and not config.latent_norm:
+    if stock.is_latent and not config.latent_norm:
         yield "latent_norm=False, and the class has a norm on its latent"
     if engine is None:
         yield from (reason + FOR_TRANSFORMERS for reason in misreadings(config, family))
@@ -128,7 +156,7 @@ def misreadings(config: GQAConfig, family: str) -> list[str]:
         family: that it is exported as.
     """
     rope, rope_type = config.rope_parameters, config.rope_parameters["rope_type"]
-    if EXPORT_FAMILIES[family] is LatentAttention:
+    if EXPORT_FAMILIES[family].is_latent:
         yarn = rope_type == "yarn"
         # transformers scales by the two mscales together, engines by each.
         one_mscale = bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim"))
@@ -174,8 +202,9 @@ def query_scalar(config: GQAConfig) -> int:
 
 def scale_ratio(config: GQAConfig, family: str) -> float:
     """Return the softmax scale of a model of equal layers divided by that of the family's class of the same sizes."""
-    if config.softmax_scale is None or family in (*GRANITE, "gemma3_text"):  # whose configurations have the scale
+    stock = EXPORT_FAMILIES[family]
+    if config.softmax_scale is None or stock.multipliers or stock.gemma:  # whose configurations have the scale
         return 1.0
-    ratio = config.softmax_scale / EXPORT_FAMILIES[family].default_scale(config)
+    ratio = config.softmax_scale / stock.attention.default_scale(config)
     power = 2.0 ** round(math.log2(ratio))
     return power if math.isclose(ratio, power, rel_tol=1e-9) else ratio

@@ -25,8 +25,6 @@ from .checkpoint import meta_model, open_checkpoint, own_tensors
 from .export_blockers import (
     EXPORT_FAMILIES,
     FOR_TRANSFORMERS,
-    GRANITE,
-    TWO_ROPES,
     export_blockers,
     misreadings,
     query_scalar,
@@ -82,9 +80,7 @@ def export_config(config: GQAConfig, family: str | None = None, engine: str | No
     layers = list(config.per_layer_config)
     latent = {layer.attention_kind for layer in layers} <= set(LatentAttention.kinds)
     reasons: dict[str, list[str]] = {}
-    for name in (
-        [family] if family else [x for x, kind in EXPORT_FAMILIES.items() if (kind is LatentAttention) == latent]
-    ):
+    for name in [family] if family else [x for x, stock in EXPORT_FAMILIES.items() if stock.is_latent == latent]:
         reason = next(export_blockers(config, name, engine), None)
         if reason is None:
             return _stock_config(config, name)
@@ -190,51 +186,46 @@ def _write_card(folder: Path, title: str, config: GQAConfig, stock: PreTrainedCo
 
 def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
     fields = {name: copy.deepcopy(getattr(config, name)) for name in SHARED}
-    types = list(config.layer_types)
-    if EXPORT_FAMILIES[family] is LatentAttention:
+    stock, types = EXPORT_FAMILIES[family], list(config.layer_types)
+    sliding = "sliding_attention" in types
+    if stock.is_latent:
         fields |= _latent_fields(config)
     else:
-        fields |= {"num_key_value_heads": config.num_key_value_heads, "head_dim": config.head_dim}
-    if family in ("llama", "qwen3", *GRANITE, "smollm3", "olmo2", *TWO_ROPES):
-        fields["attention_bias"] = config.projection_biases[0]
-    if family in ("llama", "granite", "smollm3"):
+        fields |= {"num_key_value_heads": config.num_key_value_heads}
+        if stock.own_head_dim or config.head_dim * config.num_attention_heads != config.hidden_size:
+            fields["head_dim"] = config.head_dim
+        if stock.biases is None:
+            fields["attention_bias"] = config.projection_biases[0]
+    if stock.mlp_bias:
         fields["mlp_bias"] = config.mlp_bias
-    if family in GRANITE:
+    if stock.multipliers:
         scale = softmax_scale(config)
         fields |= {"attention_multiplier": scale, **{name: getattr(config, name) for name in MULTIPLIERS}}
-    if family == "granitemoehybrid":
-        fields |= {"num_local_experts": 0, "shared_intermediate_size": config.intermediate_size, "mamba_n_heads": 1}
-        fields["position_embedding_type"] = None if config.rope_frequency_indices == [] else "rope"
-        fields["layer_types"] = types
-    if family == "gemma3_text":
-        fields |= {"hidden_activation": fields.pop("hidden_act"), "query_pre_attn_scalar": query_scalar(config)}
-    sliding = "sliding_attention" in types
-    if family in ("mistral", "phi3"):
+    if stock.windows == 1:
         fields["sliding_window"] = config.sliding_window if sliding else None
-    if family == "phi3" and (original := config.rope_parameters.get("original_max_position_embeddings")):
-        fields["original_max_position_embeddings"] = original  # the class takes this field's over the parameters'
-    if family in TWO_ROPES:
+    if stock.windows == 2:
+        fields |= {"sliding_window": config.sliding_window, "layer_types": types}
+    if stock.two_ropes:
         own = config.sliding_rope_parameters
         ropes = {"full_attention": config.rope_parameters, "sliding_attention": own or config.rope_parameters}
         # The classes make a mask of the window even where no layer has one.
         window = config.sliding_window or config.max_position_embeddings
-        fields |= {"rope_parameters": copy.deepcopy(ropes), "sliding_window": window, "layer_types": types}
-    whole = config.head_dim * config.num_attention_heads == config.hidden_size
-    if family in ("qwen2", "phi3", *GRANITE, "smollm3", "olmo2", "olmo3") and whole:
-        del fields["head_dim"]  # no field of its own there
-    if family in ("qwen2", "qwen3", "smollm3"):
-        fields |= {
-            "use_sliding_window": sliding or config.sliding_window is not None,
-            "sliding_window": config.sliding_window,
-            "layer_types": types,
-        }
+        fields |= {"rope_parameters": copy.deepcopy(ropes), "sliding_window": window}
+    elif stock.windows == 2:
+        fields["use_sliding_window"] = config.sliding_window is not None
+    if stock.gemma:
+        fields |= {"hidden_activation": fields.pop("hidden_act"), "query_pre_attn_scalar": query_scalar(config)}
+    if family == "granitemoehybrid":
+        fields |= {"num_local_experts": 0, "shared_intermediate_size": config.intermediate_size, "mamba_n_heads": 1}
+        rotated = config.rope_frequency_indices != []
+        fields |= {"layer_types": types, "position_embedding_type": "rope" if rotated else None}
+    if family == "phi3" and (original := config.rope_parameters.get("original_max_position_embeddings")):
+        fields["original_max_position_embeddings"] = original  # the class takes this field's over the parameters'
     if family == "smollm3":
         fields["no_rope_layers"] = [int(layer.rope_frequency_indices != []) for layer in config.per_layer_config]
     if family in ("qwen2", "qwen3"):
-        fields |= {
-            # The first layer with a window, for readers of this family that do not know layer_types.
-            "max_window_layers": types.index("sliding_attention") if sliding else len(types),
-        }
+        # The first layer with a window, for readers of this family that do not know layer_types.
+        fields["max_window_layers"] = types.index("sliding_attention") if sliding else len(types)
     try:
         return CONFIG_MAPPING[family](**fields)
     except Exception as error:  # each class checks its own way
