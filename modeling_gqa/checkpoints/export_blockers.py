@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -86,6 +87,8 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         yield f"norm_position={config.norm_position!r}"
     if config.sliding_rope_parameters is not None and family not in TWO_ROPES:
         yield "sliding_rope_parameters: its layers with a window rotate otherwise"
+    if not all(reads_truncate(family, x) for x in (rope, config.sliding_rope_parameters or {})):
+        yield "truncate=False in rope_parameters: the class rounds the range of frequencies all the same"
     query_bias, key_value_bias, output_bias = biases = config.projection_biases
     if not {
         "mistral": not any(biases),
@@ -115,6 +118,14 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         yield "latent_norm=False, and the class has a norm on its latent"
     if engine is None:
         yield from (reason + FOR_TRANSFORMERS for reason in misreadings(config, family))
+
+
+def reads_truncate(family: str, rope: dict[str, Any]) -> bool:
+    """Return whether a family's class computes what `truncate` in a set of rotary parameters asks for.
+
+    Of the sets of its types of layers transformers reads all but this, which it looks for beside them.
+    """
+    return family not in TWO_ROPES or rope.get("rope_type") != "yarn" or bool(rope.get("truncate", True))
 
 
 def misreadings(config: GQAConfig, family: str) -> list[str]:

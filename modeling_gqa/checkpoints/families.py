@@ -15,7 +15,7 @@ from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 
 from ..configuration_checks import GEMMA, MULTIPLIERS
 from ..configuration_gqa import GQAConfig
-from .export_blockers import TWO_ROPES
+from .export_blockers import TWO_ROPES, reads_truncate
 
 # Fields of the same name and meaning in all families and here.
 SHARED = (
@@ -390,6 +390,11 @@ def _refuse_rope(config: PreTrainedConfig, family: Family) -> None:
     if config.model_type in TWO_ROPES:
         for kind in LAYER_TYPES:
             _refuse_entries(config, family, rope[kind] or {})
+            if rope[kind] and not reads_truncate(config.model_type, rope[kind]):
+                raise UserError(
+                    f"rope_parameters[{kind!r}]['truncate']={rope[kind]['truncate']!r} is not supported: transformers' "
+                    f"{config.model_type} models round the range of frequencies all the same"
+                )
         rope = {name: value for name, value in rope.items() if name not in LAYER_TYPES}
         unread = next((name for name, value in rope.items() if value is not None), None)
         if unread:

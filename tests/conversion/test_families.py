@@ -343,6 +343,15 @@ def test_a_field_of_no_family_is_refused_by_name(family, changes, message):
             {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": {**LINEAR, "finetuned": True}}},
             r"rope_parameters\['finetuned'\]=True",
         ),
+        *(
+            (
+                family,
+                {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {**YARN, "truncate": truncate}}},
+                rf"rope_parameters\['sliding_attention'\]\['truncate'\]={truncate} is not supported",
+            )
+            for family in TWO_ROPES
+            for truncate in (False, None)  # transformers reads neither there
+        ),
         ("olmo2", {"sliding_window": 5}, "sliding_window=5 is not a field"),
         (
             "qwen3",
