@@ -172,8 +172,15 @@ def _llama(config: PreTrainedConfig) -> dict[str, Any]:
     return _grouped(config, attention_bias=config.attention_bias, mlp_bias=config.mlp_bias)
 
 
-def _mistral(config: PreTrainedConfig) -> dict[str, Any]:  # and Phi-3
+def _mistral(config: PreTrainedConfig) -> dict[str, Any]:
     return _grouped(config, sliding_window=config.sliding_window)
+
+
+def _phi3(config: PreTrainedConfig) -> dict[str, Any]:
+    rope = copy.deepcopy(config.rope_parameters)
+    if rope["rope_type"] == "longrope":  # where the class takes this field over the parameters'
+        rope["original_max_position_embeddings"] = config.original_max_position_embeddings
+    return _mistral(config) | {"rope_parameters": rope}
 
 
 def _qwen2(config: PreTrainedConfig) -> dict[str, Any]:
@@ -259,7 +266,7 @@ PHI3_FIXED = {
 }
 PHI3_IGNORED = {
     "embd_pdrop": "transformers' class does not read it",
-    "original_max_position_embeddings": "stands in rope_parameters too, where it is looked at",
+    "original_max_position_embeddings": "matters in longrope alone, where it is taken",
 }
 NO_MLP_BIAS = {"mlp_bias": lambda config: False}
 GEMMA3_FIXED = {"use_bidirectional_attention": lambda config: config.use_bidirectional_attention and False}
@@ -287,7 +294,7 @@ FAMILIES = {
     "qwen2": Family(_qwen2, (*MAPPED_GROUPED_FIELDS, *WINDOW_FIELDS), NO_MLP_BIAS, {}),
     "qwen3": Family(_qwen3, (*MAPPED_GROUPED_FIELDS, *WINDOW_FIELDS, "attention_bias"), NO_MLP_BIAS, {}),
     "phi3": Family(
-        _mistral,
+        _phi3,
         (*MAPPED_GROUPED_FIELDS, "sliding_window"),
         NO_MLP_BIAS | PHI3_FIXED,
         PHI3_IGNORED,
