@@ -203,7 +203,7 @@ def check_round_trip(stock, config, model) -> None:
             return
         raise
     kept = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
-    lazy = {name: LazyTensor(tuple(x.shape), x.dtype, lambda x=x: x) for name, x in kept.items()}
+    lazy = {name: LazyTensor(tuple(x.shape), x.dtype, x.detach) for name, x in kept.items()}
     written = stock_tensors(config, exported, lazy)
     if family == "deepseek_v3":
         again = stock_model(exported)
