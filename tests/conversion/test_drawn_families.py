@@ -230,6 +230,7 @@ def check(family: str, drawn: Drawn, refused: str | None) -> None:
     check_round_trip(stock, imported, model)
 
 
+@pytest.mark.filterwarnings("ignore:.* is larger than the .* dimensions that it compresses")
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=10)
 @given(data=st.data())
