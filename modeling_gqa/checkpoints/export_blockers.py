@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -123,6 +123,8 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         yield f"norm_position={config.norm_position!r}"
     if config.sliding_rope_parameters is not None and not stock.two_ropes:
         yield "sliding_rope_parameters: its layers with a window rotate otherwise"
+    if not all(reads_truncate(family, x) for x in (rope, config.sliding_rope_parameters or {})):
+        yield "truncate=False in rope_parameters: the class rounds the range of frequencies all the same"
     query_bias, key_value_bias, output_bias = biases = config.projection_biases
     allowed = (stock.biases,) if stock.biases else (NO_BIASES, (True, True, True))
     if query_bias and config.q_lora_rank is None if stock.is_latent else biases not in allowed:
@@ -146,6 +148,14 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         yield "latent_norm=False, and the class has a norm on its latent"
     if engine is None:
         yield from (reason + FOR_TRANSFORMERS for reason in misreadings(config, family))
+
+
+def reads_truncate(family: str, rope: dict[str, Any]) -> bool:
+    """Return whether a family's class computes what `truncate` in a set of rotary parameters asks for.
+
+    Of the sets of its types of layers transformers reads all but this, which it looks for beside them.
+    """
+    return family not in TWO_ROPES or rope.get("rope_type") != "yarn" or bool(rope.get("truncate", True))
 
 
 def misreadings(config: GQAConfig, family: str) -> list[str]:

@@ -15,7 +15,7 @@ from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 
 from ..configuration_checks import GEMMA, MULTIPLIERS
 from ..configuration_gqa import GQAConfig
-from .export_blockers import TWO_ROPES
+from .export_blockers import TWO_ROPES, reads_truncate
 
 # Fields of the same name and meaning in all families and here.
 SHARED = (
@@ -171,8 +171,15 @@ def _llama(config: PreTrainedConfig) -> dict[str, Any]:
     return _grouped(config, attention_bias=config.attention_bias, mlp_bias=config.mlp_bias)
 
 
-def _mistral(config: PreTrainedConfig) -> dict[str, Any]:  # and Phi-3
+def _mistral(config: PreTrainedConfig) -> dict[str, Any]:
     return _grouped(config, sliding_window=config.sliding_window)
+
+
+def _phi3(config: PreTrainedConfig) -> dict[str, Any]:
+    rope = copy.deepcopy(config.rope_parameters)
+    if rope["rope_type"] == "longrope":  # where the class takes this field over the parameters'
+        rope["original_max_position_embeddings"] = config.original_max_position_embeddings
+    return _mistral(config) | {"rope_parameters": rope}
 
 
 def _qwen2(config: PreTrainedConfig) -> dict[str, Any]:
@@ -271,13 +278,13 @@ PHI3_FIXED = {
 }
 PHI3_IGNORED = {
     "embd_pdrop": "transformers' class does not read it",
-    "original_max_position_embeddings": "stands in rope_parameters too, where it is looked at",
+    "original_max_position_embeddings": "matters in longrope alone, where it is taken",
 }
 GRANITE4_FIXED = {
     "num_local_experts": lambda config: 0,
     "layer_types": _attention_alone,
     "normalization_function": lambda config: "rmsnorm",
-    "output_router_logits": lambda config: False,
+    "output_router_logits": lambda config: config.output_router_logits and False,
 }
 GRANITE4_IGNORED = {
     "init_method": "how training began",
@@ -316,7 +323,7 @@ FAMILIES = {
     "qwen2": Family(_qwen2, (*MAPPED_GROUPED_FIELDS, *WINDOW_FIELDS), NO_MLP_BIAS, {}),
     "qwen3": Family(_qwen3, (*MAPPED_GROUPED_FIELDS, *WINDOW_FIELDS, "attention_bias"), NO_MLP_BIAS, {}),
     "phi3": Family(
-        _mistral,
+        _phi3,
         (*MAPPED_GROUPED_FIELDS, "sliding_window"),
         NO_MLP_BIAS | PHI3_FIXED,
         PHI3_IGNORED,
@@ -428,6 +435,11 @@ def _refuse_rope(config: PreTrainedConfig, family: Family) -> None:
     if config.model_type in TWO_ROPES:
         for kind in LAYER_TYPES:
             _refuse_entries(config, family, rope[kind] or {})
+            if rope[kind] and not reads_truncate(config.model_type, rope[kind]):
+                raise UserError(
+                    f"rope_parameters[{kind!r}]['truncate']={rope[kind]['truncate']!r} is not supported: transformers' "
+                    f"{config.model_type} models round the range of frequencies all the same"
+                )
         rope = {name: value for name, value in rope.items() if name not in LAYER_TYPES}
         unread = next((name for name, value in rope.items() if value is not None), None)
         if unread:

@@ -385,6 +385,10 @@ REFUSED = {
         "deepseek_v3: zero_centered_norms=True",
     ),
     "two-ropes": ({**WINDOWS, "qk_norm": True, "sliding_rope_parameters": LINEAR}, "qwen3: sliding_rope_parameters"),
+    "windows-olmo-truncate": (
+        {**OLMO, **WINDOWS, "rope_parameters": YARN | {"truncate": False}},
+        "olmo3: truncate=False in rope_parameters: the class rounds",
+    ),
     "mla-after": ({"attention_kind": "mla", "norm_position": "after"}, "deepseek_v3: norm_position='after'"),
     "mla-query-bias": (
         {"attention_kind": "mla", "attention_bias": True},

@@ -12,6 +12,7 @@ from stock_models import (
     LATENT,
     LINEAR,
     LLAMA3,
+    LONGROPE,
     MSCALE,
     MULTIPLIERS,
     NO_EXPERTS,
@@ -360,6 +361,15 @@ def test_a_field_of_no_family_is_refused_by_name(family, changes, message):
             {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": {**LINEAR, "finetuned": True}}},
             r"rope_parameters\['finetuned'\]=True",
         ),
+        *(
+            (
+                family,
+                {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {**YARN, "truncate": truncate}}},
+                rf"rope_parameters\['sliding_attention'\]\['truncate'\]={truncate} is not supported",
+            )
+            for family in TWO_ROPES
+            for truncate in (False, None)  # transformers reads neither there
+        ),
         ("olmo2", {"sliding_window": 5}, "sliding_window=5 is not a field"),
         (
             "qwen3",
@@ -372,6 +382,15 @@ def test_a_field_of_no_family_is_refused_by_name(family, changes, message):
 def test_a_value_that_a_family_does_not_have_is_refused(family, changes, message):
     with pytest.raises(UserError, match=message):
         import_config(build_config(family, **changes))
+
+
+def test_an_early_phi3_has_the_length_that_its_own_field_says():
+    """Of rope_type 'su' transformers puts it into the rotary parameters only when it builds the model."""
+    rope = LONGROPE | {"rope_type": "su", "original_max_position_embeddings": 30}
+    config = build_config("phi3", rope_parameters=rope, original_max_position_embeddings=11)
+    imported = import_config(config)
+    stock = stock_model(config)
+    assert close(logits(own_model(stock, imported)), logits(stock))
 
 
 # Fields that transformers, of this version or an earlier one, writes beside those of the class.
