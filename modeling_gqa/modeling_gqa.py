@@ -40,6 +40,7 @@ from .layers import (
     chunked_causal_lm_loss,
     frequency_indices,
     multiplier,
+    query_factors,
     refuse_without_tokens,
     rms_norm,
 )
@@ -354,7 +355,7 @@ class GQAModel(GQAPreTrainedModel):
         past_key_values: Cache | None = None,
         made: Cache | None = None,
     ) -> list[dict[str, Any]]:
-        """Keyword arguments of each layer beside the hidden states: its mask, the positions and their rotation.
+        """Keyword arguments of each layer beside the hidden states: its mask, and what positions do to its heads.
 
         Arguments as in `forward`, and `made`, the new cache where none was given; only the shape, dtype and device of
         `inputs_embeds` are used.
@@ -366,9 +367,16 @@ class GQAModel(GQAPreTrainedModel):
             position_ids = position_ids.unsqueeze(0)  # (1, T)
         masks = model_masks(self.config, inputs_embeds, attention_mask, past_key_values, restarts)
         rotations = {size: rotary(inputs_embeds, position_ids) for size, rotary in self.rotary_emb.items()}
+        factors = {
+            size: query_factors(rotary.config.rope_parameters, position_ids, inputs_embeds.dtype)
+            for size, rotary in self.rotary_emb.items()
+        }
         kinds = zip(self.config.layer_types, self.rotary_sizes, strict=True)
         arguments = [
-            {"attention_mask": masks[kind], "position_ids": position_ids, "position_embeddings": rotations[size]}
+            {
+                **{"attention_mask": masks[kind], "position_ids": position_ids},
+                **{"position_embeddings": rotations[size], "query_factors": factors[size]},
+            }
             for kind, size in islice(kinds, self.config.num_hidden_layers)
         ]
         cache = made if past_key_values is None else past_key_values

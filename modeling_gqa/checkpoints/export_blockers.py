@@ -7,7 +7,7 @@ import torch
 
 from ..attention import Attention, GroupedAttention
 from ..attention_latent import LATENT_NORM_EPS, LatentAttention
-from ..configuration_checks import GEMMA, MULTIPLIERS
+from ..configuration_checks import GEMMA, MULTIPLIERS, QUERY_SCALING
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 
@@ -15,6 +15,7 @@ from ..configuration_overrides import PER_LAYER_FIELDS
 EXPORT_FAMILIES: dict[str, type[Attention]] = {
     "llama": GroupedAttention,
     "mistral": GroupedAttention,
+    "ministral3": GroupedAttention,
     "qwen2": GroupedAttention,
     "qwen3": GroupedAttention,
     "phi3": GroupedAttention,
@@ -86,9 +87,13 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         yield f"norm_position={config.norm_position!r}"
     if config.sliding_rope_parameters is not None and family not in TWO_ROPES:
         yield "sliding_rope_parameters: its layers with a window rotate otherwise"
+    scaling = next((beta for x in layers if (beta := x.rope_parameters.get(QUERY_SCALING)) is not None), None)
+    if (scaling is not None) != (family == "ministral3"):
+        yield f"{QUERY_SCALING}={scaling} in its rotary parameters"
     query_bias, key_value_bias, output_bias = biases = config.projection_biases
     if not {
         "mistral": not any(biases),
+        "ministral3": not any(biases),
         "phi3": not any(biases),
         "qwen2": biases == (True, True, False),
         "deepseek_v3": config.q_lora_rank is not None or not query_bias,
@@ -100,7 +105,7 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
     if config.mlp_bias and family not in ("llama", "granite", "smollm3"):
         yield "mlp_bias=True"
     mixed = ("qwen2", "qwen3", "smollm3", *TWO_ROPES)
-    windows = 2 if family in mixed else 1 if family in ("mistral", "phi3") else 0
+    windows = 2 if family in mixed else 1 if family in ("mistral", "ministral3", "phi3") else 0
     if types != {"full_attention"} and len(types) > windows:
         yield f"layer_types={sorted(types)}"
     if family in ("llama", "gemma3_text") and config.hidden_size % config.num_attention_heads:
@@ -139,12 +144,17 @@ def misreadings(config: GQAConfig, family: str) -> list[str]:
             f"{LATENT_NORM_EPS}": config.rms_norm_eps != LATENT_NORM_EPS,
         }
         return [f"{VLLM} and {SGLANG} {phrase}" for phrase, holds in phrases.items() if holds]
+    # Of Ministral 3 the engines' development branches were read.
+    ministral, original = family == "ministral3", rope.get("original_max_position_embeddings")
     granite_biases = family == "granite" and (config.mlp_bias or any(config.projection_biases))
     phrases = {
         f"{VLLM} takes the factors of long texts (rope_type='longrope') for short ones too": rope_type == "longrope",
         f"{VLLM} drops the bias of o_proj": family == "qwen3" and config.projection_biases[2],
         f"{SGLANG} drops the biases of gate_proj, up_proj and down_proj": family == "llama" and config.mlp_bias,
         f"{SGLANG} drops all biases of a Granite": granite_biases,
+        f"{VLLM} leaves queries of long texts as they are ({QUERY_SCALING})": ministral,
+        f"{SGLANG} takes 16384 for original_max_position_embeddings={original}": ministral and original != 16384,
+        f"{SGLANG} drops the windows of a Ministral 3": ministral and config.layer_types[0] == "sliding_attention",
     }
     return [phrase for phrase, holds in phrases.items() if holds]
 

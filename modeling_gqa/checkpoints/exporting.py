@@ -56,8 +56,8 @@ def export_config(config: GQAConfig, family: str | None = None, engine: str | No
 
     Args:
         config: of a model whose layers are all alike, but for rotation and windows.
-        family: "llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "olmo2", "olmo3", "gemma3_text" or
-            "deepseek_v3"; `None` for the first that fits.
+        family: "llama", "mistral", "ministral3", "qwen2", "qwen3", "phi3", "granite", "smollm3", "olmo2", "olmo3",
+            "gemma3_text" or "deepseek_v3"; `None` for the first that fits.
         engine: "transformers" for a model that other engines may compute wrongly by classes of their own; `None` for
             one that vLLM and SGLang compute rightly, too.
 
@@ -204,7 +204,7 @@ def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:
         fields |= {"hidden_activation": fields.pop("hidden_act"), "query_pre_attn_scalar": query_scalar(config)}
     types = list(config.layer_types)
     sliding = "sliding_attention" in types
-    if family in ("mistral", "phi3"):
+    if family in ("mistral", "ministral3", "phi3"):
         fields["sliding_window"] = config.sliding_window if sliding else None
     if family == "phi3" and (original := config.rope_parameters.get("original_max_position_embeddings")):
         fields["original_max_position_embeddings"] = original  # the class takes this field's over the parameters'
