@@ -366,10 +366,11 @@ class GQAModel(GQAPreTrainedModel):
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past
             position_ids = position_ids.unsqueeze(0)  # (1, T)
         masks = model_masks(self.config, inputs_embeds, attention_mask, past_key_values, restarts)
-        rotations = {size: rotary(inputs_embeds, position_ids) for size, rotary in self.rotary_emb.items()}
+        rotaries: dict[str, Any] = dict(self.rotary_emb.items())
+        rotations = {size: rotary(inputs_embeds, position_ids) for size, rotary in rotaries.items()}
         factors = {
             size: query_factors(rotary.config.rope_parameters, position_ids, inputs_embeds.dtype)
-            for size, rotary in self.rotary_emb.items()
+            for size, rotary in rotaries.items()
         }
         kinds = zip(self.config.layer_types, self.rotary_sizes, strict=True)
         arguments = [
