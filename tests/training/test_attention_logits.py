@@ -54,7 +54,7 @@ def by_formula(model, inputs: dict[str, torch.Tensor], monkeypatch) -> list[floa
         scores: list[float] = []
 
         def attend(query, key, value, allowed, bias, scores=scores):
-            score = torch.einsum("btd,bsd->bts", query, key) * query.shape[-1] ** -0.5
+            score = torch.einsum("btd,bsd->bts", query, key) * query.shape[-1] ** -0.5 + bias
             scores.append(score[allowed].abs().max().item())
             return value
 
