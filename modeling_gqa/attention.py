@@ -34,7 +34,7 @@ from .cache_quantized import (
     tiled_attention,
 )
 from .configuration_gqa import GQAConfig
-from .layers import frequency_indices, head_norm, is_plain_linear, rotate, select_frequencies
+from .layers import frequency_indices, head_norm, is_plain_linear, rotate, scale_queries, select_frequencies
 from .masks import attended_part
 
 # Our rules of tensor parallelism, beside those of transformers: each rank computes the whole output and uses it for its
@@ -119,6 +119,7 @@ class Attention(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        query_factors: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend from each token to itself and the tokens before it.
@@ -128,6 +129,7 @@ class Attention(nn.Module):
             position_embeddings: cosine and sine (B, T, rotary size); no rotation where `None`.
             attention_mask: padding mask (B, S), or a finished mask (B, 1, T, S); a layer alone builds its own.
             past_key_values: cache to extend by the new keys and values.
+            query_factors: (B or 1, T), by which queries are multiplied; `None` for ones.
             kwargs: passed to the attention function; `is_causal=False` lets every token see all tokens.
 
         Returns:
@@ -308,6 +310,7 @@ class GroupedAttention(Attention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        query_factors: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend with softmax(Q K^T scaling) V per head; arguments and results as in `Attention.forward`."""
@@ -317,6 +320,7 @@ class GroupedAttention(Attention):
         if position_embeddings is not None:
             position_embeddings = select_frequencies(position_embeddings, self.frequency_indices)
             query, key = rotate(query, *position_embeddings), rotate(key, *position_embeddings)
+        query = scale_queries(query, query_factors)
         basis = self.cache_basis(key, past_key_values, position_embeddings, kwargs.pop("held_tokens", None))
         if basis is not None:
             key, value = basis.store(key, value)

@@ -33,6 +33,7 @@ from .layers import (
     plane_angles,
     rms_norm,
     rotate,
+    scale_queries,
     select_frequencies,
 )
 
@@ -123,10 +124,12 @@ class LatentAttention(Attention):
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
+        query_factors: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend over the latent, or over what is rebuilt from it; arguments and results as in `Attention.forward`."""
-        query, query_rope = self.project_query(hidden_states)  # (B, H, T, N), (B, H, T, P)
+        projected = self.project_query(hidden_states)
+        query, query_rope = (scale_queries(x, query_factors) for x in projected)  # (B, H, T, N), (B, H, T, P)
         latent, key_rope = self.project_latent(hidden_states)  # (B, 1, T, R), (B, 1, T, P)
         held, factors, angles = kwargs.pop("held_tokens", None), None, None
         if position_embeddings is not None:

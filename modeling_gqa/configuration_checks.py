@@ -64,18 +64,20 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("softmax_scale", *MULTIPLIERS), (1e-6, 1e4)),
     "format_version": (1, LONGEST),
 }
+# What makes queries longer with their position; it needs original_max_position_embeddings.
+QUERY_SCALING = "llama_4_scaling_beta"
 ROPE_RANGES: dict[str, tuple[float, float]] = {
     "rope_theta": (1.001, 1e38),
     "partial_rotary_factor": (0, 1),
     "original_max_position_embeddings": (2, LONGEST),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), (1e-3, 1e6)),
     **dict.fromkeys(("attention_factor", "short_factor", "long_factor"), (1e-3, 1e6)),
-    **dict.fromkeys(("mscale", "mscale_all_dim"), (0, 1e3)),
+    **dict.fromkeys(("mscale", "mscale_all_dim", QUERY_SCALING), (0, 1e3)),
 }
 ROPE_EXAMPLE = "{'rope_type': 'default', 'rope_theta': 10000.0}"
 ROPE_LISTS = ("short_factor", "long_factor")
 # transformers takes `None` as "left out" for these.
-ROPE_MAY_BE_NONE = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+ROPE_MAY_BE_NONE = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", QUERY_SCALING)
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -171,6 +173,10 @@ def check_rope(rope: dict | None, field: str = "rope_parameters"):
     for key in ("rope_type", "rope_theta", *ROPE_NEEDS.get(kind, ())):
         if key not in rope:
             raise ValueError(f"{field}={shown(rope)} lacks {key!r}, which rope_type={kind!r} needs: add it")
+    if rope.get(QUERY_SCALING) is not None and "original_max_position_embeddings" not in rope:
+        raise ValueError(
+            f"{field}[{QUERY_SCALING!r}]={rope[QUERY_SCALING]} needs 'original_max_position_embeddings': add it"
+        )
     if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
         raise ValueError(
             f"{field}['high_freq_factor']={rope['high_freq_factor']} must be larger than "

@@ -20,6 +20,7 @@ from .configuration_checks import (
     GEMMA,
     MULTIPLIERS,
     NORMED_FIELDS,
+    QUERY_SCALING,
     check_frequencies,
     check_grouped,
     check_latent,
@@ -45,7 +46,8 @@ from .configuration_overrides import (
 )
 
 # 2: softmax_scale, rope_frequency_indices, rope_frequency_dim. 3: MLA with qk_norm. 4: multipliers, norm_position,
-# qk_norm_span, sliding_rope_parameters, zero_centered_norms, scale_embeddings, key_mean, and layers without rotation.
+# qk_norm_span, sliding_rope_parameters, zero_centered_norms, scale_embeddings, key_mean, layers without rotation, and
+# llama_4_scaling_beta of rotary parameters.
 # Earlier code would compute 3 and 4 wrongly or refuse them; others are written as version 2, which it reads.
 FORMAT_VERSION = 4
 # transformers' property of configurations by layer; without it only models whose layers are alike can be built.
@@ -111,6 +113,8 @@ class GQAConfig(PreTrainedConfig):
             Window in tokens of the layers that `layer_types` calls `"sliding_attention"`; all where it is left out.
         rope_parameters (`dict`, *optional*):
             `rope_type`, `rope_theta` and the type's own keys; `partial_rotary_factor` rotates part of each head.
+            `llama_4_scaling_beta` multiplies the whole query of the token at position p by
+            1 + beta ln(1 + floor(p / `original_max_position_embeddings`)), under every `rope_type`, as in Ministral 3.
         sliding_rope_parameters (`dict`, *optional*):
             `rope_parameters` of the layers that `layer_types` calls `"sliding_attention"`, where they have others than
             the rest, as in OLMo 3.
@@ -137,7 +141,8 @@ class GQAConfig(PreTrainedConfig):
 
     model_type = "gqa"
     keys_to_ignore_at_inference = ["past_key_values", "cache"]
-    ignore_keys_at_rope_validation = {"partial_rotary_factor"}
+    # The last is left by Ministral 3, whose class does not read it.
+    ignore_keys_at_rope_validation = {"partial_rotary_factor", QUERY_SCALING, "max_position_embeddings"}
     # An absent key would mean "derive" before saving and "the global value" after loading.
     serialize_explicit_per_layer_config = True
     base_model_tp_plan: ClassVar = {
@@ -334,6 +339,8 @@ class GQAConfig(PreTrainedConfig):
         usual = dict.fromkeys(MULTIPLIERS, 1) | {name: ways[0] for name, ways in CHOICES.items()}
         usual |= {"sliding_rope_parameters": None, "key_mean": False, **dict.fromkeys(GEMMA, False)}
         newer = any(written.get(name, value) != value for name, value in usual.items())
+        ropes = (written.get(name) for name in ("rope_parameters", "sliding_rope_parameters"))
+        newer |= any(rope and rope.get(QUERY_SCALING) for rope in ropes)
         needed = 4 if newer or written.get("rope_frequency_indices") == [] else needed
         if self.format_version < needed:
             self.format_version = needed
@@ -373,6 +380,7 @@ class GQAConfig(PreTrainedConfig):
 
     def validate_architecture(self):
         """Check what all layers share."""
+        self._raise_format_version(self.__dict__)  # rotary parameters are written in place
         if self.format_version > FORMAT_VERSION:
             raise ValueError(
                 f"format_version={self.format_version} is newer than this code reads ({FORMAT_VERSION}): "

@@ -17,7 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .compatibility import CACHE, is_tracing, optional
-from .configuration_checks import ROPE_INIT_FUNCTIONS
+from .configuration_checks import QUERY_SCALING, ROPE_INIT_FUNCTIONS
 from .configuration_gqa import GQAConfig
 
 
@@ -297,6 +297,27 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: b
         x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((-second, first), dim=-1), sin)
+
+
+def query_factors(
+    rope_parameters: dict[str, Any], position_ids: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """Factors (B or 1, T) of queries at `position_ids` (B or 1, T), `None` for ones, by `llama_4_scaling_beta`.
+
+    They are 1 + beta ln(1 + floor(position / original_max_position_embeddings)), as in Ministral 3.
+    """
+    beta = rope_parameters.get(QUERY_SCALING)
+    if not beta:
+        return None
+    # Padding has positions that mean nothing, and may have -1.
+    position_ids = position_ids.clamp(min=0).to(torch.promote_types(dtype, torch.float32))
+    lengths = torch.floor(position_ids / rope_parameters["original_max_position_embeddings"])
+    return (1 + beta * torch.log(1 + lengths)).to(dtype)
+
+
+def scale_queries(query: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
+    """Queries (B, H, T, D) times their `factors` (B or 1, T), `None` for ones."""
+    return query if factors is None else query * factors[:, None, :, None].to(query.dtype)
 
 
 def can_chunk_loss(lm_head: nn.Module, hidden_states: torch.Tensor, loss_function: Callable) -> bool:

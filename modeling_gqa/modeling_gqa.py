@@ -41,6 +41,7 @@ from .layers import (
     frequency_indices,
     multiplier,
     plane_angles,
+    query_factors,
     refuse_without_tokens,
     rms_norm,
 )
@@ -352,7 +353,7 @@ class GQAModel(GQAPreTrainedModel):
         past_key_values: Cache | None = None,
         made: Cache | None = None,
     ) -> list[dict[str, Any]]:
-        """Keyword arguments of each layer beside the hidden states: its mask, the positions and their rotation.
+        """Keyword arguments of each layer beside the hidden states: its mask, and what positions do to its heads.
 
         Arguments as in `forward`, and `made`, the new cache where none was given; only the shape, dtype and device of
         `inputs_embeds` are used.
@@ -363,10 +364,18 @@ class GQAModel(GQAPreTrainedModel):
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past
             position_ids = position_ids.unsqueeze(0)  # (1, T)
         masks = model_masks(self.config, inputs_embeds, attention_mask, past_key_values, restarts)
-        rotations = {size: rotary(inputs_embeds, position_ids) for size, rotary in self.rotary_emb.items()}
+        rotaries: dict[str, Any] = dict(self.rotary_emb.items())
+        rotations = {size: rotary(inputs_embeds, position_ids) for size, rotary in rotaries.items()}
+        factors = {
+            size: query_factors(rotary.config.rope_parameters, position_ids, inputs_embeds.dtype)
+            for size, rotary in rotaries.items()
+        }
         kinds = zip(self.config.layer_types, self.rotary_sizes, strict=True)
         arguments = [
-            {"attention_mask": masks[kind], "position_ids": position_ids, "position_embeddings": rotations[size]}
+            {
+                **{"attention_mask": masks[kind], "position_ids": position_ids},
+                **{"position_embeddings": rotations[size], "query_factors": factors[size]},
+            }
             for kind, size in islice(kinds, self.config.num_hidden_layers)
         ]
         cache = made if past_key_values is None else past_key_values

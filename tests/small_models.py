@@ -82,11 +82,24 @@ MODELS["gemma"] = {
 }
 MODELS["mla-gemma"] = {**MODELS["mla-qk-norm"], **GEMMA}
 
-# The options of OLMo and Granite together, and a key that all tokens share.
+# The options of OLMo, Granite and Ministral 3 together, and a key that all tokens share.
 MULTIPLIERS: dict[str, Any] = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 3.0}
-MODELS["options"] = {**OLMO_MODELS["olmo"], **MULTIPLIERS}
+# Queries that are scaled by their position, from the fifth on.
+SCALING: dict[str, Any] = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4}
+DEFAULT_ROPE: dict[str, Any] = {"rope_type": "default"}
+MODELS["options"] = {
+    **OLMO_MODELS["olmo"],
+    **MULTIPLIERS,
+    "rope_parameters": {**DEFAULT_ROPE, **SCALING},
+    "sliding_rope_parameters": {"rope_type": "linear", "rope_theta": 50.0, "factor": 3.0, **SCALING},
+}
 KEY_MEAN: dict[str, Any] = {"key_mean": True, "rope_frequency_dim": 8, "rope_frequency_indices": [0, 2, 3]}
-MODELS["mla-options"] = {**OLMO_MODELS["mla-olmo"], **MULTIPLIERS, "key_mean": True}
+MODELS["mla-options"] = {
+    **OLMO_MODELS["mla-olmo"],
+    **MULTIPLIERS,
+    "key_mean": True,
+    "rope_parameters": {**DEFAULT_ROPE, **SCALING},
+}
 
 # What each rope type needs beside its theta, for heads of 14.
 ROPES: dict[str, dict[str, Any]] = {

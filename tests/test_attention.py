@@ -98,11 +98,11 @@ def attend(query, key, value, allowed, bias=0.0):
     return torch.einsum("bts,bsv->btv", weights / weights.sum(-1, keepdim=True), value)
 
 
-def grouped_formula(layer, x, allowed, angles=None, bias=0.0):
+def grouped_formula(layer, x, allowed, angles=None, bias=0.0, factors=1.0):
     size = layer.head_dim
     query, key, value = (linear(projection, x) for projection in (layer.q_proj, layer.k_proj, layer.v_proj))
     heads, groups = query.shape[-1] // size, key.shape[-1] // size
-    query, key = norm_heads(layer.q_norm, query, size), norm_heads(layer.k_norm, key, size)
+    query, key = norm_heads(layer.q_norm, query, size) * factors, norm_heads(layer.k_norm, key, size)
     outputs = []
     for head in range(heads):
         own, shared = slice(head * size, (head + 1) * size), head * groups // heads
@@ -129,7 +129,7 @@ def normed_keys_and_values(layer, x):
     return torch.cat((key, linear(layer.v_proj, x)), -1)
 
 
-def latent_formula(layer, x, allowed, angles=None, bias=0.0):
+def latent_formula(layer, x, allowed, angles=None, bias=0.0, factors=1.0):
     config = layer.config
     rank, nope, rope, v = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
     if config.qk_norm:
@@ -138,6 +138,7 @@ def latent_formula(layer, x, allowed, angles=None, bias=0.0):
         query = linear(layer.q_proj, x)
     else:
         query = linear(layer.q_b_proj, norm(layer.q_a_layernorm, linear(layer.q_a_proj, x)))
+    query = query * factors
     compressed = linear(layer.kv_a_proj_with_mqa, x)
     latent = compressed[..., :rank] if config.qk_norm else norm(layer.kv_a_layernorm, compressed[..., :rank])
     rebuilt = linear(layer.kv_b_proj, latent)
@@ -232,6 +233,26 @@ def test_a_layer_alone_computes_its_formula(name, case, rotary, backend):
     if backend is None:
         assert weights.shape == (BATCH, layer.config.num_attention_heads, 9, 9)
         assert (weights[~allowed[:, None].expand_as(weights) & allowed.any(-1)[:, None, :, None]] == 0).all()
+
+
+@pytest.mark.parametrize("backend", [None, "sdpa"])
+@pytest.mark.parametrize("rotary", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_queries_are_multiplied_by_their_factors(name, rotary, backend):
+    """Before the scores, whole: rotated and unrotated parts, and what meets a key that all tokens share."""
+    layer, x = make_layer(name, backend), make_input(9)
+    angles, embeddings = angles_and_embeddings(layer, 9) if rotary else (None, None)
+    factors = 1 + torch.rand(BATCH, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    allowed = who_sees_whom(9)
+    for rows in (factors, factors[:1]):
+        output, _ = layer(x, position_embeddings=embeddings, query_factors=rows)
+        assert_same(output, formula(name, layer, x, allowed, angles=angles, factors=rows[..., None]))
+    cache = DynamicCache()
+    for token in range(9):
+        at = slice(token, token + 1)
+        own = None if embeddings is None else tuple(part[:, at] for part in embeddings)
+        output, _ = layer(x[:, at], position_embeddings=own, query_factors=factors[:, at], past_key_values=cache)
+    assert_same(output, formula(name, layer, x, allowed, angles=angles, factors=factors[..., None])[:, -1:])
 
 
 @pytest.mark.parametrize("padding", [None, "right"])

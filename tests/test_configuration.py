@@ -10,7 +10,18 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from hypothesis import given, settings
 from random_configurations import ARRIVALS, sound
-from small_models import KIND_SIZES, MODELS, OLMO_MODELS, ROPES, SIZES, make_batch, make_config, make_model
+from small_models import (
+    DEFAULT_ROPE,
+    KIND_SIZES,
+    MODELS,
+    OLMO_MODELS,
+    ROPES,
+    SCALING,
+    SIZES,
+    make_batch,
+    make_config,
+    make_model,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM
@@ -260,6 +271,7 @@ def test_only_configurations_that_earlier_code_cannot_read_have_a_newer_version(
         {"zero_centered_norms": True},
         {"scale_embeddings": True},
         {"sliding_window": 5, "sliding_rope_parameters": {"rope_type": "default", "rope_theta": 9.0}},
+        {"rope_parameters": {**DEFAULT_ROPE, **SCALING}},
     ],
     ids=lambda fields: "-".join(map(str, fields))[:30],
 )
@@ -267,6 +279,15 @@ def test_only_configurations_that_earlier_code_cannot_read_have_a_newer_version(
 def test_each_field_of_version_4_raises_the_version(fields, arrival):
     config = arrival({**SIZES, **MODELS["gqa"]}, fields)
     assert config.format_version == 4 and GQAConfig.from_dict(config.to_dict()).format_version == 4
+
+
+def test_the_scaling_of_queries_written_in_place_raises_the_version():
+    config = make_config("gqa", rope_parameters={**DEFAULT_ROPE, "original_max_position_embeddings": 4})
+    assert config.format_version == 2
+    config.rope_parameters["llama_4_scaling_beta"] = 0.5
+    assert GQAForCausalLM(config).config.format_version == 4
+    rope = {**DEFAULT_ROPE, **SCALING, "llama_4_scaling_beta": 0}
+    assert make_config("gqa", rope_parameters=rope).format_version == 2
 
 
 def test_rotary_parameters_of_layers_with_a_window_are_theirs():

@@ -76,6 +76,8 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     *(("gqa", {"rope_parameters": {**ROPE[kind], key: value}}) for kind, key in ROPE_KEYS for value in NO_ROPE_VALUES
       if not (value is None and key in ("beta_fast", "beta_slow", "mscale", "attention_factor"))
       if not (value == 0 and key == "mscale")),
+    *(("gqa", {"rope_parameters": {**ROPE["llama3"], "llama_4_scaling_beta": value}})
+      for value in NO_ROPE_VALUES if value is not None and value is not False and value != 0),
     ("gqa", {"rope_parameters": {**ROPE["llama3"], "low_freq_factor": 2.0}}),
     ("gqa", {"head_dim": 2, "rope_parameters": ROPE["dynamic"]}),
     ("mla", {"qk_rope_head_dim": 2, "rope_parameters": ROPE["dynamic"]}),
@@ -103,6 +105,9 @@ NAMED: list[tuple[str, dict[str, Any], str]] = [
     ("gqa", {LAYER: {1: {"attention_knd": "mla"}}}, r"\[1\] sets 'attention_knd'.* did you mean 'attention_kind'"),
     ("gqa", {"rope_parameters": {"rope_typ": "yarn"}}, "no key 'rope_typ', did you mean 'rope_type'"),
     ("gqa", {"rope_parameters": {5: 6}}, "has the key 5"),
+    *((model, {rope: {"rope_type": "default", "rope_theta": 9.0, "llama_4_scaling_beta": 0.1}},
+       rf"{rope}\['llama_4_scaling_beta'\]=0.1 needs 'original_max_position_embeddings'")
+      for model, rope in (("mla", "rope_parameters"), ("mixed-window", "sliding_rope_parameters"))),
     *(("gqa", {LAYER: {key: {}}}, f"the key {key!r}: keys are layer indices") for key in (3, -1, "first")),
     ("gqa", {LAYER: {1: {"hidden_size": 60}}}, r"\[1\] sets 'hidden_size', which cannot differ by layer"),
     ("gqa", {LAYER: {0: {5: 6}}}, r"\[0\] sets 5, which cannot differ by layer"),

@@ -8,7 +8,7 @@ import torch
 
 from ..attention import Attention, GroupedAttention
 from ..attention_latent import LATENT_NORM_EPS, LatentAttention
-from ..configuration_checks import GEMMA, MULTIPLIERS
+from ..configuration_checks import GEMMA, MULTIPLIERS, QUERY_SCALING
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
 
@@ -32,6 +32,7 @@ class StockClass(NamedTuple):
         multipliers: whether it has `MULTIPLIERS` and the softmax scale as fields, as Granite.
         unrotated: whether layers may be without rotation.
         two_ropes: whether it reads rotary parameters of each type of layers, and none beside them.
+        query_scaling: whether it scales queries by their position, as Ministral 3.
         gemma: whether its norms and embeddings are those of Gemma 3.
     """
 
@@ -45,6 +46,7 @@ class StockClass(NamedTuple):
     multipliers: bool = False
     unrotated: bool = False
     two_ropes: bool = False
+    query_scaling: bool = False
     gemma: bool = False
 
     @property
@@ -53,11 +55,13 @@ class StockClass(NamedTuple):
 
 
 NO_BIASES = (False, False, False)
+MISTRAL = StockClass(biases=NO_BIASES, windows=1, own_head_dim=True)
 OLMO = StockClass(qk_norm="all_heads", norm_position="after")
 # Families of transformers that models are exported as; the first that fits is taken.
 EXPORT_FAMILIES = {
     "llama": StockClass(mlp_bias=True, own_head_dim=True),
-    "mistral": StockClass(biases=NO_BIASES, windows=1, own_head_dim=True),
+    "mistral": MISTRAL,
+    "ministral3": MISTRAL._replace(query_scaling=True),
     "qwen2": StockClass(biases=(True, True, False), windows=2),
     "qwen3": StockClass(qk_norm="head", windows=2, own_head_dim=True),
     "phi3": StockClass(biases=NO_BIASES, windows=1),
@@ -125,6 +129,9 @@ def export_blockers(config: GQAConfig, family: str, engine: str | None = None) -
         yield "sliding_rope_parameters: its layers with a window rotate otherwise"
     if not all(reads_truncate(family, x) for x in (rope, config.sliding_rope_parameters or {})):
         yield "truncate=False in rope_parameters: the class rounds the range of frequencies all the same"
+    scaling = next((beta for x in layers if (beta := x.rope_parameters.get(QUERY_SCALING)) is not None), None)
+    if (scaling is not None) != stock.query_scaling:
+        yield f"{QUERY_SCALING}={scaling} in its rotary parameters"
     query_bias, key_value_bias, output_bias = biases = config.projection_biases
     allowed = (stock.biases,) if stock.biases else (NO_BIASES, (True, True, True))
     if query_bias and config.q_lora_rank is None if stock.is_latent else biases not in allowed:
@@ -181,6 +188,8 @@ def misreadings(config: GQAConfig, family: str) -> list[str]:
         }
         return [f"{VLLM} and {SGLANG} {phrase}" for phrase, holds in phrases.items() if holds]
     rotates = family == "granitemoehybrid" and config.rope_frequency_indices != []
+    # Of Ministral 3 the engines' development branches were read.
+    ministral, original = family == "ministral3", rope.get("original_max_position_embeddings")
     granite_biases = family == "granite" and (config.mlp_bias or any(config.projection_biases))
     phrases = {
         f"{VLLM} takes the factors of long texts (rope_type='longrope') for short ones too": rope_type == "longrope",
@@ -189,6 +198,9 @@ def misreadings(config: GQAConfig, family: str) -> list[str]:
         f"{SGLANG} drops all biases of a Granite": granite_biases,
         f"{SGLANG} takes the frequencies of a Granite 4 for those of rope_theta=10000": rotates
         and (rope_type, rope["rope_theta"]) != ("default", 10000),
+        f"{VLLM} leaves queries of long texts as they are ({QUERY_SCALING})": ministral,
+        f"{SGLANG} takes 16384 for original_max_position_embeddings={original}": ministral and original != 16384,
+        f"{SGLANG} drops the windows of a Ministral 3": ministral and config.layer_types[0] == "sliding_attention",
     }
     return [phrase for phrase, holds in phrases.items() if holds]
 

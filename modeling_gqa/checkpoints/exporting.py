@@ -55,8 +55,8 @@ def export_config(config: GQAConfig, family: str | None = None, engine: str | No
 
     Args:
         config: of a model whose layers are all alike, but for rotation and windows.
-        family: "llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "granitemoehybrid", "olmo2",
-            "olmo3", "gemma3_text" or "deepseek_v3"; `None` for the first that fits.
+        family: "llama", "mistral", "ministral3", "qwen2", "qwen3", "phi3", "granite", "smollm3", "granitemoehybrid",
+            "olmo2", "olmo3", "gemma3_text" or "deepseek_v3"; `None` for the first that fits.
         engine: "transformers" for a model that other engines may compute wrongly by classes of their own; `None` for
             one that vLLM and SGLang compute rightly, too.
 

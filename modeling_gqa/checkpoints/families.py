@@ -13,7 +13,7 @@ from transformers.modeling_rope_utils import RopeParameters
 
 from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 
-from ..configuration_checks import GEMMA, MULTIPLIERS
+from ..configuration_checks import GEMMA, MULTIPLIERS, QUERY_SCALING
 from ..configuration_gqa import GQAConfig
 from .export_blockers import TWO_ROPES, reads_truncate
 
@@ -123,6 +123,8 @@ REFUSED_TYPES = {
     "gemma2": "it soft-caps its attention scores and logits",
     "gqa": "it is a modeling_gqa model already, there is nothing to import",
     "granitemoe": "it has mixture-of-experts layers",
+    "mistral3": "it has weights for images: save its language model alone, as Ministral3ForCausalLM",
+    "mistral4": "it has mixture-of-experts layers",
     "mixtral": "it has mixture-of-experts layers",
     "qwen2_moe": "it has mixture-of-experts layers",
     "qwen3_moe": "it has mixture-of-experts layers",
@@ -146,6 +148,7 @@ class Family(NamedTuple):
         fixed: by name, a function of the configuration that returns the one value that the field may have.
         ignored: by name, the reason why the model's function does not depend on the field.
         rotates_part: whether its class reads `partial_rotary_factor`.
+        rotary: names of entries of `rope_parameters` that no other family has.
     """
 
     translate: Callable[[PreTrainedConfig], dict[str, Any]]
@@ -153,6 +156,7 @@ class Family(NamedTuple):
     fixed: dict[str, Callable[[PreTrainedConfig], Any]]
     ignored: dict[str, str]
     rotates_part: bool = False
+    rotary: tuple[str, ...] = ()
 
 
 def _grouped(config: PreTrainedConfig, **own: Any) -> dict[str, Any]:
@@ -171,7 +175,7 @@ def _llama(config: PreTrainedConfig) -> dict[str, Any]:
     return _grouped(config, attention_bias=config.attention_bias, mlp_bias=config.mlp_bias)
 
 
-def _mistral(config: PreTrainedConfig) -> dict[str, Any]:
+def _mistral(config: PreTrainedConfig) -> dict[str, Any]:  # and Ministral 3
     return _grouped(config, sliding_window=config.sliding_window)
 
 
@@ -298,6 +302,7 @@ GRANITE4_IGNORED = {
     ),
 }
 NO_MLP_BIAS = {"mlp_bias": lambda config: False}
+MISTRAL_FIXED = NO_MLP_BIAS | {"attention_bias": lambda config: False, "layer_types": _uniform_types}
 GEMMA3_FIXED = {"use_bidirectional_attention": lambda config: config.use_bidirectional_attention and False}
 GEMMA3_IGNORED = {
     **dict.fromkeys(("_sliding_window_pattern", "sliding_window_pattern"), "layer_types says what follows from it"),
@@ -314,11 +319,13 @@ FURTHER_TOKENS = {
 YOUTU_INITIALIZER = {"embedding_initializer_range": "how training began"}
 FAMILIES = {
     "llama": Family(_llama, (*MAPPED_GROUPED_FIELDS, "attention_bias", "mlp_bias"), {}, PRETRAINING_TP),
-    "mistral": Family(
+    "mistral": Family(_mistral, (*MAPPED_GROUPED_FIELDS, "sliding_window"), MISTRAL_FIXED, {}),
+    "ministral3": Family(
         _mistral,
         (*MAPPED_GROUPED_FIELDS, "sliding_window"),
-        NO_MLP_BIAS | {"attention_bias": lambda config: False, "layer_types": _uniform_types},
+        MISTRAL_FIXED,
         {},
+        rotary=(QUERY_SCALING, "max_position_embeddings"),  # the class does not read the second
     ),
     "qwen2": Family(_qwen2, (*MAPPED_GROUPED_FIELDS, *WINDOW_FIELDS), NO_MLP_BIAS, {}),
     "qwen3": Family(_qwen3, (*MAPPED_GROUPED_FIELDS, *WINDOW_FIELDS, "attention_bias"), NO_MLP_BIAS, {}),
@@ -449,7 +456,7 @@ def _refuse_rope(config: PreTrainedConfig, family: Family) -> None:
 
 
 def _refuse_entries(config: PreTrainedConfig, family: Family, rope: dict[str, Any]) -> None:
-    known = {*RopeParameters.__annotations__, *YARN_FIELDS, "type"} - {"mrope_section"}
+    known = {*RopeParameters.__annotations__, *YARN_FIELDS, "type", *family.rotary} - {"mrope_section"}
     unknown = next((name for name, value in rope.items() if name not in known and value is not None), None)
     if unknown:
         raise UserError(f"rope_parameters[{unknown!r}]={rope[unknown]!r} is not supported")

@@ -175,6 +175,8 @@ def attention_weights(
 ) -> torch.Tensor:
     """Return the attention weights (1, H, t, t) over the t tokens `seen` of one row of `x` (B, T, E)."""
     cosine_sine = tuple(part[row if len(part) > 1 else 0, seen][None] for part in arguments["position_embeddings"])
+    factors = arguments["query_factors"]
+    factors = None if factors is None else factors[row if len(factors) > 1 else 0, seen][None]
     mask = arguments["attention_mask"]
     if isinstance(mask, torch.Tensor) and mask.ndim == 4:
         mask = mask[row if len(mask) > 1 else 0, :, seen, seen][None]
@@ -183,7 +185,8 @@ def attention_weights(
     # Only the eager function returns weights.
     backend, attention.config._attn_implementation = attention.config._attn_implementation, "eager"
     try:
-        _, weights = attention(x[row, seen][None], position_embeddings=cosine_sine, attention_mask=mask)
+        given = {"position_embeddings": cosine_sine, "query_factors": factors}
+        _, weights = attention(x[row, seen][None], attention_mask=mask, **given)
     finally:
         attention.config._attn_implementation = backend
     return weights

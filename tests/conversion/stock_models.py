@@ -74,6 +74,7 @@ LONGROPE = {
     "long_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0],
     "original_max_position_embeddings": 11,
 }
+SCALING = {"llama_4_scaling_beta": 0.7, "original_max_position_embeddings": 6}  # of queries, by their position
 MSCALE = {"mscale": 0.8, "mscale_all_dim": 0.6}
 # What a test may change in a model: name -> (model type, fields beside the sizes).
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -196,6 +197,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window": 7,
             "layer_types": ["full_attention", "full_attention", "sliding_attention"],
             "rope_parameters": {"full_attention": LLAMA3, "sliding_attention": DYNAMIC | {"rope_theta": 50.0}},
+        },
+    ),
+    "ministral3": (
+        "ministral3",
+        {**GROUPED, "rope_parameters": YARN | SCALING | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "ministral3-window-tied": (
+        "ministral3",
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "hidden_size": 84,
+            "sliding_window": 7,
+            "tie_word_embeddings": True,
+            "rope_parameters": LINEAR | SCALING | {"max_position_embeddings": 32},
         },
     ),
     "deepseek-v2": ("deepseek_v2", {**LATENT, **DENSE, "rope_parameters": YARN | MSCALE}),

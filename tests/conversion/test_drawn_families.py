@@ -84,7 +84,11 @@ def rope_parameters(draw, drawn: Drawn) -> Drawn:
         for rope in own.values():  # transformers looks for it beside these, so it is refused
             rope.pop("truncate", None)
         return own
-    return draw(ropes(size, (*kinds, "longrope") if family in LATENT else (*kinds, "longrope", "proportional")))
+    own = draw(ropes(size, (*kinds, "longrope") if family in LATENT else (*kinds, "longrope", "proportional")))
+    if family == "ministral3":
+        own = {"original_max_position_embeddings": draw(st.integers(2, 20)), **own}
+        own["llama_4_scaling_beta"] = draw(numbers(0.0, 1.0))
+    return own
 
 
 def layer_types(drawn: Drawn) -> st.SearchStrategy[list]:

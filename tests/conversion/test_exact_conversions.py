@@ -22,7 +22,7 @@ from attention_oracle import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_models import KEY_MEAN, MODELS, make_batch
+from small_models import KEY_MEAN, MODELS, SCALING, make_batch
 
 from modeling_gqa.conversion import convert_model, target_config
 from modeling_gqa.conversion.layers.heads import permute_heads, read_heads, write_grouped
@@ -52,6 +52,15 @@ EXACT: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
         "mla",
         {"kv_lora_rank": 40, "qk_rope_head_dim": 16},
     ),
+    "gqa-mha-scaled": ("gqa", {"rope_parameters": {**YARN, **SCALING}}, "mha", {}),
+    "gqa-mla-full-scaled": ("gqa", {"attention_bias": True, "rope_parameters": {**YARN, **SCALING}}, "mla", FULL),
+    "gqa-mla-full-partial-scaled": (
+        "gqa",
+        {"rope_parameters": {**PARTIAL, **SCALING}},
+        "mla",
+        {"kv_lora_rank": 40, "qk_rope_head_dim": 16},
+    ),
+    "mla-mha-key-mean-scaled": ("mla", {**PLAIN, "key_mean": True, "rope_parameters": {**YARN, **SCALING}}, "mha", {}),
     "gqa-mla-full-qk-norm": ("gqa", {"qk_norm": True, "attention_bias": True, "rope_parameters": YARN}, "mla", FULL),
     "gqa-mla-full-partial-qk-norm": (
         "gqa",

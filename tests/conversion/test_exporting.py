@@ -13,6 +13,7 @@ from stock_models import (
     LLAMA3,
     MODELS,
     MSCALE,
+    SCALING,
     YARN,
     close,
     logits,
@@ -261,6 +262,14 @@ ALONE = {
         r"smollm3 and granitemoehybrid: vLLM 0.32 takes the factors of long texts .* for short ones",
     ),
     "qwen3-biases": ({"qk_norm": True, "attention_bias": True}, "qwen3: vLLM 0.32 drops the bias of o_proj"),
+    "ministral3": (
+        {"rope_parameters": YARN | SCALING},
+        "ministral3: vLLM 0.32 leaves queries of long texts as they are",
+    ),
+    "ministral3-window": (
+        {"rope_parameters": LINEAR | SCALING, "sliding_window": 5, "softmax_scale": 14**-0.5 / 2},
+        "ministral3: vLLM 0.32 leaves queries of long texts as they are",
+    ),
     "granite-biases": (
         {**MULTIPLIERS, "attention_bias": True, "rope_parameters": LINEAR},
         "granite: SGLang 0.5.23 drops all biases of a Granite",
@@ -388,6 +397,18 @@ REFUSED = {
     "windows-olmo-truncate": (
         {**OLMO, **WINDOWS, "rope_parameters": YARN | {"truncate": False}},
         "olmo3: truncate=False in rope_parameters: the class rounds",
+    ),
+    "scaled-biases": (
+        {"attention_bias": True, "rope_parameters": YARN | SCALING},
+        "granitemoehybrid: llama_4_scaling_beta=0.7 in its rotary parameters; ministral3: the biases",
+    ),
+    "scaled-windows": (
+        {**WINDOWS, **OLMO, "sliding_rope_parameters": LINEAR | SCALING},
+        "olmo3: llama_4_scaling_beta=0.7 in its rotary parameters",
+    ),
+    "mla-scaled": (
+        {"attention_kind": "mla", "rope_parameters": YARN | SCALING},
+        "deepseek_v3: llama_4_scaling_beta=0.7 in its rotary parameters",
     ),
     "mla-after": ({"attention_kind": "mla", "norm_position": "after"}, "deepseek_v3: norm_position='after'"),
     "mla-query-bias": (

@@ -17,6 +17,7 @@ from stock_models import (
     MULTIPLIERS,
     NO_EXPERTS,
     PARTIAL,
+    SCALING,
     SIZES,
     WINDOW,
     YARN,
@@ -53,8 +54,10 @@ def family_fields(family: str) -> dict:
     if family == "smollm3":
         own |= {"use_sliding_window": True, "sliding_window": 5, "no_rope_layer_interval": 2}
         own["tie_word_embeddings"] = False
-    if family in ("mistral", *TWO_ROPES):
+    if family in ("mistral", "ministral3", *TWO_ROPES):
         own["sliding_window"] = 5
+    if family == "ministral3":  # whose class needs these
+        own["rope_parameters"] = DYNAMIC | SCALING
     if family == "gemma3_text":
         own["tie_word_embeddings"] = False
     if family in TWO_ROPES:
@@ -210,6 +213,8 @@ def test_every_field_is_followed_refused_or_irrelevant(family, name):
         changes["num_key_value_heads"] = CHANGED[name]
     if name == "mamba_d_head":
         changes["mamba_n_heads"] = 2
+    if name == "rope_parameters" and family == "ministral3":
+        changes = {name: CHANGED[name] | SCALING}
     if name == "num_hidden_layers" and family in ("granitemoehybrid", *TWO_ROPES):  # whose classes do not cut the list
         changes["layer_types"] = family_fields(family)["layer_types"][: CHANGED[name]]
     config = written_config(family, **changes)
@@ -299,6 +304,18 @@ def test_every_rotary_parameter_is_followed(family, rope_type):
 
 
 @pytest.mark.compat
+@pytest.mark.parametrize("rope", [YARN | MSCALE, LINEAR, LLAMA3], ids=lambda rope: rope["rope_type"])
+def test_the_scaling_of_queries_is_followed(rope):
+    """Under every type of rotation, from position 0 on."""
+    base = logits(stock_model(build_config("ministral3", rope_parameters=rope | SCALING)))
+    for changed in ({"llama_4_scaling_beta": 0.3}, {"original_max_position_embeddings": 3}):
+        stock = stock_model(build_config("ministral3", rope_parameters=rope | SCALING | changed))
+        expected = logits(stock)
+        assert close(logits(own_model(stock)), expected)
+        assert not close(base, expected, 1e-3)
+
+
+@pytest.mark.compat
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("changes", "message"),
@@ -338,6 +355,14 @@ def test_a_field_of_no_family_is_refused_by_name(family, changes, message):
         ),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
         ("mistral", {"rope_parameters": {"rope_type": "other", "rope_theta": 9.0}}, "'other' is unknown"),
+        ("mistral", {"rope_parameters": LINEAR | SCALING}, r"rope_parameters\['llama_4_scaling_beta'\]=0.7"),
+        (
+            "ministral3",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0, "llama_4_scaling_beta": 0.7}},
+            "llama_4_scaling_beta.*original_max_position_embeddings",
+        ),
+        ("ministral3", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("ministral3", {"mlp_bias": True}, "mlp_bias=True is not supported"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias=True is not supported in a phi3 model: only False"),
         ("phi3", {"full_attn_mod": 2}, "full_attn_mod=2 is not supported"),
         ("llama", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers is not supported: layers without positions"),

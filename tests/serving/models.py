@@ -38,6 +38,8 @@ MLA: dict[str, Any] = {
 ALL_HEADS = {"qk_norm": True, "qk_norm_span": "all_heads"}
 LARGE = {"attention_kind": "mla", "kv_lora_rank": 512, "qk_rope_head_dim": 64}  # 576 numbers, as in DeepSeek's models
 UNROTATED: dict[str, Any] = {"rope_frequency_indices": [], "rope_frequency_dim": 64}
+# Queries that are scaled by their position, from the 16th on.
+SCALED = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5}
 MULTIPLIERS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 3.0}
 GEMMA: dict[str, Any] = {
     **{"norm_position": "both", "qk_norm": True, "zero_centered_norms": True, "scale_embeddings": True},
@@ -55,6 +57,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gqa-norm-bias": {**GQA, "qk_norm": True, "attention_bias": True},
     "gqa-multipliers-tied": {**GQA, **MULTIPLIERS, "tie_word_embeddings": True},
     "mla-multipliers": {**MLA, **MULTIPLIERS},
+    "gqa-scaled": {**GQA, "rope_parameters": SCALED},
+    "mla-scaled": {**MLA, "rope_parameters": SCALED},
     "gqa-unrotated": {**GQA, "per_layer_config": {1: UNROTATED, 3: UNROTATED}},
     "gqa-window-tied": {**GQA, "sliding_window": 16, "tie_word_embeddings": True},
     "grouped-mixed": {**GQA, "per_layer_config": {0: {"attention_kind": "mha"}, 2: {"attention_kind": "mqa"}}},

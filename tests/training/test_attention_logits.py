@@ -54,16 +54,19 @@ def by_formula(model, inputs: dict[str, torch.Tensor], monkeypatch) -> list[floa
         scores: list[float] = []
 
         def attend(query, key, value, allowed, bias, scores=scores):
-            score = torch.einsum("btd,bsd->bts", query, key) * query.shape[-1] ** -0.5
+            score = torch.einsum("btd,bsd->bts", query, key) * query.shape[-1] ** -0.5 + bias
             scores.append(score[allowed].abs().max().item())
             return value
 
         angles = torch.atan2(sine, cosine).expand(len(x), -1, -1).double()
         config = model.config.per_layer_config[index]
+        rope = config.rope_parameters
+        lengths = (POSITIONS // rope.get("original_max_position_embeddings", 1)).double()
+        factors = 1 + rope.get("llama_4_scaling_beta", 0) * torch.log(1 + lengths)[..., None]
         with monkeypatch.context() as patch, torch.no_grad():
             patch.setattr(test_attention, "attend", attend)
             patch.setattr(attention, "config", config)
-            test_attention.FORMULAS[config.attention_kind](attention, x, allowed, angles=angles)
+            test_attention.FORMULAS[config.attention_kind](attention, x, allowed, angles=angles, factors=factors)
         found.append(max(scores))
     return found
 
