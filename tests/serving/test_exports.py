@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import GEMMA, GQA, LARGE, MODELS, MULTIPLIERS, SIZES, WINDOWS, draw_prompts, generate, serve
+from models import GEMMA, GQA, LARGE, MODELS, MULTIPLIERS, SIZES, UNROTATED, WINDOWS, draw_prompts, generate, serve
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
@@ -28,6 +28,7 @@ OWN = {
     "phi3": {**GQA, "hidden_size": 256, "rope_parameters": PART, "tie_word_embeddings": True},
     "phi3-window": {**GQA, "hidden_size": 256, "rope_parameters": PART, "sliding_window": 16},
     "granite": {**GQA, **MULTIPLIERS, "softmax_scale": 0.1},
+    "granite4": {**GQA, **MULTIPLIERS, **UNROTATED, "hidden_size": 256, "softmax_scale": 0.1},
     "gemma3": {**GQA, **GEMMA, **WINDOWS, "softmax_scale": 20**-0.5},
     "mla": LARGE,
     "mla-q-lora": {**LARGE, "q_lora_rank": 80},
