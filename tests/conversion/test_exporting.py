@@ -454,7 +454,7 @@ def test_what_no_class_expresses_is_refused_with_the_reason(name, tmp_path):
         (
             {},
             "gpt2",
-            "family='gpt2' is unknown: choose one of llama, mistral, qwen2, .*, deepseek_v3",
+            "family='gpt2' is unknown: choose one of llama, mistral, ministral3, qwen2, .*, deepseek_v3",
         ),
         *(({name: 3.0}, other, f"{other}: {name}=3.0") for name in MULTIPLIERS for other in ("llama", "mistral")),
     ],
