@@ -210,8 +210,10 @@ def ours(bench: Bench, target: Target, text: list[Batch] | None = None, **option
     return convert_model(bench.source, wanted, text or bench.calibration, **options)[0]
 
 
-def untrained(bench: Bench, target: Target, **options: Any) -> GQAForCausalLM:
+def untrained(bench: Bench, target: Target, **options: Any) -> GQAForCausalLM | None:
     """What the command makes with `--polish 0`, read from `Bench.kept` where it is; `options` of `convert_model`."""
+    if target.name == "mqa" and options:  # which has no mean of the keys to leave out
+        return None
     row = "untrained" if options.get("key_mean", True) else "untrained, no key mean"
     folder = bench.kept(target, row)
     if folder and (folder / "config.json").is_file():
@@ -221,9 +223,10 @@ def untrained(bench: Bench, target: Target, **options: Any) -> GQAForCausalLM:
     return converted
 
 
-def polished(bench: Bench, target: Target, **options: Any) -> GQAForCausalLM:
+def polished(bench: Bench, target: Target, **options: Any) -> GQAForCausalLM | None:
     """What the command makes; seconds are those of the training at the end alone where `Bench.kept` has the rest."""
-    converted = untrained(bench, target, **options)
+    if (converted := untrained(bench, target, **options)) is None:
+        return None
     layers, text = range(len(converted.model.layers)), (bench.polish_text, bench.selection)
     print(polish(bench.source, converted, *text, layers, bench.tokens), flush=True)
     return converted

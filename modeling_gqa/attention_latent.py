@@ -29,6 +29,7 @@ from .layers import (
     GQAKeyMean,
     head_norm,
     is_plain_linear,
+    key_mean_size,
     multiply_by_head,
     plane_angles,
     rms_norm,
@@ -317,11 +318,6 @@ class LatentAttention(Attention):
         pair = 2 * rank + rope if absorbed else layer.qk_head_dim + layer.v_head_dim
         pair += key_mean_size(layer)
         return queries * projections + (queries if absorbed else keys) * up_projection + queries * keys * heads * pair
-
-
-def key_mean_size(layer: GQAConfig) -> int:
-    """Dimensions 2 n of the key that all tokens share, 0 without `key_mean`."""
-    return layer.rotary_dim if layer.key_mean else 0
 
 
 def yarn_scale(rope_parameters: dict) -> float:

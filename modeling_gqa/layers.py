@@ -198,6 +198,11 @@ class GQAKeyMean(nn.Module):
         return f"{len(self.bias) // self.size} heads of {self.size}"
 
 
+def key_mean_size(layer: GQAConfig) -> int:
+    """Dimensions 2 n of the key that all tokens share, 0 without `key_mean`."""
+    return layer.rotary_dim if layer.key_mean else 0
+
+
 def plane_angles(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Cosines and then sines of n planes, (B, T, 2 n), from those of all their dimensions, (B, T, 2 n) each."""
     planes = cos.shape[-1] // 2

@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .attention import Attention, GroupedAttention
-from .attention_latent import LatentAttention, key_mean_size
+from .attention_latent import LatentAttention
 from .cache_formats import CACHE_BUFFERS
 from .cache_layers import GrowingLayer, PositionedCache, grow_in_place
 from .cache_quantized import GQAQuantizedCache, rounds_cache, turns_back
@@ -39,6 +39,7 @@ from .layers import (
     can_chunk_loss,
     chunked_causal_lm_loss,
     frequency_indices,
+    key_mean_size,
     multiplier,
     plane_angles,
     query_factors,

@@ -6,8 +6,8 @@ Letters, of MLA: R latent, P rotary key, and of a head N unrotated part and V va
 from copy import copy
 from typing import NamedTuple
 
-from modeling_gqa.attention_latent import key_mean_size
 from modeling_gqa.configuration_gqa import GQAConfig
+from modeling_gqa.layers import key_mean_size
 
 
 class LatentKernel(NamedTuple):

@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from modeling_gqa import GQAForCausalLM
-from modeling_gqa.attention_latent import key_mean_size
 from modeling_gqa.costs import (
     cache_bytes,
     cache_bytes_per_token,
@@ -24,6 +23,7 @@ from modeling_gqa.costs import (
     prefill_flops,
     training_flops,
 )
+from modeling_gqa.layers import key_mean_size
 
 BATCH, LENGTH = 2, 31
 VARIANTS = {

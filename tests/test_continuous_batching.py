@@ -9,8 +9,9 @@ import torch
 from small_models import MODELS, ROPES, make_model
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from modeling_gqa.attention_latent import LatentAttention, key_mean_size
+from modeling_gqa.attention_latent import LatentAttention
 from modeling_gqa.integrations import choose_rows, indexed_by_group
+from modeling_gqa.layers import key_mean_size
 
 pytestmark = pytest.mark.compat
 

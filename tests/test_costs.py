@@ -9,9 +9,9 @@ from small_models import make_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from modeling_gqa import GQAConfig, costs
-from modeling_gqa.attention_latent import key_mean_size
 from modeling_gqa.costs import CostedModel, Machine, report
 from modeling_gqa.costs.configurations import PRESETS, changed, find_model
+from modeling_gqa.layers import key_mean_size
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.paths import CONFIGURATION
 

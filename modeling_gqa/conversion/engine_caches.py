@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..attention_latent import key_mean_size
 from ..cache_formats import LARGEST_FP8, orthogonal_matrix
 from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token
+from ..layers import key_mean_size
 
 FLAG = "vllm serve {} --kv-cache-dtype {}"
 TURBOQUANT = {"turboquant_4bit_nc": 4, "turboquant_3bit_nc": 3}  # bits of a number of keys and values

@@ -10,12 +10,12 @@ import torch
 
 from modeling_gqa_vllm.kernels import CPU_HEADS, FAST_SUMS, grouped_kernel, is_mistaken, latent_kernels, stored
 
-from ..attention_latent import key_mean_size
 from ..common import cards
 from ..common.atomic import write_json
 from ..common.tables import Table, cached, runs, share
 from ..configuration_gqa import GQAConfig
 from ..costs import CostedModel
+from ..layers import key_mean_size
 from .targets import describe
 
 REPORT_NAME = "conversion.json"

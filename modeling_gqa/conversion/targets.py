@@ -14,11 +14,12 @@ from transformers import PreTrainedConfig
 from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 
 from ..attention import GroupedAttention
-from ..attention_latent import LatentAttention, key_mean_size
+from ..attention_latent import LatentAttention
 from ..checkpoints.families import import_config
 from ..configuration_checks import NORMED_FIELDS
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
+from ..layers import key_mean_size
 from ..modeling_gqa import ATTENTION_CLASSES
 
 Fields = dict[str, Any]

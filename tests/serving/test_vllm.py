@@ -6,8 +6,8 @@ from models import MODELS, draw_prompts, generate, save_model, serve
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig, GQAForCausalLM
-from modeling_gqa.attention_latent import key_mean_size
 from modeling_gqa.cache_layers import GrowingLayer
+from modeling_gqa.layers import key_mean_size
 
 PROMPTS = draw_prompts(1, 5, 20, 33, 40, 3)
 # Without the plugin vLLM reads sizes of MLA of the whole model, so layers that differ cannot be served.

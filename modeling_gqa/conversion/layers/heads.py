@@ -13,8 +13,9 @@ import torch
 from modeling_gqa_cli.errors import UserError
 
 from ...attention import GroupedAttention
-from ...attention_latent import LatentAttention, key_mean_size
+from ...attention_latent import LatentAttention
 from ...configuration_gqa import GQAConfig
+from ...layers import key_mean_size
 from ...modeling_gqa import GQAForCausalLM
 from ..targets import check_linear, layer_head_dim
 
