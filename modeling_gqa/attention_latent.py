@@ -129,8 +129,8 @@ class LatentAttention(Attention):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend over the latent, or over what is rebuilt from it; arguments and results as in `Attention.forward`."""
-        projected = self.project_query(hidden_states)
-        query, query_rope = (scale_queries(x, query_factors) for x in projected)  # (B, H, T, N), (B, H, T, P)
+        projected = (scale_queries(x, query_factors) for x in self.project_query(hidden_states))
+        query, query_rope = projected  # (B, H, T, N), (B, H, T, P)
         latent, key_rope = self.project_latent(hidden_states)  # (B, 1, T, R), (B, 1, T, P)
         held, factors, angles = kwargs.pop("held_tokens", None), None, None
         if position_embeddings is not None:
