@@ -382,10 +382,12 @@ def check_latent(layer: "GQAConfig"):
             f"key_mean=True with qk_nope_head_dim={nope}: the key that all tokens share has {layer.rotary_dim} rotated "
             "dimensions, and the query needs as many that are not rotated"
         )
-    if layer.key_mean and layer.rope_parameters["rope_type"] in ("dynamic", "longrope"):
+    ropes = (layer.rope_parameters, layer.sliding_rope_parameters)
+    changing = next((x["rope_type"] for x in ropes if x and x["rope_type"] in ("dynamic", "longrope")), None)
+    if layer.key_mean and changing:
         raise ValueError(
-            f"key_mean=True does not go with rope_type={layer.rope_parameters['rope_type']!r}, whose frequencies "
-            "change with the length"
+            f"key_mean=True does not go with rope_type={changing!r} in any layer, because its frequencies change with "
+            "the length"
         )
     check_normed(layer)
     partial = layer.rope_parameters.get("partial_rotary_factor", 1.0)

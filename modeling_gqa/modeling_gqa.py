@@ -394,7 +394,8 @@ class GQAModel(GQAPreTrainedModel):
         if turns_back(self.config) and (self.keeps_key_mean or any(x.constants()[0] is not None for x in attentions)):
             for size, rotary in self.rotary_emb.items():
                 rotation = rotary(inputs_embeds, cache.held_positions)
-                rotated[size] = replace(held, position_embeddings=rotation, angles=plane_angles(*rotation))
+                angles = plane_angles(*rotation) if self.keeps_key_mean else None
+                rotated[size] = replace(held, position_embeddings=rotation, angles=angles)
         for own, size in zip(arguments, self.rotary_sizes, strict=False):
             own["held_tokens"] = rotated.get(size, held)
 

@@ -148,6 +148,9 @@ def show_inspection(found: dict[str, Any]) -> None:
     ]
     table = Table(["layers", "attention", "window", "bytes (numbers) per token"], rows, words=2)
     out.print(table.to_rich(), f"Cache of the whole model per token: {whole:,} bytes ({whole // itemsize:,} numbers).")
+    if any(layer["sliding_window"] for layer in found["layers"]):
+        mean, tokens = (found[name] for name in ("mean_cache_bytes_per_token", "max_position_embeddings"))
+        out.print(f"After {tokens:,} tokens, of which a window keeps its last: {mean:,} bytes per token.")
     if found["cache_quantization"] is not None:
         out.print("generate keeps less, because it rounds this model's cache (cache_quantization in config.json).")
     can = found["conversions"]

@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -440,6 +441,21 @@ def test_budget_is_kept_and_layers_that_were_not_chosen_too(checkpoints, corpus,
     assert report["cache_bytes_per_token_after"] == sum(heads) * size and report["command"]["budget"] == 1200
 
 
+def test_a_budget_counts_the_tokens_of_a_window(checkpoints, corpus, tmp_path):
+    """The dry run and the report compare it with the source's own mean over a text of full length."""
+    before = inspected(checkpoints / "mixed-window")["mean_cache_bytes_per_token"]
+    arguments = ("convert", checkpoints / "mixed-window", tmp_path / "out", "--attention-kind", "gqa")
+    options = ("--layers", "0-1", "--method", "lowrank", "--text", corpus, *TEXT_OPTIONS)
+    planned = run(*arguments, "--budget", before - 20, *options, "--dry-run")
+    assert f"{before:,} (" in planned and f"{before - 20:,} (" in planned
+    run(*arguments, "--budget", before - 20, *options)
+    report = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert report["mean_cache_bytes_per_token_before"] == before
+    assert report["mean_cache_bytes_per_token_after"] <= before - 20
+    refused = call(*arguments, "--budget", before, *options, "--force")
+    assert refused.exit_code == 1 and f"{before} bytes per token changes nothing" in refused.stderr
+
+
 def test_dtype_of_the_result(checkpoints, tmp_path):
     run("convert", checkpoints / "mqa-bf16", tmp_path / "own", "--attention-kind", "mha")
     run("convert", checkpoints / "mqa-bf16", tmp_path / "float", "--attention-kind", "mha", "--dtype", "float32")
@@ -831,8 +847,13 @@ def test_inspect_counts_what_the_model_has(checkpoints):
         sizes = [x.keys.numel() + x.values.numel() for x in cache.layers]
         assert [row["cache_bytes_per_token"] for row in found["layers"]] == [n * model.dtype.itemsize for n in sizes]
         assert found["cache_bytes_per_token"] == sum(sizes) * model.dtype.itemsize
+        length = model.config.max_position_embeddings
+        kept = [min(row["sliding_window"] or length, length) for row in found["layers"]]
+        full = sum(n * tokens for n, tokens in zip(sizes, kept, strict=True)) * model.dtype.itemsize
+        assert found["mean_cache_bytes_per_token"] == math.ceil(full / length)
         assert found["dtype"] == str(model.dtype).removeprefix("torch.")
     printed = run("inspect", checkpoints / "mixed-window")
+    assert f"{inspected(checkpoints / 'mixed-window')['mean_cache_bytes_per_token']:,} bytes per token" in printed
     assert "mla" in printed and "latent_norm" in printed
 
 

@@ -196,6 +196,9 @@ def misreadings(config: GQAConfig, family: str) -> list[str]:
         f"{VLLM} drops the bias of o_proj": family == "qwen3" and config.projection_biases[2],
         f"{SGLANG} drops the biases of gate_proj, up_proj and down_proj": family == "llama" and config.mlp_bias,
         f"{SGLANG} drops all biases of a Granite": granite_biases,
+        f"{VLLM} and {SGLANG} take hidden_size / num_attention_heads for head_dim={config.head_dim}": (
+            family == "granitemoehybrid" and config.head_dim * config.num_attention_heads != config.hidden_size
+        ),
         f"{SGLANG} takes the frequencies of a Granite 4 for those of rope_theta=10000": rotates
         and (rope_type, rope["rope_theta"]) != ("default", 10000),
         f"{VLLM} leaves queries of long texts as they are ({QUERY_SCALING})": ministral,

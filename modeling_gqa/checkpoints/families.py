@@ -206,7 +206,9 @@ def _granite4(config: PreTrainedConfig) -> dict[str, Any]:
     multipliers = {name: getattr(config, name) for name in MULTIPLIERS}
     own = {"attention_bias": config.attention_bias, "softmax_scale": float(config.attention_multiplier)}
     fields = _grouped(config, **own, **multipliers, intermediate_size=config.shared_intermediate_size)
+    theta = (config.rope_parameters or {}).get("rope_theta", 10000.0)  # the rest is not read
     unrotated = {"rope_frequency_indices": [], "rope_frequency_dim": fields["head_dim"]}
+    unrotated["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
     return fields | ({} if config.position_embedding_type == "rope" else unrotated)
 
 

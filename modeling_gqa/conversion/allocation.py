@@ -23,7 +23,6 @@ from ..attention import Attention
 from ..common.batches import Batch, first_batches
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
-from ..costs import cache_bytes
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_states, predicted_positions, predicted_states, require_one_device
 from .fitting import fit
@@ -41,6 +40,7 @@ from .targets import (
     latent_fields,
     layer_fields,
     layer_head_dim,
+    mean_bytes,
     rotary_planes,
 )
 
@@ -71,11 +71,6 @@ class SizeChoice(NamedTuple):
     numbers: float
     loss: float
     fields: Fields
-
-
-def mean_bytes(config: GQAConfig, dtype: torch.dtype) -> int:
-    """Bytes per token of the whole cache after `max_position_embeddings` tokens, of which a window keeps its last."""
-    return -(-cache_bytes(config, 1, config.max_position_embeddings, dtype) // config.max_position_embeddings)
 
 
 def kept_share(config: GQAConfig, index: int) -> float:

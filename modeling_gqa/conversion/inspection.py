@@ -21,6 +21,7 @@ from .targets import (
     describe,
     exact_latent_sizes,
     lossy_layers,
+    mean_bytes,
     target_config,
 )
 
@@ -93,6 +94,8 @@ def inspect_checkpoint(source: str | Path, ignore_fields: Collection[str] = ()) 
         "parameters": count_parameters(config),
         "dtype": str(dtype).removeprefix("torch."),
         "cache_bytes_per_token": cache_bytes_per_token(config, dtype),
+        "mean_cache_bytes_per_token": mean_bytes(config, dtype),
+        "max_position_embeddings": config.max_position_embeddings,
         "cache_quantization": getattr(checkpoint.stock_config, "cache_quantization", None),
         "norm_position": config.norm_position,
         "layers": [

@@ -36,7 +36,7 @@ from .options import Goal, Options, expected_target, find_goal, layers_after
 from .report import FORMAT_VERSION, Report, vllm_kernels, write_conversion_card, write_report
 from .rounded import choose_size, rounded_conversion
 from .streams import IN_MEMORY
-from .targets import changed_layers, describe
+from .targets import changed_layers, describe, mean_bytes
 from .text import read_text, text_length
 
 GIB = 2**30
@@ -81,6 +81,8 @@ class Job(Options):
         budget = self.rounded_bytes(config, checkpoint.dtype) if self.cache_bits else self.budget
         if budget is not None:
             report["cache_bytes_per_token_after"] = budget
+        if self.budget is not None and "mean_cache_bytes_per_token_after" in report:
+            report |= {"cache_bytes_per_token_after": None, "mean_cache_bytes_per_token_after": budget}
         return report | {"exact": goal.exact and not self.cache_bits, "method": self.method}
 
     def run(self, force: bool, show_progress: ShowProgress, say: Callable[[str], None] = lambda line: None) -> Report:
@@ -289,6 +291,8 @@ class Job(Options):
     def begin_report(self, checkpoint: Checkpoint, target: GQAConfig) -> Report:
         """Return what the report says of source and target before anything is measured."""
         dtype, both = checkpoint.dtype, {"before": checkpoint.config, "after": target}
+        windows = "sliding_attention" in checkpoint.config.layer_types
+        mean = {f"mean_cache_bytes_per_token_{when}": mean_bytes(c, dtype) for when, c in both.items() if windows}
         command = self.as_json()
         text = {
             "files": command["text"],
@@ -302,6 +306,7 @@ class Job(Options):
             "dtype": str(dtype).removeprefix("torch."),
             "device": self.device,
             **{f"cache_bytes_per_token_{when}": cache_bytes_per_token(c, dtype) for when, c in both.items()},
+            **mean,
             **{f"parameters_{when}": count_parameters(c) for when, c in both.items()},
             **dict.fromkeys(("perplexity_before", "perplexity_after", "kl", "top1_agreement")),
             "serving": [],

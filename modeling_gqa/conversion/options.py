@@ -31,6 +31,7 @@ from .targets import (
     latent_input,
     layer_fields,
     lossy_layers,
+    mean_bytes,
     target_config,
 )
 from .text import check_text
@@ -157,7 +158,7 @@ def find_goal(options: Options, config: GQAConfig, dtype: torch.dtype) -> Goal:
         options = served_sizes(options, config, dtype)
     target, sizes = None, list[GQAConfig]()
     if options.budget is not None:
-        from .allocation import mean_bytes, smallest_target
+        from .allocation import smallest_target
 
         exact = False
         least = smallest_target(config, options.attention_kind, options.budget, layers=options.layers, dtype=dtype)
@@ -304,7 +305,7 @@ def layers_after(source: GQAConfig, goal: Goal) -> list[str]:
 
 def expected_target(goal: Goal, config: GQAConfig, dtype: torch.dtype) -> GQAConfig:
     """Return the configuration that the result will have or, where its sizes are chosen later, one about as large."""
-    from .allocation import mean_bytes, smallest_target
+    from .allocation import smallest_target
 
     options, target = goal.options, goal.sizes[-1] if goal.sizes else goal.target
     if target is None and options.attention_kind == "gqa":  # whose layers are no larger than the source's

@@ -127,6 +127,9 @@ def summary(report: Report) -> Table:
         row(whole, "cache_bytes_per_token", lambda size: cached(size, itemsize), size=True),
         row("parameters", "parameters", "{:,}".format, size=True),
     ]
+    if "mean_cache_bytes_per_token_before" in report:
+        name = "the same at full length, of which a window keeps its last tokens"
+        rows.insert(1, row(name, "mean_cache_bytes_per_token", lambda size: cached(size, itemsize), size=True))
     if report["tokens"]:
         rows += [
             row("perplexity", "perplexity", "{:.4f}".format),
@@ -195,7 +198,8 @@ def advice(report: Report) -> str | None:
         better = kl is not None and kl < report["kl"]
         less = ": quantize-cache gives it, and loses less for memory alone" if better else ""
         return kl if kl is None else ROUNDED_SOURCE.format(kl) + less
-    smaller = report["cache_bytes_per_token_after"] < report["cache_bytes_per_token_before"]
+    before, after = (report[f"cache_bytes_per_token_{when}"] for when in ("before", "after"))
+    smaller = after is None or after < before
     return QUANTIZED if smaller and not report["exact"] else None
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
@@ -19,6 +20,7 @@ from ..checkpoints.families import import_config
 from ..configuration_checks import NORMED_FIELDS
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
+from ..costs import cache_bytes
 from ..layers import key_mean_size
 from ..modeling_gqa import ATTENTION_CLASSES
 
@@ -270,6 +272,11 @@ def describe(layer: GQAConfig) -> str:
 def cached_numbers(layer: GQAConfig) -> int:
     """Return how many numbers a layer caches per token."""
     return sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer))
+
+
+def mean_bytes(config: GQAConfig, dtype: torch.dtype) -> int:
+    """Bytes per token of the whole cache after `max_position_embeddings` tokens, of which a window keeps its last."""
+    return -(-cache_bytes(config, 1, config.max_position_embeddings, dtype) // config.max_position_embeddings)
 
 
 def divided(total: int, layer: GQAConfig, factor: float = 1.0) -> tuple[int, int]:

@@ -17,7 +17,6 @@ from modeling_gqa.conversion.allocation import (
     kept_share,
     kl_alone,
     layer_sizes,
-    mean_bytes,
     measured_choices,
     smallest_target,
     spend,
@@ -35,7 +34,7 @@ from modeling_gqa.conversion.sequential import (
     new_attention,
 )
 from modeling_gqa.conversion.streams import streams
-from modeling_gqa.conversion.targets import cached_numbers, configuration, layer_fields
+from modeling_gqa.conversion.targets import cached_numbers, configuration, layer_fields, mean_bytes
 from modeling_gqa.costs import cache_bytes_per_token
 
 

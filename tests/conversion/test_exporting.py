@@ -257,6 +257,10 @@ ALONE = {
         {"attention_kind": "mla", "rms_norm_eps": 1e-2, "dtype": "bfloat16"},
         "use rms_norm_eps=0.01 in the norm of a latent, where transformers uses 1e-06",
     ),
+    "granite4-heads": (
+        {**MULTIPLIERS, "rope_frequency_indices": [], "rope_frequency_dim": 14},
+        "granitemoehybrid: vLLM 0.32 and SGLang 0.5.23 take hidden_size / num_attention_heads for head_dim=14",
+    ),
     "longrope": (
         {"rope_parameters": LONG},
         r"smollm3 and granitemoehybrid: vLLM 0.32 takes the factors of long texts .* for short ones",

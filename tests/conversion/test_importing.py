@@ -122,7 +122,9 @@ def test_fields_of_granite_4_are_understood():
     stock = stock_config("granite4-biases-tied", normalization_function="rmsnorm", init_method="mup")
     config = import_config(stock)
     assert config.intermediate_size == stock.shared_intermediate_size and config.rope_frequency_indices is None
-    assert import_config(stock_config("granite4-unrotated")).rope_frequency_indices == []
+    unread = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0}
+    unrotated = import_config(stock_config("granite4-unrotated", rope_parameters=unread))
+    assert unrotated.rope_frequency_indices == [] and unrotated.rope_parameters["rope_type"] == "default"
     with pytest.raises(UserError, match="normalization_function='layernorm' is not supported"):
         import_config(stock_config("granite4-unrotated", normalization_function="layernorm"))
 

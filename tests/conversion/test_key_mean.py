@@ -126,6 +126,14 @@ def test_changing_frequencies_have_no_place_for_it():
     assert not any(layer["key_mean"] for layer in done["layers"]) and not converted.config.key_mean
     with pytest.raises(StrictDataclassError, match="key_mean=True does not go with rope_type='dynamic'"):
         make_config("mla", key_mean=True, rope_parameters={"rope_type": "dynamic", "rope_theta": 50.0, "factor": 3.0})
+    with pytest.raises(StrictDataclassError, match="key_mean=True does not go with rope_type='dynamic'"):
+        make_config(
+            "mla",
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention", "full_attention"],
+            sliding_rope_parameters={"rope_type": "dynamic", "rope_theta": 50.0, "factor": 3.0},
+            per_layer_config={1: {"key_mean": True}},
+        )
 
 
 @torch.no_grad()

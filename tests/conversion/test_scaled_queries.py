@@ -166,21 +166,24 @@ def test_every_cache_has_the_same_tokens(kind):
 # -- checkpoints for text and images
 
 
-def test_a_language_model_is_taken_out_of_one_for_images(tmp_path):
-    """As the page says."""
-    text = stock_config("ministral3")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_language_model_is_taken_out_of_one_for_images(tied, tmp_path):
+    """As the page says, whether its text alone says that embeddings are tied or not."""
+    text = stock_config("ministral3", tie_word_embeddings=not tied)
     whole = Mistral3ForConditionalGeneration(
         Mistral3Config(
             text_config=text.to_dict(),
             vision_config={"model_type": "pixtral", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
             | {"num_attention_heads": 2, "head_dim": 4, "image_size": 28, "patch_size": 14},
-            tie_word_embeddings=False,
+            tie_word_embeddings=tied,
         )
     ).eval()
     with pytest.raises(UserError, match="model_type='mistral3' is not supported, because it has weights for images"):
         import_config(whole.config)
     alone = Ministral3ForCausalLM(whole.config.text_config).eval()
     alone.model, alone.lm_head = whole.model.language_model, whole.lm_head
+    alone.config.tie_word_embeddings = whole.lm_head.weight is whole.get_input_embeddings().weight
+    assert alone.config.tie_word_embeddings == tied
     alone.save_pretrained(tmp_path)
     loaded = Ministral3ForCausalLM.from_pretrained(tmp_path)
     assert type(loaded.config) is Ministral3Config
