@@ -10,8 +10,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from small_models import KIND_SIZES, make_batch, make_config, make_model
 from test_caches import decode
 from transformers import DynamicCache, StaticCache, set_seed
@@ -405,6 +407,8 @@ def make_endless_model(model_name: str, **overrides):
 def test_generates_what_the_stock_cache_generates(model_name, strategy):
     """Every generation strategy gives the tokens of the stock cache."""
     model, arguments = make_endless_model(model_name), dict(STRATEGIES[strategy])
+    if (model_name, strategy) == ("gemma", "assisted") and Version(transformers.__version__) < Version("5.19"):
+        pytest.skip("needs a transformers release whose windows take candidates back")  # Gemma3ForCausalLM fails too
     alone = strategy in ("prompt-lookup", "assisted")
     batch = make_batch(batch=1 if alone else 3, padding="none" if alone else "left")
     if arguments.pop("assistant", False):
