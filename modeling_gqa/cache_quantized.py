@@ -20,6 +20,7 @@ from transformers import Cache
 from .attention_functions import FEW_TOKENS
 from .cache_formats import CacheQuantization, CodedFormat, Levels, RowFormat, Tile
 from .cache_layers import GrowingLayer, HeldTokens, PositionedCache
+from .configuration_checks import CHANGING
 from .layers import multiply_by_head, plane_angles, rotate
 
 # Tokens of all rows whose numbers are read at once: enough to hide what each operation costs, few enough for the
@@ -250,7 +251,7 @@ def rounds_cache(config: Any) -> bool:
 def turns_back(config: Any) -> bool:
     """Whether a key that is stored can be turned back, which frequencies that change with the length do not allow."""
     ropes = (config.rope_parameters, getattr(config, "sliding_rope_parameters", None))
-    return not any(rope and rope["rope_type"] in ("dynamic", "longrope") for rope in ropes)
+    return not any(rope and rope["rope_type"] in CHANGING for rope in ropes)
 
 
 def quantized_layer(cache: Cache | None, layer_idx: int) -> QuantizedLayer | None:

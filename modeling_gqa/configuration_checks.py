@@ -64,6 +64,8 @@ RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("softmax_scale", *MULTIPLIERS), (1e-6, 1e4)),
     "format_version": (1, LONGEST),
 }
+# Types whose frequencies change with the length of the text.
+CHANGING = ("dynamic", "longrope")
 # What makes queries longer with their position; it needs original_max_position_embeddings.
 QUERY_SCALING = "llama_4_scaling_beta"
 ROPE_RANGES: dict[str, tuple[float, float]] = {
@@ -383,7 +385,7 @@ def check_latent(layer: "GQAConfig"):
             "dimensions, and the query needs as many that are not rotated"
         )
     ropes = (layer.rope_parameters, layer.sliding_rope_parameters)
-    changing = next((x["rope_type"] for x in ropes if x and x["rope_type"] in ("dynamic", "longrope")), None)
+    changing = next((x["rope_type"] for x in ropes if x and x["rope_type"] in CHANGING), None)
     if layer.key_mean and changing:
         raise ValueError(
             f"key_mean=True does not go with rope_type={changing!r} in any layer, because its frequencies change with "

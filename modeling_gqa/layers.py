@@ -17,14 +17,14 @@ from transformers.activations import ACT2FN
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .compatibility import CACHE, is_tracing, optional
-from .configuration_checks import QUERY_SCALING, ROPE_INIT_FUNCTIONS
+from .configuration_checks import CHANGING, QUERY_SCALING, ROPE_INIT_FUNCTIONS
 from .configuration_gqa import GQAConfig
 
 
 def _without_updates(forward: Callable) -> Callable:
     @wraps(forward)
     def wrapper(self, x: torch.Tensor, position_ids: torch.Tensor):
-        if self.rope_type in ("dynamic", "longrope"):
+        if self.rope_type in CHANGING:
             raise ValueError(f"this release of transformers cannot compute rope_type={self.rope_type!r} for this model")
         return forward(self, x, position_ids)
 

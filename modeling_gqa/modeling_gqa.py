@@ -374,8 +374,10 @@ class GQAModel(GQAPreTrainedModel):
         kinds = zip(self.config.layer_types, self.rotary_sizes, strict=True)
         arguments = [
             {
-                **{"attention_mask": masks[kind], "position_ids": position_ids},
-                **{"position_embeddings": rotations[size], "query_factors": factors[size]},
+                "attention_mask": masks[kind],
+                "position_ids": position_ids,
+                "position_embeddings": rotations[size],
+                "query_factors": factors[size],
             }
             for kind, size in islice(kinds, self.config.num_hidden_layers)
         ]

@@ -111,8 +111,8 @@ class ExportOptions:
     _argument_group_name = "Options"
 
     family: str | None = option(
-        "llama, mistral, ministral3, qwen2, qwen3, phi3, granite, smollm3, olmo2, olmo3, gemma3_text, deepseek_v3. "
-        "Default: the first that fits."
+        "llama, mistral, ministral3, qwen2, qwen3, phi3, granite, smollm3, granitemoehybrid, olmo2, olmo3, "
+        "gemma3_text, deepseek_v3. Default: the first that fits."
     )
     engine: Literal["transformers"] | None = option(
         "Export also what vLLM's and SGLang's own classes would compute wrongly; the card says what.",

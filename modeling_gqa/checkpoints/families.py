@@ -197,15 +197,17 @@ def _qwen3(config: PreTrainedConfig) -> dict[str, Any]:
     return _grouped(config, qk_norm=True, attention_bias=config.attention_bias, **window)
 
 
+def _multipliers(config: PreTrainedConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in MULTIPLIERS} | {"softmax_scale": float(config.attention_multiplier)}
+
+
 def _granite(config: PreTrainedConfig) -> dict[str, Any]:
-    multipliers = {name: getattr(config, name) for name in MULTIPLIERS}
-    return _llama(config) | multipliers | {"softmax_scale": float(config.attention_multiplier)}
+    return _llama(config) | _multipliers(config)
 
 
 def _granite4(config: PreTrainedConfig) -> dict[str, Any]:
-    multipliers = {name: getattr(config, name) for name in MULTIPLIERS}
-    own = {"attention_bias": config.attention_bias, "softmax_scale": float(config.attention_multiplier)}
-    fields = _grouped(config, **own, **multipliers, intermediate_size=config.shared_intermediate_size)
+    own = {"attention_bias": config.attention_bias, "intermediate_size": config.shared_intermediate_size}
+    fields = _grouped(config, **own, **_multipliers(config))
     theta = (config.rope_parameters or {}).get("rope_theta", 10000.0)  # the rest is not read
     unrotated = {"rope_frequency_indices": [], "rope_frequency_dim": fields["head_dim"]}
     unrotated["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}

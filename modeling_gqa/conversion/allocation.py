@@ -23,6 +23,7 @@ from ..attention import Attention
 from ..common.batches import Batch, first_batches
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
+from ..costs import CostedModel
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_states, predicted_positions, predicted_states, require_one_device
 from .fitting import fit
@@ -73,12 +74,6 @@ class SizeChoice(NamedTuple):
     fields: Fields
 
 
-def kept_share(config: GQAConfig, index: int) -> float:
-    """The share of `max_position_embeddings` tokens that the cache of layer `index` keeps."""
-    windowed = config.layer_types[index] == "sliding_attention"
-    return min(1.0, config.sliding_window / config.max_position_embeddings) if windowed else 1.0
-
-
 def allocate(
     model: PreTrainedModel,
     attention_kind: str,
@@ -127,7 +122,8 @@ def allocate(
     smallest_target(model.config, attention_kind, bytes_per_token, layers=layers, dtype=dtype)  # or it is refused
     fields, chosen = layer_fields(model.config), chosen_layers(model.config, layers)
     choices = measured_choices(model, attention_kind, chosen, calibration, progress)
-    kept = [kept_share(model.config, index) for index in range(model.config.num_hidden_layers)]
+    length = model.config.max_position_embeddings
+    kept = [layer.visible_tokens(length) / length for layer in CostedModel(model.config).layers]
     for index, sizes in choices.items():
         choices[index] = [size._replace(numbers=kept[index] * size.numbers) for size in sizes]
     layers_kept = enumerate(zip(kept, model.config.per_layer_config, strict=True))
