@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from modeling_gqa.conversion import (
     compare_predictions,
     convert_model,
+    fitting,
     sequential,
     target_config,
 )
@@ -233,6 +234,32 @@ def test_a_fit_says_what_error_is_left():
         regression.apply(change - whole)
         alone = (weight[25:] * (target - linear(x))[25:].square().sum(-1)).sum().item() / weight[25:].sum().item()
         assert judged == pytest.approx(alone)
+
+
+def test_a_fit_of_many_outputs_is_judged_in_some_directions(monkeypatch):
+    """All directions of a turned basis give the error itself, `DIRECTIONS` random ones about the error."""
+    generator = torch.Generator().manual_seed(0)
+    linear = torch.nn.Linear(5, 300).requires_grad_(False)
+    x, residual = torch.randn(200, 5, generator=generator), torch.randn(200, 300, generator=generator)
+    turned = torch.linalg.qr(torch.randn(300, 300, generator=generator).double())[0]
+
+    def errors() -> tuple[float, float]:
+        regression = Regression(linear)
+        regression.add(x, residual, torch.ones(200))
+        judging = regression.judging()
+        assert regression.cross.shape == (6, 300)
+        return judging.error(), judging.error(judging.solution())
+
+    exact = errors()
+    assert exact[0] == pytest.approx(residual.square().sum(-1).mean().item())
+    with monkeypatch.context() as patch:
+        patch.setattr(fitting, "directions", lambda outputs, device: turned)
+        assert errors() == pytest.approx(exact)
+    monkeypatch.setattr(fitting, "DIRECTIONS", 128)
+    fitting.directions.cache_clear()
+    found = errors()
+    fitting.directions.cache_clear()
+    assert found != exact and found == pytest.approx(exact, rel=4 * (2 / 128) ** 0.5)
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2**-9), (torch.float32, 1e-6)], ids=str)
