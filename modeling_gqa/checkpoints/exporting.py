@@ -33,7 +33,7 @@ from .export_blockers import (
 )
 from .families import SHARED
 from .files import is_gguf
-from .stock_tensors import stock_tensors
+from .stock_tensors import own_names, stock_tensors
 from .writing import MAX_SHARD_SIZE, new_checkpoint, refuse_overlap, write_checkpoint
 
 # The way out where MLA was converted: also exact MLA repeats each frequency for each key/value head of its source.
@@ -164,6 +164,8 @@ def export_checkpoint(
         from .gguf_writing import new_gguf, read_vocabulary, refuse_for_llama_cpp, write_gguf
 
         refuse_for_llama_cpp(config, stock)
+        if stock.model_type == "granitemoehybrid":  # whose architecture of dense layers is Granite's
+            tensors = own_names(config, stock.model_type, tensors)
         vocabulary = read_vocabulary(checkpoint.folder, stock.vocab_size)
         with new_gguf(target, force) as path:
             write_gguf(path, stock, tensors, vocabulary, progress)

@@ -41,6 +41,8 @@ READ = (
 WINDOW = "attention.sliding_window"
 # Size of the heads of most Gemma 3. The loader takes it for that of all where it scales the scores.
 GEMMA_HEAD = 256
+# Entries of Gemma 3 of which the loader takes these values for granted.
+GEMMA_DEFAULTS = {"attention.sliding_window_pattern": 6, "rope.freq_base_swa": 10000.0}
 # Entries that repeat the size of a head.
 HEAD_SIZES = ("rope.dimension_count", "attention.key_length", "attention.value_length")
 # Values of further entries that ask for nothing.
@@ -114,7 +116,8 @@ class GGUFFile:
         read = (*READ, WINDOW) if self.architecture == "gemma3" else READ
         for name, value in self.fields.items():
             entry = name.removeprefix(f"{self.architecture}.")
-            if entry in (name, *read) or name in ignore_fields:
+            taken = self.architecture == "gemma3" and GEMMA_DEFAULTS.get(entry) == value
+            if entry in (name, *read) or taken or name in ignore_fields:
                 continue
             if value != head_dim if entry in HEAD_SIZES else value not in NOTHING or (entry == CAUSAL and not value):
                 raise UserError(

@@ -12,14 +12,14 @@ import numpy
 import pytest
 import torch
 from command import call
-from stock_models import LINEAR, LLAMA3, YARN, interleaved, randomise
+from stock_models import LINEAR, LLAMA3, LONGROPE, PARTIAL, SCALING, YARN, interleaved, randomise
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.checkpoints import gguf_writing
 from modeling_gqa.checkpoints.gguf_writing import LLAMA3_WORDS, read_vocabulary
-from modeling_gqa.conversion import UserError, export_checkpoint, import_checkpoint
+from modeling_gqa.conversion import UserError, export_checkpoint, import_checkpoint, load_source
 from modeling_gqa.data.tokenizer import CHAT_TEMPLATE, train_tokenizer
 
 SIZES = {
@@ -47,6 +47,32 @@ MODELS = {
     "qwen2": ("qwen2", QWEN2),
     "qwen3": ("qwen3", {"qk_norm": True, "head_dim": 128}),
 }
+UNROTATED = {"rope_frequency_indices": [], "rope_frequency_dim": 14}
+OLMO = {"norm_position": "after", "qk_norm": True, "qk_norm_span": "all_heads", "hidden_size": 84}
+OLMO_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 10}
+OLMO3 = OLMO | {
+    "num_hidden_layers": 3,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": OLMO_YARN,
+    "sliding_rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}
+GEMMA = {
+    "norm_position": "both",
+    "qk_norm": True,
+    "zero_centered_norms": True,
+    "scale_embeddings": True,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+GEMMA3 = GEMMA | {
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": True,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": LINEAR,
+    "sliding_rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+}
+MINISTRAL3 = {"rope_parameters": YARN | SCALING | {"mscale": 1.0, "mscale_all_dim": 1.0}}
 # Of these it leaves out something, so their tensors and entries are looked at.
 UNREAD = {
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -54,6 +80,13 @@ UNREAD = {
     "llama3": ("llama", {"rope_parameters": LLAMA3}),
     "granite": ("granite", {"residual_multiplier": 0.3, "logits_scaling": 3.0, "softmax_scale": 0.1}),
     "no-multiple": ("llama", {"hidden_size": 68}),  # of the heads: Mistral's class
+    "phi3": ("phi3", {"hidden_size": 84, "rope_parameters": PARTIAL}),
+    "granite4": ("granite", {"residual_multiplier": 0.3, "softmax_scale": 0.1, **UNROTATED}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4, "per_layer_config": {3: UNROTATED}}),
+    "olmo2": ("olmo2", OLMO),
+    "olmo3": ("olmo2", OLMO3),
+    "gemma3": ("gemma3", GEMMA3),
+    "ministral3": ("mistral3", MINISTRAL3),
 }
 TEXTS = [
     "Hello, world!  It's 12345 we'll don't 'S",
@@ -142,11 +175,13 @@ def test_every_tensor_holds_the_same_bits(name, dtype, tmp_path):
     architecture, fields = {**MODELS, **UNREAD}[name]
     if name == "scaled":
         fields = {"softmax_scale": 14**-0.5 / 4}  # a power of two, which rounds nothing
-    write_own(tmp_path / "ours", dtype=dtype, **fields)
+    ours = write_own(tmp_path / "ours", dtype=dtype, **fields)
     stock = export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
     export_checkpoint(tmp_path / "ours", tmp_path / "stock", engine="transformers")
     entries, tensors = read(tmp_path / "model.gguf")
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", dtype=dtype)
+    if name == "granite4":  # whose class stores matrices of the MLP as one, and llama.cpp does not
+        stored = ours
     state = {name: tensor for name, tensor in stored.state_dict().items() if name not in stored.all_tied_weights_keys}
     assert entries["general.architecture"] == architecture
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], stock.num_hidden_layers)
@@ -154,7 +189,9 @@ def test_every_tensor_holds_the_same_bits(name, dtype, tmp_path):
     for stock_name, tensor in state.items():
         values, kind = tensors[names.get_name(stock_name, (".weight", ".bias"))]
         part = stock_name.split(".")[-2]
-        if architecture in ("llama", "granite") and part in ("q_proj", "k_proj"):
+        if architecture == "gemma3" and "norm" in stock_name:
+            tensor = tensor.float() + 1
+        if architecture in ("llama", "granite", "smollm3", "mistral3") and part in ("q_proj", "k_proj"):
             heads = stock.num_attention_heads if part == "q_proj" else stock.num_key_value_heads
             tensor = interleaved(tensor, heads)
         assert torch.equal(values, tensor.float()), stock_name
@@ -193,6 +230,62 @@ def test_the_entries_of_a_granite_are_its_multipliers(tmp_path):
     assert entries["granite.attention.scale"] == pytest.approx(0.1)
 
 
+# name -> entries beside those that each file has.
+FURTHER = {
+    "phi3": {"rope.dimension_count": 8},
+    "granite4": {
+        "rope.scaling.finetuned": False,
+        "attention.scale": 0.1,
+        "embedding_scale": 1.0,
+        "residual_scale": 0.3,
+        "logit_scale": 1.0,
+    },
+    "olmo2": {},
+    "olmo3": {
+        "attention.sliding_window": 5,
+        "attention.sliding_window_pattern": 3,
+        "rope.freq_base_swa": 500.0,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 10,
+        "rope.scaling.yarn_beta_fast": 32.0,
+        "rope.scaling.yarn_beta_slow": 1.0,
+        "rope.scaling.yarn_log_multiplier": 0.0,
+    },
+    "gemma3": {
+        "attention.sliding_window": 5,
+        "attention.sliding_window_pattern": 2,
+        "rope.freq_base_swa": 50.0,
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 3.0,
+    },
+    "ministral3": {
+        "attention.temperature_scale": 0.7,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 6,
+        "rope.scaling.yarn_beta_fast": 1.0,
+        "rope.scaling.yarn_beta_slow": 0.2,
+        "rope.scaling.yarn_log_multiplier": 1.0,
+    },
+    "smollm3": {},
+}
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_the_entries_that_an_architecture_has_beside_llamas(name, tmp_path):
+    architecture, fields = UNREAD[name]
+    entries, _ = read(export(tmp_path, **fields))
+    usual, _ = read(export(tmp_path / "llama"))
+    usual = {entry.removeprefix("llama.") for entry in usual if entry.startswith("llama.")} - set(FURTHER[name])
+    start = f"{architecture}."
+    found = {entry.removeprefix(start): value for entry, value in entries.items() if entry.startswith(start)}
+    assert set(found) == usual | set(FURTHER[name])
+    assert {entry: found[entry] for entry in FURTHER[name]} == {
+        entry: pytest.approx(value) if isinstance(value, float) else value for entry, value in FURTHER[name].items()
+    }
+
+
 def test_llama3s_frequencies_are_divided(tmp_path):
     factors, kind = read(export(tmp_path, rope_parameters=LLAMA3))[1]["rope_freqs.weight"]
     export_checkpoint(tmp_path / "ours", tmp_path / "stock")
@@ -208,6 +301,20 @@ def test_a_file_can_be_imported_again(tmp_path):
     import_checkpoint(tmp_path / "model.gguf", tmp_path / "again", dtype=torch.float32)
     again = GQAForCausalLM.from_pretrained(tmp_path / "again").state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_transformers_reads_the_weights_of_a_gemma(tmp_path):
+    """Its loader takes this size of heads, these layers with windows and their theta for those of every Gemma 3."""
+    types = [*["sliding_attention"] * 5, "full_attention", "sliding_attention"]
+    fields = GEMMA3 | {"num_hidden_layers": 7, "head_dim": 256, "layer_types": types}
+    fields["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
+    fields["sliding_rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    ours = write_own(tmp_path / "ours", **fields)
+    export_checkpoint(tmp_path / "ours", tmp_path / "model.gguf")
+    again = load_source(tmp_path / "model.gguf", dtype=torch.float32).eval()
+    tokens = torch.randint(307, (3, 40))
+    with torch.no_grad():
+        torch.testing.assert_close(again(tokens).logits, ours(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):
@@ -233,12 +340,41 @@ REFUSED = {
             "qk_rope_head_dim": 6,
             "v_head_dim": 13,
         },
-        "it exports to deepseek_v3, and only llama, mistral, qwen2, qwen3, granite are written",
+        "it exports to deepseek_v3, and only llama, mistral, ministral3, qwen2, qwen3, phi3, granite, smollm3, ",
     ),
     "mixed": ({"per_layer_config": {1: {"attention_kind": "mqa"}}}, "its layers differ in attention_kind"),
     "window": ({"sliding_window": 5, "layer_types": ["sliding_attention"] * 2}, r"its layers have windows"),
-    "activation": ({"hidden_act": "gelu"}, "hidden_act='gelu', and llama.cpp's architecture computes silu"),
-    "norms-and-biases": ({"qk_norm": True, "attention_bias": True}, "has biases beside norms of queries and keys"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act='gelu', and the architecture computes silu"),
+    "norms-and-biases": ({"qk_norm": True, "attention_bias": True}, "architecture qwen3: it has biases"),
+    "granite4-activation": ({**UNREAD["granite4"][1], "hidden_act": "gelu"}, "hidden_act='gelu'"),
+    "phi3-window": (
+        {"hidden_size": 84, "rope_parameters": PARTIAL, "sliding_window": 5, "layer_types": ["sliding_attention"] * 2},
+        "its layers have windows",
+    ),
+    "phi3-longrope": ({"hidden_size": 84, "rope_parameters": LONGROPE}, "rope_type='longrope' is not written"),
+    "smollm3-second": ({"per_layer_config": {1: UNROTATED}}, r"every 4th one \(no_rope_layers\)"),
+    "smollm3-biases": ({**UNREAD["smollm3"][1], "attention_bias": True}, "architecture smollm3: it has biases"),
+    "smollm3-mlp-biases": ({**UNREAD["smollm3"][1], "mlp_bias": True}, "architecture smollm3: it has biases"),
+    "olmo2-biases": ({**OLMO, "attention_bias": True}, "architecture olmo2: it has biases"),
+    "olmo2-tied": ({**OLMO, "tie_word_embeddings": True}, "tie_word_embeddings"),
+    "olmo2-head-dim": ({**OLMO, "head_dim": 16}, "head_dim=16 is not hidden_size / num_attention_heads"),
+    "olmo2-beta": ({**OLMO, "rope_parameters": {**OLMO_YARN, "beta_fast": 8.0}}, r"beta_slow=\(8.0, 1\)"),
+    "olmo2-factor": ({**OLMO, "rope_parameters": {**OLMO_YARN, "attention_factor": 1.0}}, "attention_factor"),
+    "olmo3-types": ({**OLMO3, "layer_types": ["full_attention", *["sliding_attention"] * 2]}, "layer_types"),
+    "olmo3-theta": (
+        {**OLMO3, "sliding_rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+        "window have another rope_theta",
+    ),
+    "gemma3-scaled-window": ({**GEMMA3, "sliding_rope_parameters": LINEAR}, "window have scaled frequencies"),
+    "gemma3-scale": ({**GEMMA3, "softmax_scale": 0.25}, "softmax_scale=0.25, and the architecture takes 0.267"),
+    "gemma3-biases": ({**GEMMA3, "attention_bias": True}, "architecture gemma3: it has biases"),
+    "gemma3-silu": ({**GEMMA3, "hidden_act": "silu"}, "hidden_act='silu', and the architecture computes gelu_py"),
+    "ministral3-window": (
+        {**MINISTRAL3, "sliding_window": 5, "layer_types": ["sliding_attention"] * 2},
+        "its layers have windows",
+    ),
+    "ministral3-truncate": ({"rope_parameters": MINISTRAL3["rope_parameters"] | {"truncate": False}}, "truncate"),
+    "ministral3-mscale": ({"rope_parameters": MINISTRAL3["rope_parameters"] | {"mscale": 0.7}}, "mscale"),
     "yarn": ({"rope_parameters": YARN}, "rope_type='yarn' is not written for llama"),
     "qwen-llama3": ({"qk_norm": True, "rope_parameters": LLAMA3}, "rope_type='llama3' is not written for qwen3"),
     "float64": ({"dtype": torch.float64}, "is stored in torch.float64, which llama.cpp has not: save it in float32"),

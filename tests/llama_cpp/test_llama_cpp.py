@@ -37,6 +37,21 @@ GQA = {"attention_kind": "gqa", "num_key_value_heads": 2}
 ROPE = {"rope_theta": 10000.0}
 MULTIPLIERS = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 3.0}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+UNROTATED = {"rope_frequency_indices": [], "rope_frequency_dim": 32}
+OLMO = {"norm_position": "after", "qk_norm": True, "qk_norm_span": "all_heads"}
+GEMMA = {
+    "norm_position": "both",
+    "qk_norm": True,
+    "zero_centered_norms": True,
+    "scale_embeddings": True,
+    "tie_word_embeddings": True,
+    "hidden_act": "gelu_pytorch_tanh",
+}
+EVERY_SECOND = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 4.0, "beta_slow": 0.5, **ROPE}
+USUAL = {"beta_fast": 32.0, "beta_slow": 1.0}
+YARN["original_max_position_embeddings"] = 16
+SCALING = {"llama_4_scaling_beta": 0.7, "original_max_position_embeddings": 16}
 MODELS = {
     "gqa": GQA,
     "mha-tied": {"attention_kind": "mha", "tie_word_embeddings": True},
@@ -51,6 +66,39 @@ MODELS = {
     "qwen3": {**GQA, "qk_norm": True, "head_dim": 40},
     "granite": {**GQA, **MULTIPLIERS, "softmax_scale": 0.1},
     "granite-biases": {**GQA, **MULTIPLIERS, "attention_bias": True, "mlp_bias": True},
+    "granite4": {**GQA, **MULTIPLIERS, "softmax_scale": 0.1, **UNROTATED},
+    "phi3": {**GQA, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75, **ROPE}},
+    "smollm3": {**GQA, "num_hidden_layers": 5, "per_layer_config": {3: UNROTATED}},
+    "smollm3-tied-head-dim": {
+        **GQA,
+        **{"num_hidden_layers": 4, "head_dim": 40, "tie_word_embeddings": True},
+        "rope_parameters": {"rope_type": "linear", "factor": 3.0, **ROPE},
+        "per_layer_config": {3: UNROTATED},
+    },
+    "olmo2": {**GQA, **OLMO},
+    "olmo2-yarn": {**GQA, **OLMO, "rope_parameters": YARN | USUAL},
+    "olmo3": {
+        **GQA,
+        **OLMO,
+        **{"num_hidden_layers": 5, "sliding_window": 7},
+        "layer_types": EVERY_SECOND,
+        "rope_parameters": YARN | USUAL,
+        "sliding_rope_parameters": {"rope_type": "default", **ROPE},
+    },
+    "olmo3-windows": {**GQA, **OLMO, "sliding_window": 7, "layer_types": ["sliding_attention"] * 3},
+    "gemma3": {
+        **GQA,
+        **GEMMA,
+        **{"num_hidden_layers": 5, "head_dim": 40, "sliding_window": 7, "layer_types": EVERY_SECOND},
+        "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0},
+        "sliding_rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+    },
+    "gemma3-windows": {**GQA, **GEMMA, "sliding_window": 7, "layer_types": ["sliding_attention"] * 3},
+    "gemma3-full-untied": {**GQA, **GEMMA, "tie_word_embeddings": False},
+    "ministral3": {**GQA, "rope_parameters": YARN | SCALING | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    "ministral3-yarn": {**GQA, "rope_parameters": YARN | SCALING},
+    "ministral3-linear": {**GQA, "rope_parameters": SCALING | {"rope_type": "linear", "factor": 3.0, **ROPE}},
+    "ministral3-default": {**GQA, "head_dim": 40, "rope_parameters": {"rope_type": "default", **ROPE, **SCALING}},
 }
 PROMPTS = ["import os\n\n\ndef", "class Foo:\n    def __init__(self", "for i in range(", "The", "if __name__ =="]
 TEXTS = [
