@@ -21,6 +21,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from modeling_gqa_cli.errors import UserError, install_extra, one_line
 
 from ..common.atomic import written_aside
+from ..common.console import warn
 from ..common.progress import BySize, Progress
 from ..configuration_checks import QUERY_SCALING
 from ..configuration_gqa import GQAConfig
@@ -91,6 +92,7 @@ LLAMA3_WORDS = "|".join(
 GPT2_STEP = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 BYTES_STEP = {**GPT2_STEP, "use_regex": False}
 SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+NFC = {"type": "NFC"}  # the normalizer of Qwen's tokenizers, which changes few texts
 # llama.cpp's names of pre-tokenizers, each with its steps in the tokenizers library, and whether a word that is a token
 # is taken whole, also where no merges lead to it. The pretraining script trains the first. tests/llama_cpp compares the
 # tokens of each.
@@ -98,6 +100,8 @@ PRE_TOKENIZERS: dict[str, tuple[list[dict[str, Any]], bool]] = {
     "gpt-2": ([GPT2_STEP], False),
     "smollm": ([{"type": "Digits", "individual_digits": True}, GPT2_STEP], False),
     "llama-bpe": ([{**SPLIT, "pattern": {"Regex": LLAMA3_WORDS}}, BYTES_STEP], True),
+    "dbrx": ([{**SPLIT, "pattern": {"Regex": LLAMA3_WORDS}}, BYTES_STEP], False),
+    "qwen2": ([{**SPLIT, "pattern": {"Regex": LLAMA3_WORDS.replace("{1,3}", "")}}, BYTES_STEP], False),
 }
 # Kinds of tokens, by the numbers that GGUF gives them.
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
@@ -355,6 +359,11 @@ def read_vocabulary(folder: Path, size: int) -> dict[str, Any]:
             f"llama.cpp would not tokenize as the tokenizer of {folder} does, because {reason}: export to a folder, "
             "and see whether llama.cpp's own converter knows this tokenizer"
         )
+    if parts["normalizer"] == NFC:
+        warn(
+            "the tokenizer composes characters (NFC), and llama.cpp does not: a text with decomposed ones, as some of "
+            "macOS's file names, gets other tokens there"
+        )
     tokens, kinds = [f"[PAD{index}]" for index in range(size)], [UNUSED] * size
     for token, index in tokenizer.get_vocab().items():
         tokens[index], kinds[index] = token, NORMAL
@@ -385,9 +394,10 @@ def read_vocabulary(folder: Path, size: int) -> dict[str, Any]:
 def _why_not_byte_level(parts: dict[str, Any]) -> str | None:
     """Return what of a tokenizer llama.cpp's byte-level BPE does not do."""
     model = parts["model"]
-    if model["type"] != "BPE" or not set(ByteLevel.alphabet()) <= set(model["vocab"]):
+    # Both leave out bytes that have no token, unless the tokenizer has one for what it does not know.
+    if model["type"] != "BPE" or (model["unk_token"] and not set(ByteLevel.alphabet()) <= set(model["vocab"])):
         return "it is not byte-level BPE"
-    if parts["normalizer"] is not None:
+    if parts["normalizer"] not in (None, NFC):
         return f"it normalizes texts ({parts['normalizer'].get('type')})"
     for field in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(field):

@@ -391,8 +391,9 @@ def test_what_llama_cpp_does_not_compute_is_refused(name, tmp_path):
 # -- the tokenizer
 
 
-def byte_level(pre_tokenizer, normalizer=None, **fields) -> Tokenizer:
-    vocabulary = {token: index + 2 for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+def byte_level(pre_tokenizer, normalizer=None, without: str = "", **fields) -> Tokenizer:
+    alphabet = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(without))
+    vocabulary = {token: index + 2 for index, token in enumerate(alphabet)}
     model = models.BPE({"<|endoftext|>": 0, "<|pad|>": 1, **vocabulary, "ab": 258}, [("a", "b")], **fields)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
@@ -462,22 +463,30 @@ def test_llama3s_pre_tokenizer_is_known_and_other_tokens_are_kept(tmp_path):
 TOKENIZERS = {
     "digits": (
         lambda: wrapped(byte_level(pre_tokenizers.Sequence([pre_tokenizers.Digits(False), GPT2]))),
-        "its pre-tokenizer is none of gpt-2, smollm, llama-bpe: export to a folder",
+        "its pre-tokenizer is none of gpt-2, smollm, llama-bpe, dbrx, qwen2: export to a folder",
     ),
     "prefix": (lambda: wrapped(byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True))), "its pre-tokenizer is"),
     "one-word": (lambda: wrapped(byte_level(pre_tokenizers.ByteLevel(False, use_regex=False))), "its pre-tokenizer is"),
     "whole-words": (lambda: wrapped(byte_level(GPT2, ignore_merges=True)), "its pre-tokenizer is none of"),
-    "merges-only": (lambda: wrapped(byte_level(LLAMA3_STEPS)), "its pre-tokenizer is none of"),
-    "normalizer": (lambda: wrapped(byte_level(GPT2, normalizers.NFC())), r"it normalizes texts \(NFC\)"),
+    "normalizer": (lambda: wrapped(byte_level(GPT2, normalizers.NFKC())), r"it normalizes texts \(NFKC\)"),
     "dropout": (lambda: wrapped(byte_level(GPT2, dropout=0.1)), "its model has dropout=0.1"),
     "suffix": (lambda: wrapped(byte_level(GPT2, end_of_word_suffix="x")), "its model has end_of_word_suffix='x'"),
     "strips": (lambda: with_token(lstrip=True), "its token '<tool>' has lstrip=True"),
     "no-eos": (lambda: wrapped(byte_level(GPT2), eos_token=None), "it has no end-of-text token"),
+    "unknown-bytes": (lambda: wrapped(byte_level(GPT2, without="Ø", unk_token="<|pad|>")), "it is not byte-level BPE"),
     "no-bytes": (
         lambda: wrapped(Tokenizer(models.WordLevel({"<|endoftext|>": 0, "<|pad|>": 1}, "<|pad|>"))),
         "it is not byte-level BPE",
     ),
 }
+
+
+def test_a_tokenizer_that_composes_characters_is_written_with_a_warning(tmp_path):
+    """llama.cpp does not compose them, which changes few texts."""
+    write_own(tmp_path / "ours", wrapped(byte_level(GPT2, normalizers.NFC())))
+    result = call("export", tmp_path / "ours", tmp_path / "model.gguf")
+    assert result.exit_code == 0 and "composes characters (NFC)" in result.stderr, result.output
+    assert (tmp_path / "model.gguf").is_file()
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

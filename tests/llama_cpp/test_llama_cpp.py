@@ -5,6 +5,7 @@ import json
 import random
 import shutil
 import tokenize as some_source
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +129,14 @@ def gpt2() -> PreTrainedTokenizerFast:
     return train_tokenizer(source_texts(), VOCABULARY)
 
 
-def trained(steps: list, *, before: str = "", **options) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with these steps of pre-tokenization; `before` is the token before each text."""
+def trained(steps: list, *, before: str = "", without: str = "", **options) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with these steps of pre-tokenization.
+
+    `before` is the token before each text; `without` are bytes that have no token, by their characters in tokens.
+    """
     tokenizer = Tokenizer(models.BPE(**options))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(without))
     training: dict[str, Any] = {
         "special_tokens": [END_OF_TEXT, PAD],
         "initial_alphabet": alphabet,
@@ -147,18 +151,27 @@ def trained(steps: list, *, before: str = "", **options) -> PreTrainedTokenizerF
 
 
 def smollm() -> PreTrainedTokenizerFast:
-    """As SmolLM2's: each digit is a word."""
-    return trained([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    """As SmolLM2's: each digit is a word, and some bytes have no token, here those that begin Arabic letters."""
+    steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer = trained(steps, without="ØÙ")
+    assert not {"Ø", "Ù"} & set(tokenizer.get_vocab())
+    return tokenizer
 
 
-def llama3() -> PreTrainedTokenizerFast:
-    """As Llama 3's: words by its expression, whole words first, and a token before each text."""
-    split = pre_tokenizers.Split(Regex(LLAMA3_WORDS), "isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return trained([split, byte_level], before=PAD, ignore_merges=True)
+def by_words(words: str, **options: Any) -> PreTrainedTokenizerFast:
+    """As GPT-4's and later ones: words by an expression."""
+    split = pre_tokenizers.Split(Regex(words), "isolated")
+    return trained([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)], **options)
 
 
-TOKENIZERS = {"gpt-2": gpt2, "smollm": smollm, "llama-bpe": llama3}
+TOKENIZERS = {
+    "gpt-2": gpt2,
+    "smollm": smollm,
+    # Whole words first, and a token before each text.
+    "llama-bpe": partial(by_words, LLAMA3_WORDS, before=PAD, ignore_merges=True),
+    "dbrx": partial(by_words, LLAMA3_WORDS),
+    "qwen2": partial(by_words, LLAMA3_WORDS.replace("{1,3}", "")),
+}
 
 
 def random_text(draw: random.Random) -> str:
