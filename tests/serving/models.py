@@ -1,12 +1,16 @@
 """Models of every kind, in sizes that vLLM's attention on a CPU takes, and the programs that serve them.
 
-vLLM sets its process up for one model, so each is served in a process of its own, `worker.py`.
+vLLM sets its process up for one model, so each is served in a process of its own, which `worker.py` forks.
 """
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +102,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "per_layer_config": {0: LARGE, 2: {"attention_kind": "mha"}, 3: MLA},
     },
 }
+TIMEOUT = 200
 VARIABLES = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "2",  # so that two requests of different lengths attend in one product
+    "OMP_WAIT_POLICY": "passive",  # threads that spin take the cores that other test processes and ranks need
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -133,27 +139,74 @@ def generate(directory: Path, prompts: list[list[int]], new_tokens: int, loader=
     return [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]
 
 
+class Worker:
+    """The program `worker.py`, which serves one model after the other."""
+
+    def __init__(self) -> None:
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self.program = subprocess.Popen(
+            [sys.executable, Path(__file__).parent / "worker.py"],
+            env={**os.environ, **VARIABLES},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            start_new_session=True,  # so that what a job has started can be ended with it
+        )
+
+    def printed(self, job: dict[str, Any]) -> str:
+        """What the job prints.
+
+        Raises:
+            TimeoutError: it took longer than `TIMEOUT` seconds; it and the program are ended.
+        """
+        start = self.log.seek(0, os.SEEK_END)
+        self.program.stdin.write(json.dumps(job) + "\n")
+        self.program.stdin.flush()
+        if not select.select([self.program.stdout], [], [], TIMEOUT)[0]:
+            os.killpg(self.program.pid, signal.SIGKILL)
+            running.cache_clear()
+            raise TimeoutError(f"no answer in {TIMEOUT} s: {job}")
+        if self.program.stdout.readline() != "END\n":
+            running.cache_clear()
+        self.log.seek(start)
+        return self.log.read()
+
+
+@cache
+def running() -> Worker:
+    """The worker of this process, which ends with it."""
+    return Worker()
+
+
 def serve(directory: Path, prompts: list[list[int]], new_tokens: int = 0, variables=None, **options) -> dict[str, Any]:
-    """What vLLM answers: see `worker.py`; `variables` are of the environment, `options` of vLLM's `LLM`."""
+    """What vLLM answers: see `worker.py`; `variables` are of the environment, `options` of vLLM's `LLM`.
+
+    Raises:
+        RuntimeError: it printed no answer; the message is the end of what it printed.
+    """
     job = {"model": str(directory), "prompts": prompts, "new_tokens": new_tokens, "options": options}
-    return answer_of("worker.py", given=json.dumps(job), variables=variables)
+    return find_answer(running().printed(job | {"variables": variables or {}}))
 
 
-def answer_of(program: str, *arguments: str, given: str | None = None, variables=None) -> dict[str, Any]:
-    """What a program of this folder prints behind `ANSWER`, with `given` as its input.
+def answer_of(program: str, *arguments: str) -> dict[str, Any]:
+    """What a program of this folder prints behind `ANSWER`.
 
     Raises:
         RuntimeError: it printed no answer; the message is the end of what it printed.
     """
     ran = subprocess.run(
         [sys.executable, Path(__file__).parent / program, *arguments],
-        input=given,
-        env={**os.environ, **VARIABLES, **(variables or {})},
+        env={**os.environ, **VARIABLES},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=TIMEOUT,
     )
-    answer = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
+    return find_answer(ran.stdout + ran.stderr)
+
+
+def find_answer(printed: str) -> dict[str, Any]:
+    answer = [line for line in printed.splitlines() if line.startswith("ANSWER ")]
     if not answer:
-        raise RuntimeError((ran.stdout + ran.stderr)[-6000:])
+        raise RuntimeError(printed[-6000:])
     return json.loads(answer[0].removeprefix("ANSWER "))

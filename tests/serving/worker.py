@@ -1,19 +1,45 @@
-"""Serve one model by vLLM in this process: a job as JSON on standard input, the answer as a line of standard output.
+"""Serve models by vLLM: a job as a line of JSON on standard input, `END` on standard output when it is done.
+
+vLLM sets its process up for one model, so each job runs in a process of its own. That process is forked from this one,
+which has imported vLLM and nothing of ours: importing takes ten seconds, more than serving a small model. What a job
+prints goes to standard error, and its answer behind `ANSWER`.
 
 The answer holds each prompt's tokens, the number of its tokens that were found in the cache, the log-probability of
 each prompt token after the first (where `prompt_logprobs` is asked for), and each layer's cache: the class of vLLM's
 specification and the bytes of a token.
 """
 
+import gc
 import json
+import multiprocessing
+import os
 import sys
+from typing import Any
 
+# Imported here for the processes that are forked.
+import compressed_tensors.compressors  # noqa: F401
+import vllm.model_executor.models.transformers
+import vllm.v1.worker.cpu_worker  # noqa: F401
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 
 
 def main() -> None:
-    job = json.loads(sys.stdin.read())
+    # A job that turned remote code or the plugin off would find the classes here.
+    assert "modeling_gqa" not in sys.modules
+    gc.collect()
+    gc.freeze()  # vLLM collects several times, and would look through all modules each time
+    fork = multiprocessing.get_context("fork")
+    for line in sys.stdin:
+        process = fork.Process(target=serve, args=[json.loads(line)])
+        process.start()
+        process.join()
+        print("END", flush=True)
+
+
+def serve(job: dict[str, Any]) -> None:
+    os.dup2(2, 1)
+    os.environ.update(job["variables"])
     options = {"dtype": "float32", "max_model_len": 256, "enforce_eager": True, "skip_tokenizer_init": True}
     options |= job["options"]
     adapter = options.pop("adapter", None)
