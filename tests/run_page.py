@@ -16,9 +16,9 @@ imports. A comment above a block changes how it is tested and renders to nothing
     <!-- test: edit PATH -->                        the block is a change of this file there
     <!-- test: in the checkout -->                  the block's commands run there
 
-The temporary folder holds what the pages name: a Llama at `meta-llama/Llama-3.2-1B` with that model's attention but
-few dimensions, so that the name leads to this folder and not to the Hub, texts in `my_text`, and two small yardsticks
-in `yardsticks`.
+The temporary folder holds what the pages name: a Llama at `meta-llama/Llama-3.2-1B` with that model's key/value heads
+but few dimensions, so that the name leads to this folder and not to the Hub, texts in `my_text`, and two small
+yardsticks in `yardsticks`.
 """
 
 import io
@@ -90,7 +90,10 @@ def prepared(block: Block) -> str | None:
 
 
 def make_llama(folder: Path, layers: int = 2) -> None:
-    """A Llama with the heads of Llama-3.2-1B, a hidden size of 64 and a tokenizer trained on `texts`."""
+    """A Llama with the key/value heads of Llama-3.2-1B, a hidden size of 64 and a tokenizer trained on `texts`.
+
+    It has half of that model's query heads: the fits of a conversion take the cube of their number.
+    """
     import torch
     from tokenizers import ByteLevelBPETokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -103,7 +106,7 @@ def make_llama(folder: Path, layers: int = 2) -> None:
         "max_position_embeddings": 64,
     }
     heads: dict[str, Any] = {
-        "num_attention_heads": 32,
+        "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "head_dim": 64,
         "num_hidden_layers": layers,
