@@ -161,7 +161,8 @@ def export_checkpoint(
     model = meta_model(MODEL_FOR_CAUSAL_LM_MAPPING[type(stock)], stock)  # type: ignore[arg-type]
     tensors = own_tensors(model, stock_tensors(config, stock, checkpoint.tensors))
     if is_gguf(target):
-        from .gguf_writing import new_gguf, read_vocabulary, refuse_for_llama_cpp, write_gguf
+        from .gguf_vocabulary import read_vocabulary
+        from .gguf_writing import new_gguf, refuse_for_llama_cpp, write_gguf
 
         refuse_for_llama_cpp(config, stock)
         if stock.model_type == "granitemoehybrid":  # whose architecture of dense layers is Granite's

@@ -1,10 +1,9 @@
-"""A model of one of the classes of `ARCHITECTURES`, which transformers has, and its tokenizer, as a GGUF file.
+"""A model of one of the classes of `ARCHITECTURES`, which transformers has, as a GGUF file.
 
-What llama.cpp would compute or tokenize otherwise is refused.
+What llama.cpp would compute otherwise is refused.
 """
 
 import errno
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -14,14 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from modeling_gqa_cli.errors import UserError, install_extra, one_line
+from modeling_gqa_cli.errors import UserError, install_extra
 
 from ..common.atomic import written_aside
-from ..common.console import warn
 from ..common.progress import BySize, Progress
 from ..configuration_checks import QUERY_SCALING
 from ..configuration_gqa import GQAConfig
@@ -77,34 +74,6 @@ DTYPES = {
 GGUF_MAGIC = b"GGUF"  # with which such a file begins
 # Divides the frequency of each rotary plane; of these architectures llama.cpp reads it in Llama's alone.
 FREQUENCY_FACTORS = "rope_freqs.weight"
-# What a word is to Llama 3: at most three digits, and line ends go with what is before them.
-LLAMA3_WORDS = "|".join(
-    (
-        "(?i:'s|'t|'re|'ve|'m|'ll|'d)",
-        r"[^\r\n\p{L}\p{N}]?\p{L}+",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
-GPT2_STEP = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-BYTES_STEP = {**GPT2_STEP, "use_regex": False}
-SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
-NFC = {"type": "NFC"}  # the normalizer of Qwen's tokenizers, which changes few texts
-# llama.cpp's names of pre-tokenizers, each with its steps in the tokenizers library, and whether a word that is a token
-# is taken whole, also where no merges lead to it. The pretraining script trains the first. tests/llama_cpp compares the
-# tokens of each.
-PRE_TOKENIZERS: dict[str, tuple[list[dict[str, Any]], bool]] = {
-    "gpt-2": ([GPT2_STEP], False),
-    "smollm": ([{"type": "Digits", "individual_digits": True}, GPT2_STEP], False),
-    "llama-bpe": ([{**SPLIT, "pattern": {"Regex": LLAMA3_WORDS}}, BYTES_STEP], True),
-    "dbrx": ([{**SPLIT, "pattern": {"Regex": LLAMA3_WORDS}}, BYTES_STEP], False),
-    "qwen2": ([{**SPLIT, "pattern": {"Regex": LLAMA3_WORDS.replace("{1,3}", "")}}, BYTES_STEP], False),
-}
-# Kinds of tokens, by the numbers that GGUF gives them.
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
 
 def new_gguf(target: str | Path, force: bool = False) -> AbstractContextManager[Path]:
@@ -145,37 +114,62 @@ def refuse_for_llama_cpp(config: GQAConfig, stock: PreTrainedConfig) -> None:
     activation = getattr(stock, "hidden_activation", None) or stock.hidden_act
     # The largest Gemma 3, which llama.cpp knows by its number of layers, scales scores by another size than a head's.
     scale = (stock.hidden_size / stock.num_attention_heads if len(layers) == 62 else config.head_dim) ** -0.5
-    reasons = {
-        "its layers have windows (sliding_window), which the architecture has not": any(windowed) and not kind.windows,
-        "its layers without a window are not every n-th one (layer_types)": any(windowed)
-        and windowed != [index % period < period - 1 for index in layers],
-        f"hidden_act={activation!r}, and the architecture computes {kind.activations[0]}": activation
-        not in kind.activations,
-        "it has biases (attention_bias, mlp_bias), which the architecture has not": biases and not kind.biases,
-        f"rope_type={rope_type!r} is not written for {family}": rope_type
-        not in ("default", "linear", *kind.frequencies),
-        "truncate=False in rope_parameters: llama.cpp rounds the range of frequencies": yarn
-        and not rope.get("truncate", True),
-        "attention_factor, or mscale and mscale_all_dim, in rope_parameters: the architecture scales otherwise": yarn
-        and _yarn_log_multiplier(stock) not in ((0.0,) if olmo else (0.0, 1.0)),
-        f"beta_fast, beta_slow={beta} in rope_parameters, and the architecture takes 32 and 1": yarn
-        and olmo
-        and beta != (32, 1),
-        "its layers with a window have scaled frequencies (sliding_rope_parameters)": any(windowed)
-        and sliding["rope_type"] != "default",
-        "its layers with a window have another rope_theta (sliding_rope_parameters)": any(windowed)
-        and olmo
-        and sliding["rope_theta"] != rope["rope_theta"],
-        "its output layer is its embeddings (tie_word_embeddings), and the architecture has another": olmo
-        and stock.tie_word_embeddings,
-        f"head_dim={config.head_dim} is not hidden_size / num_attention_heads": olmo
-        and config.head_dim * stock.num_attention_heads != stock.hidden_size,
-        f"its layers without rotation are not every {UNROTATED_STEP}th one (no_rope_layers)": family == "smollm3"
-        and stock.no_rope_layers != [int((index + 1) % UNROTATED_STEP != 0) for index in layers],
-        f"softmax_scale={softmax_scale(config)}, and the architecture takes {scale}": kind.name == "gemma3"
-        and not math.isclose(softmax_scale(config), scale, rel_tol=1e-6),
-    }
-    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+    checks = (
+        (
+            any(windowed) and not kind.windows,
+            "its layers have windows (sliding_window), which the architecture has not",
+        ),
+        (
+            any(windowed) and windowed != [index % period < period - 1 for index in layers],
+            "its layers without a window are not every n-th one (layer_types)",
+        ),
+        (
+            activation not in kind.activations,
+            f"hidden_act={activation!r}, and the architecture computes {kind.activations[0]}",
+        ),
+        (biases and not kind.biases, "it has biases (attention_bias, mlp_bias), which the architecture has not"),
+        (
+            rope_type not in ("default", "linear", *kind.frequencies),
+            f"rope_type={rope_type!r} is not written for {family}",
+        ),
+        (
+            yarn and not rope.get("truncate", True),
+            "truncate=False in rope_parameters: llama.cpp rounds the range of frequencies",
+        ),
+        (
+            yarn and _yarn_log_multiplier(stock) not in ((0.0,) if olmo else (0.0, 1.0)),
+            "attention_factor, or mscale and mscale_all_dim, in rope_parameters: the architecture scales otherwise",
+        ),
+        (
+            yarn and olmo and beta != (32, 1),
+            f"beta_fast, beta_slow={beta} in rope_parameters, and the architecture takes 32 and 1",
+        ),
+        (
+            any(windowed) and sliding["rope_type"] != "default",
+            "its layers with a window have scaled frequencies (sliding_rope_parameters)",
+        ),
+        (
+            any(windowed) and olmo and sliding["rope_theta"] != rope["rope_theta"],
+            "its layers with a window have another rope_theta (sliding_rope_parameters)",
+        ),
+        (
+            olmo and stock.tie_word_embeddings,
+            "its output layer is its embeddings (tie_word_embeddings), and the architecture has another",
+        ),
+        (
+            olmo and config.head_dim * stock.num_attention_heads != stock.hidden_size,
+            f"head_dim={config.head_dim} is not hidden_size / num_attention_heads",
+        ),
+        (
+            family == "smollm3" and stock.no_rope_layers != [int((i + 1) % UNROTATED_STEP != 0) for i in layers],
+            f"its layers without rotation are not every {UNROTATED_STEP}th one (no_rope_layers)",
+        ),
+        (
+            kind.name == "gemma3" and not math.isclose(softmax_scale(config), scale, rel_tol=1e-6),
+            f"softmax_scale={softmax_scale(config)}, and the architecture takes {scale}",
+        ),
+    )
+    if reason := next((reason for holds, reason in checks if holds), None):
         raise UserError(f"this model cannot be written as a GGUF file of the architecture {kind.name}: {reason}")
 
 
@@ -328,102 +322,3 @@ def _frequency_factors(stock: PreTrainedConfig) -> LazyTensor:
 
 
 # -- The tokenizer
-
-
-def read_vocabulary(folder: Path, size: int) -> dict[str, Any]:
-    """Return the tokenizer of a checkpoint's folder, as entries by the names of `GGUFWriter`'s methods without "add_".
-
-    Raises `UserError` where there is no tokenizer, or llama.cpp would split texts into other tokens.
-
-    Args:
-        folder: of the checkpoint.
-        size: number of token ids that the model has; those without a token get a name that no text holds.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        parts = json.loads(tokenizer.backend_tokenizer.to_str())
-    except Exception as error:  # a missing file, a damaged file, no tokenizer.json: each has its own class
-        raise UserError(
-            f"a GGUF file needs the tokenizer of {folder}, which cannot be loaded: {one_line(error)[:200]}"
-        ) from error
-    name, adds = _pre_tokenizer_name(parts), _additions(tokenizer)
-    reason = _why_not_byte_level(parts)
-    if reason is None and name is None:
-        reason = f"its pre-tokenizer is none of {', '.join(PRE_TOKENIZERS)}"
-    elif reason is None and tokenizer.eos_token_id is None:
-        reason = "it has no end-of-text token (eos_token)"
-    elif reason is None and adds is None:
-        reason = "it puts other tokens than bos and eos around a text"
-    if reason or name is None or adds is None:
-        raise UserError(
-            f"llama.cpp would not tokenize as the tokenizer of {folder} does, because {reason}: export to a folder, "
-            "and see whether llama.cpp's own converter knows this tokenizer"
-        )
-    if parts["normalizer"] == NFC:
-        warn(
-            "the tokenizer composes characters (NFC), and llama.cpp does not: a text with decomposed ones, as some of "
-            "macOS's file names, gets other tokens there"
-        )
-    tokens, kinds = [f"[PAD{index}]" for index in range(size)], [UNUSED] * size
-    for token, index in tokenizer.get_vocab().items():
-        tokens[index], kinds[index] = token, NORMAL
-    for added in parts["added_tokens"]:
-        kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in parts["model"]["merges"]]
-    template = tokenizer.chat_template
-    if isinstance(template, dict):
-        template = [{"name": title, "template": text} for title, text in template.items()]
-    bos = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    entries = {
-        "tokenizer_model": "gpt2",  # which means byte-level BPE
-        "tokenizer_pre": name,
-        "token_list": tokens,
-        "token_types": kinds,
-        "token_merges": merges,
-        "bos_token_id": bos,  # without one llama.cpp would take token 11 for it
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "unk_token_id": tokenizer.unk_token_id,
-        "add_bos_token": adds["bos"],
-        "add_eos_token": adds["eos"],
-        "chat_template": template or None,
-    }
-    return {entry: value for entry, value in entries.items() if value is not None}
-
-
-def _why_not_byte_level(parts: dict[str, Any]) -> str | None:
-    """Return what of a tokenizer llama.cpp's byte-level BPE does not do."""
-    model = parts["model"]
-    # Both leave out bytes that have no token, unless the tokenizer has one for what it does not know.
-    if model["type"] != "BPE" or (model["unk_token"] and not set(ByteLevel.alphabet()) <= set(model["vocab"])):
-        return "it is not byte-level BPE"
-    if parts["normalizer"] not in (None, NFC):
-        return f"it normalizes texts ({parts['normalizer'].get('type')})"
-    for field in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
-        if model.get(field):
-            return f"its model has {field}={model[field]!r}"
-    for added in parts["added_tokens"]:
-        for field in ("lstrip", "rstrip", "single_word"):
-            if added[field]:
-                return f"its token {added['content']!r} has {field}=True"
-    return None
-
-
-def _pre_tokenizer_name(parts: dict[str, Any]) -> str | None:
-    """Return llama.cpp's name of a tokenizer's pre-tokenizer; `None` where it has none that is equal."""
-    whole: dict[str, Any] = parts["pre_tokenizer"] or {}
-    steps = whole["pretokenizers"] if whole.get("type") == "Sequence" else [whole]
-    # Offsets do not change the tokens.
-    steps = [{field: value for field, value in step.items() if field != "trim_offsets"} for step in steps]
-    found = (steps, bool(parts["model"].get("ignore_merges")))
-    return next((name for name, known in PRE_TOKENIZERS.items() if found == known), None)
-
-
-def _additions(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool] | None:
-    """Return whether the tokenizer puts its bos before a text and its eos behind one; `None` where it puts others."""
-    bare, full = tokenizer("a", add_special_tokens=False)["input_ids"], tokenizer("a")["input_ids"]
-    bos, eos = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
-    for before, behind in ((False, False), (True, False), (False, True), (True, True)):
-        if full == bos * before + bare + eos * behind:
-            return {"bos": before, "eos": behind}
-    return None

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.checkpoints import gguf_writing
-from modeling_gqa.checkpoints.gguf_writing import LLAMA3_WORDS, read_vocabulary
+from modeling_gqa.checkpoints.gguf_vocabulary import LLAMA3_WORDS, read_vocabulary
 from modeling_gqa.conversion import UserError, export_checkpoint, import_checkpoint, load_source
 from modeling_gqa.data.tokenizer import CHAT_TEMPLATE, train_tokenizer
 

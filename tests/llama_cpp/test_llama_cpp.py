@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from benchmarks.real import QWEN, SMOLLM2, cache_folder
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.checkpoints.gguf_writing import LLAMA3_WORDS, PRE_TOKENIZERS
+from modeling_gqa.checkpoints.gguf_vocabulary import LLAMA3_WORDS, PRE_TOKENIZERS
 from modeling_gqa.conversion import export_checkpoint, import_checkpoint
 from modeling_gqa.data.tokenizer import END_OF_TEXT, PAD, ends_of_text, train_tokenizer
 

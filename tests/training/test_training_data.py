@@ -19,7 +19,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from training_texts import MODEL, make_texts
 from transformers import EvalPrediction, PreTrainedTokenizerFast
 
-from modeling_gqa.checkpoints.gguf_writing import LLAMA3_WORDS
+from modeling_gqa.checkpoints.gguf_vocabulary import LLAMA3_WORDS
 from modeling_gqa.data import blocks as data_blocks
 from modeling_gqa.data import packing, reading
 from modeling_gqa.data.blocks import (
