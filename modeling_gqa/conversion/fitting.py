@@ -88,8 +88,9 @@ class Regression:
 
         `ridge`: one of `RIDGES`. Of sums that are `judging` it is (M + 1, K), in their directions.
         """
-        added = ridge * self.second.diagonal()[:-1].mean() * torch.ones_like(self.second.diagonal())
-        return torch.cholesky_solve(self.cross, torch.linalg.cholesky(self.second + torch.diag(added)))
+        second = self.second.clone()
+        second.diagonal().add_(ridge * second.diagonal()[:-1].mean())
+        return torch.cholesky_solve(self.cross, torch.linalg.cholesky(second))
 
     def error(self, change: torch.Tensor | None = None) -> float:
         """Return the weighted mean of the squared norms of the residuals, under a `change` (M + 1, K) of the layer.
