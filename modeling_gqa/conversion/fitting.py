@@ -25,8 +25,8 @@ from .streams import FOLDS, Passage, Streams, folds
 # Ridges that are tried: shares of the mean of the diagonal of x x^T that are added to the diagonal. The less text there
 # is for M inputs, the larger is the one that helps on other text.
 RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)
-# Random directions of the residuals in which fits are judged, where there are more than twice as many outputs. To judge
-# a fit of 2,048 outputs in all of them takes 2.8 times as long.
+# Random directions of the residuals in which fits are judged, where there are more than twice as many outputs. Most of
+# a fit's time goes into the outputs that judge it.
 DIRECTIONS = 512
 # Learning rates of Adam that are tried: at the first step, from which it falls to 0 on a line. Some models' weights are
 # ruined by the first.
@@ -95,7 +95,7 @@ class Regression:
     def error(self, change: torch.Tensor | None = None) -> float:
         """Return the weighted mean of the squared norms of the residuals, under a `change` (M + 1, K) of the layer.
 
-        With `DIRECTIONS` it is an estimate, whose relative deviation is at most sqrt(2 / `DIRECTIONS`).
+        With `DIRECTIONS` it is an estimate, whose standard deviation is at most sqrt(2 / `DIRECTIONS`) of it.
         """
         left = self.power
         if change is not None:  # |r - W x|^2 = |r|^2 - 2 tr(W x r^T) + tr(W x x^T W^T)
