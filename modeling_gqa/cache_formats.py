@@ -494,9 +494,10 @@ class CacheQuantization:
         found: list[RowFormat | CodedFormat] = []
         for name, (heads, size) in zip(names, shapes, strict=True):
             bits = self.nbits if getattr(self, name) is None else getattr(self, name)
-            if not blocks:
-                block = self.q_group_size or size
-                found.append(RowFormat(bits, tuple(min(block, size - start) for start in range(0, size, block))))
+            if not blocks or not size:  # MLA may have no rotary key
+                block = self.q_group_size or max(size, 1)
+                sizes = tuple(min(block, size - start) for start in range(0, size, block))
+                found.append(RowFormat(bits if size else "fp8", sizes))
                 continue
             try:
                 found.append(CodedFormat(tuple((channels, n) for channels, n in bits)))
@@ -520,7 +521,7 @@ def _check_layers(layers: Any) -> None:
         if layer is not None and not (isinstance(layer, dict) and len(layer) == 2 and layer.keys() <= BASES.keys()):
             raise ValueError(f"{where} must be a dict with two of {', '.join(BASES)}")
         for name, blocks in (layer or {}).items():
-            if not (isinstance(blocks, list | tuple) and blocks and all(map(_is_block, blocks))):
+            if not (isinstance(blocks, list | tuple) and all(map(_is_block, blocks))):
                 known = ", ".join(map(str, (0, *STEPS)))
                 raise ValueError(f"{where}[{name!r}]={blocks!r} must be pairs: channels, and as bits one of {known}")
 

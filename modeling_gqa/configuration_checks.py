@@ -53,10 +53,9 @@ LONGEST = 2**31 - 1
 RANGES: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_labels"), (1, MOST)),
     "qk_norm_key_value_heads": (1, MOST),
-    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rope_frequency_dim"), (1, LARGEST)),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "qk_head_dim"), (1, LARGEST)),
-    "qk_norm_head_dim": (1, LARGEST),
-    "qk_nope_head_dim": (0, LARGEST),
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "rope_frequency_dim"), (1, LARGEST)),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_head_dim", "qk_norm_head_dim"), (1, LARGEST)),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "head_dim"), (0, LARGEST)),  # 0 in MLA alone
     **dict.fromkeys(("max_position_embeddings", "sliding_window"), (1, LONGEST)),
     "attention_dropout": (0, 1),
     "initializer_range": (0, 10),
@@ -345,6 +344,8 @@ def check_grouped(layer: "GQAConfig"):
                 f"{name}={getattr(layer, name)} belongs to attention_kind='mla', but attention_kind={kind!r}: "
                 "leave it out, or choose 'mla'"
             )
+    if layer.head_dim == 0:
+        raise ValueError(f"head_dim=0 must be positive in a layer of attention_kind={kind!r}")
     if layer.key_mean:
         raise ValueError(f"key_mean=True belongs to attention_kind='mla', but attention_kind={kind!r}: leave it out")
     expected = {"mha": heads, "mqa": 1}.get(kind, key_value_heads)
@@ -367,6 +368,10 @@ def check_latent(layer: "GQAConfig"):
         raise ValueError(
             f"num_key_value_heads={layer.num_key_value_heads} contradicts attention_kind='mla', which has one per "
             f"query head ({heads}) and caches a latent instead: leave it out"
+        )
+    if rope == 0 and layer.rope_frequency_indices is None:
+        raise ValueError(
+            "qk_rope_head_dim=0 rotates nothing: give rope_frequency_indices=[] and rope_frequency_dim as well"
         )
     if rope % 2:
         raise ValueError(f"qk_rope_head_dim={rope} must be even: rotary dimensions come in pairs")

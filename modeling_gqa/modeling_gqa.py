@@ -551,6 +551,11 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         own = asked == "quantized" and given is None and options.pop("backend", "gqa") == "gqa"
         if own:
             generation_config.cache_implementation = None
+        elif asked == "quantized" and any(layer.qk_rope_head_dim == 0 for layer in self.config.per_layer_config):
+            raise ValueError(
+                "transformers' own quantized caches hold no MLA layer without a rotary key (qk_rope_head_dim=0): leave "
+                "'backend' out of cache_config"
+            )
         try:
             result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         finally:

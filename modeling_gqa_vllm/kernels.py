@@ -46,9 +46,17 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 FLASH_MULTIPLE, FLASH_MOST, TRITON_LEAST = 8, 256, 32
 
 
+# Size of the zeros that stand in vLLM's cache for a rotary key of size 0, which its attention does not take.
+NO_ROTARY_KEY = FLASH_MULTIPLE
+
+
 def stored(layer: GQAConfig) -> GQAConfig:
-    """Return a layer's sizes as vLLM's cache has them: with `key_mean` P holds cosine and sine of each plane, too."""
-    if more := key_mean_size(layer):
+    """Return an MLA layer's sizes as vLLM's cache has them.
+
+    With `key_mean` P holds cosine and sine of each plane, too. Where it would be 0 it is `NO_ROTARY_KEY`.
+    """
+    more = key_mean_size(layer) or (0 if layer.qk_rope_head_dim else NO_ROTARY_KEY)
+    if more:
         layer = copy(layer)
         layer.__dict__ |= {name: getattr(layer, name) + more for name in ("qk_rope_head_dim", "qk_head_dim")}
     return layer

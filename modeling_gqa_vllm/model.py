@@ -31,17 +31,23 @@ from modeling_gqa.integrations import refuse_uneven
 from modeling_gqa.layers import GQAHeadLinear, GQAKeyMean
 
 from .cpu import FP8, LatentCPUBackend
-from .kernels import PROMPT_SIZES, reads_prompts, stored
+from .kernels import NO_ROTARY_KEY, PROMPT_SIZES, reads_prompts, stored
 
 # Of MLA; what is not named is the same on each rank.
 LATENT_STYLES = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
 GROUPED_STYLES = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 
 
-def attention_forward(module: nn.Module, *args, **kwargs):
-    """Attend by the layer `module.attn`, over the latent where it is MLA's; arguments as transformers gives them."""
-    latent = isinstance(module.attn, MLAAttention)
-    return (vllm_mla_attention_forward if latent else vllm_attention_forward)(module, *args, **kwargs)
+def attention_forward(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args, **kwargs):
+    """Attend by the layer `module.attn`; arguments as transformers gives them.
+
+    Of MLA `key` (B, 1, T, R) is the latent and `value` (B, 1, T, P) the rotary key.
+    """
+    if not isinstance(module.attn, MLAAttention):
+        return vllm_attention_forward(module, query, key, value, *args, **kwargs)
+    if not value.shape[-1]:
+        query, value = (nn.functional.pad(x, (0, NO_ROTARY_KEY)) for x in (query, value))
+    return vllm_mla_attention_forward(module, query, key, value, *args, **kwargs)
 
 
 AttentionInterface.register(PLUGIN, attention_forward)

@@ -48,6 +48,16 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 
+# As SmolLM3 converted in part: a layer without a rotary key, and one that rotates nothing.
+UNROTATED: dict[str, Any] = {"rope_frequency_indices": [], "rope_frequency_dim": 14}
+MODELS["mla-unrotated"] = {
+    **MODELS["mla"],
+    "per_layer_config": {
+        1: {**UNROTATED, "qk_rope_head_dim": 0},
+        2: {**UNROTATED, "attention_kind": "gqa", "head_dim": 14, "num_key_value_heads": 2},
+    },
+}
+
 # OLMo 3's norms and two sets of rotary parameters, and MLA with Gemma 3's norms.
 OLMO_MODELS: dict[str, dict[str, Any]] = {
     "olmo": {

@@ -163,6 +163,8 @@ class Oracle(DynamicLayer):
 
     def coded(self, x, field):
         """`x` (B, G, T, D) in the basis of the cache, rounded, and back."""
+        if not x.shape[-1]:  # no rotary key
+            return x
         layers = self.attention.config.cache_quantization.get("layers")
         if not layers:
             matrix = orthogonal_matrix(x.shape[-1])
@@ -192,7 +194,7 @@ def own_bases(config):
     for layer in config.per_layer_config:
         attention, bits = ATTENTION_CLASSES[layer.attention_kind], iter([4, 3])
         numbers = zip(attention.bits_fields, attention.cache_sizes(layer), strict=True)
-        layers.append({name: [[n // 3, 6], [n // 3, next(bits)], [n - n // 3 * 2, 0]] for name, n in numbers})
+        layers.append({name: [[n // 3, 6], [n // 3, next(bits)], [n - n // 3 * 2, 0]][: 3 * n] for name, n in numbers})
     return {"layers": layers}
 
 
@@ -586,7 +588,7 @@ ROPE = {"rope_bits": [[6, 4]]}
         (ROPE | {"latent_bits": [[22, 5]]}, r"\['layers'\]\[0\]\['latent_bits'\]=\[\[22, 5\]\] must be pairs"),
         (ROPE | {"latent_bits": [[22, [4]]]}, "must be pairs"),
         (ROPE | {"latent_bits": [4, 4]}, "must be pairs"),
-        (ROPE | {"latent_bits": []}, "must be pairs"),
+        (ROPE | {"latent_bits": []}, "latent_bits keeps no bit"),
         (ROPE | {"latent_bits": 4}, "must be pairs"),
         (ROPE | {"latent_bits": [[22, 4], [0, 4]]}, "must be pairs"),
         (ROPE | {"nbits": 4}, r"\['layers'\]\[0\] must be a dict with two of key_bits, "),

@@ -114,7 +114,10 @@ def make_quantized_cache(backend: str, config) -> QuantizedCache:
 @pytest.mark.parametrize(
     ("backend", "similarity"), [("quanto", 0.97), pytest.param("fp8", 0.99, marks=pytest.mark.compat)]
 )
-@pytest.mark.parametrize("model_name", [name for name in MODELS if make_config(name).sliding_window is None])
+@pytest.mark.parametrize(
+    "model_name",
+    [name for name in MODELS if make_config(name).sliding_window is None and name != "mla-unrotated"],
+)
 @torch.no_grad()
 def test_quantized_cache(model_name, backend, similarity):
     sizes = dict(QUANTIZABLE)
@@ -133,3 +136,9 @@ def test_quantized_cache(model_name, backend, similarity):
         states = (layer._quantized_keys, layer._quantized_values, layer.keys, layer.values)
         ours = sum(storage_bytes(state) for state in states)
         assert ours < 0.4 * (storage_bytes(exact_layer.keys) + storage_bytes(exact_layer.values))
+
+
+def test_quantized_caches_of_transformers_need_a_rotary_key():
+    options = {"cache_implementation": "quantized", "cache_config": {"backend": "quanto"}}
+    with pytest.raises(ValueError, match="hold no MLA layer without a rotary key"):
+        make_model("mla-unrotated").generate(**make_batch(), max_new_tokens=2, **options)

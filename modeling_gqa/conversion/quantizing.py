@@ -259,8 +259,11 @@ def set_cache_constants(
     for index, (layer, mean) in enumerate(zip(quantized.model.layers, means, strict=True)):
         attention: Any = layer.self_attn
         buffers = {"cache_mean": mean}
-        for place, name in enumerate(attention.bits_fields if blocks[index] else ()):
-            encoder = folded(codings[index][place], blocks[index][name]).to(stored)
+        own = blocks[index] or {}
+        for place, name in enumerate(attention.bits_fields):
+            if not own.get(name):  # MLA may have no rotary key
+                continue
+            encoder = folded(codings[index][place], own[name]).to(stored)
             # The inverse of the encoder that is stored, not of the one that was found.
             buffers[BASES[name]] = torch.stack((encoder, encoder.double().inverse().to(stored)))
         for name, buffer in buffers.items():

@@ -15,7 +15,6 @@ from ..common.atomic import write_json
 from ..common.tables import Table, cached, runs, share
 from ..configuration_gqa import GQAConfig
 from ..costs import CostedModel
-from ..layers import key_mean_size
 from .targets import describe
 
 REPORT_NAME = "conversion.json"
@@ -106,8 +105,8 @@ def layer_kernels(layer: Any) -> str:
         limits.append("with --attention-backend TRITON_MLA")
     if kernels and config.kv_lora_rank + stored(config).qk_rope_head_dim not in FAST_SUMS:
         limits.append("without cached prefixes and prompts in chunks")
-    if more := key_mean_size(config):
-        limits.append(f"with {more} numbers more in the cache, for the mean key")
+    if more := stored(config).qk_rope_head_dim - config.qk_rope_head_dim:
+        limits.append(f"with {more} numbers more in the cache, {'for the mean key' if config.key_mean else 'zeros'}")
     return f"GPUs: {', '.join(names) or 'none'}{''.join(f', {limit}' for limit in limits)}; CPU: yes"
 
 

@@ -33,8 +33,6 @@ SHAPE_FIELDS = (
     *NORMED_FIELDS,
     "key_mean",
 )
-# The least size P of a rotary key. In a layer without rotation it is zeros.
-LEAST_ROTARY = 2
 # Fields in which two configurations may differ and describe the same function.
 BOOKKEEPING_FIELDS = {
     "per_layer_config", "transformers_version", "_name_or_path", "architectures", "auto_map",
@@ -199,7 +197,7 @@ def latent_fields(
     planes, head_dim, key_heads = rotary_planes(layer), layer_head_dim(layer), layer.num_key_value_heads
     nope = head_dim - 2 * planes if rope == 2 * planes * key_heads else head_dim
     indices, size = None, None
-    if layer.rope_parameters["rope_type"] == "longrope":
+    if layer.rope_parameters["rope_type"] == "longrope" or rope == 0:
         # Its factors are those of the source's frequencies, so these are named until the conversion has found its own.
         of_a_head, size = layer_frequencies(layer)
         indices = list(of_a_head * key_heads)[: rope // 2]
@@ -230,7 +228,8 @@ def latent_sizes(
 ) -> tuple[int, int]:
     """Return the sizes R and P of layer `index` as MLA; those that are `None` follow from the others."""
     planes, head_dim, key_heads = rotary_planes(layer), layer_head_dim(layer), layer.num_key_value_heads
-    most = 2 * planes * key_heads or max(LEAST_ROTARY, qk_rope_head_dim or 0)
+    # In a layer without rotation a P that is given, as a kernel may need it, is zeros.
+    most = 2 * planes * key_heads or qk_rope_head_dim or 0
     rank, rope = kv_lora_rank, qk_rope_head_dim
     if cache_size is not None:
         if rank is not None or rope is not None:
@@ -242,7 +241,7 @@ def latent_sizes(
         if not planes:  # there is no more to hold, and P does not grow
             rank = min(rank, exact_latent_sizes(layer)[0])
     elif rank is None and key_heads == 1 and layer.attention_kind != "mla":
-        rope = max(2 * planes, LEAST_ROTARY) if rope is None else rope
+        rope = 2 * planes if rope is None else rope
         rank = 2 * (head_dim - planes)
     if rank is None:
         raise UserError("mla needs kv_lora_rank (and qk_rope_head_dim), or cache_size")
@@ -287,7 +286,7 @@ def divided(total: int, layer: GQAConfig, factor: float = 1.0) -> tuple[int, int
     """
     key_heads = layer.num_key_value_heads
     share = factor * (0.2 + 0.05 * math.log2(max(2 * key_heads * layer_head_dim(layer) / total, 1)))
-    most = min(max(2 * rotary_planes(layer) * key_heads, LEAST_ROTARY), (total - 1) // 2 * 2)
+    most = min(2 * rotary_planes(layer) * key_heads, (total - 1) // 2 * 2)
     size = min(max(2 * round(share * total / 2), 2, -(-(total - latent_input(layer)) // 2) * 2), most)
     return total - size, size
 
@@ -359,11 +358,11 @@ def exact_latent_sizes(layer: GQAConfig) -> tuple[int, int]:
     """Return the least sizes R and P with which a layer is MLA of the same function.
 
     The rotary key holds the rotated dimensions of all G key/value heads, P = G D where whole heads are rotated; the
-    latent holds their values and unrotated keys, R = G D there, or the layer's input where that is smaller. The rotary
-    key of a layer without rotation has P = 2 zeros, and its latent R = 2 G D.
+    latent holds their values and unrotated keys, R = G D there, or the layer's input where that is smaller. A layer
+    without rotation has P = 0 and R = 2 G D.
     """
     planes, size, key_heads = rotary_planes(layer), layer_head_dim(layer), layer.num_key_value_heads
-    return min(2 * (size - planes) * key_heads, latent_input(layer)), max(2 * planes * key_heads, LEAST_ROTARY)
+    return min(2 * (size - planes) * key_heads, latent_input(layer)), 2 * planes * key_heads
 
 
 def latent_input(layer: GQAConfig) -> int:

@@ -344,8 +344,8 @@ def choose_bits(
                         blocks[-1][0] += len(piece)
                     else:
                         blocks.append([len(piece), found])
-                layers[index][name] = blocks
-                total += CodedFormat(tuple((size, n) for size, n in blocks)).row_bytes
+                layers[index][name] = blocks = [block for block in blocks if block[0]]  # MLA may have no rotary key
+                total += CodedFormat(tuple((size, n) for size, n in blocks)).row_bytes if blocks else 0
         return total, layers
 
     require_bytes(model.config, budget, dtype)
@@ -372,7 +372,8 @@ def least_bytes(config: GQAConfig, dtype: torch.dtype) -> int:
             least += layer.token_bytes(dtype)
             continue
         for size in ATTENTION_CLASSES[layer.config.attention_kind].cache_sizes(layer.config):
-            least += CodedFormat(((min(size, STEP), 2), (max(size - STEP, 0), 0))).row_bytes
+            if size:
+                least += CodedFormat(((min(size, STEP), 2), (max(size - STEP, 0), 0))).row_bytes
     return least
 
 

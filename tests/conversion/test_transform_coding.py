@@ -162,7 +162,10 @@ def test_a_cache_of_many_bits_in_its_basis_loses_little(model_name):
     means = cache_means(model, text)
     codings = cache_codings(model, text, means)
     layers = [
-        {name: [[len(own.variances), 8]] for name, own in zip(layer.self_attn.bits_fields, pair, strict=True)}
+        {
+            n: [[len(own.variances), 8]][: len(own.variances)]
+            for n, own in zip(layer.self_attn.bits_fields, pair, strict=True)
+        }
         for layer, pair in zip(model.model.layers, codings, strict=True)
     ]
     quantized = with_quantized_cache(model, {"layers": layers, "means": True})

@@ -11,7 +11,7 @@ from modeling_gqa.layers import key_mean_size
 
 PROMPTS = draw_prompts(1, 5, 20, 33, 40, 3)
 # Without the plugin vLLM reads sizes of MLA of the whole model, so layers that differ cannot be served.
-REMOTE = [name for name in MODELS if name not in ("mla-ranks", "all-mixed", "mla-key-mean")]
+REMOTE = [name for name in MODELS if name not in ("mla-ranks", "all-mixed", "mla-key-mean", "mla-unrotated")]
 # vLLM loads no plugin; on a CPU without AMX it must be told that there is no kernel for the latent either.
 NO_PLUGIN = {"VLLM_PLUGINS": "", "VLLM_MLA_DISABLE": "1"}
 
@@ -22,6 +22,7 @@ def cached_bytes(directory, ranks: int = 1) -> list[float]:
     sizes = []
     for layer in layers:
         numbers = sum(ATTENTION_CLASSES[layer.attention_kind].cache_sizes(layer)) + key_mean_size(layer)
+        numbers += 8 * (layer.qk_rope_head_dim == 0)  # zeros, because vLLM's attention needs a rotary key
         grouped = layer.attention_kind != "mla"
         sizes.append(4 * numbers / (min(ranks, layer.num_key_value_heads) if grouped else 1))
     return sizes
