@@ -69,8 +69,8 @@ class GQAConfig(PreTrainedConfig):
             Head size d, `hidden_size / num_attention_heads` where left out. For MLA the size from which omitted latent
             sizes follow; it then becomes `qk_rope_head_dim`, as in DeepSeek's configuration.
         kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim (`int`, *optional*):
-            MLA: size of the latent (4 d), of the unrotated and rotated part of a key (d, d/2) and of a value (d). A layer
-            that rotates nothing has a rotated part of 0.
+            MLA: size of the latent (4 d), of the unrotated and rotated part of a key (d, d/2) and of a value (d). In a
+            layer that rotates nothing the rotated part is 0.
         q_lora_rank (`int`, *optional*): MLA: rank of the query projection; `None` for a plain `q_proj`.
         qk_head_dim (`int`, *optional*): MLA: `qk_nope_head_dim + qk_rope_head_dim`; derived.
         rope_interleave (`bool`, *optional*): MLA: rotary pairs are neighbours (`True`) or half a head apart.

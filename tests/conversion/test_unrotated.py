@@ -62,7 +62,7 @@ def test_mla_without_a_rotary_key_is_its_formula(extra, backend):
     attention, x = model.eval().model.layers[1].self_attn, inputs()
     layer = model.config.per_layer_config[1]
     assert layer.head_dim == 0 and attention.cached_shapes == ((1, 20), (1, 0))
-    batch, length, heads = *x.shape[:2], layer.num_attention_heads
+    (batch, length), heads = x.shape[:2], layer.num_attention_heads
     query = x
     if attention.q_lora_rank:
         query = attention.q_b_proj(attention.q_a_layernorm(attention.q_a_proj(query)))
