@@ -15,6 +15,7 @@ and which has `layer_idx` and the model's own `config`, whose `_attn_implementat
 ends in its own lookup and call, and what leads there is shared. `tests/test_engines.py` reads the classes as vLLM does.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from .cache_layers import HeldTokens, is_paged
 from .cache_quantized import (
     CacheBasis,
     Coordinates,
+    QuantizedLayer,
     held_by,
     quantized_layer,
     reads_tiles,
@@ -152,14 +154,14 @@ class Attention(nn.Module):
         attention_mask: Any,
         past_key_values: Cache | None,
         kwargs: Any,
-        **options: Any,
+        basis: CacheBasis | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, Any, dict[str, Any]]:
         """Extend the cache by `key` and `value`, and find what `hidden_states` are to attend to.
 
         Args:
             key, value: those of the new tokens, as they are cached.
             kwargs: the keyword arguments of `forward`.
-            options: of the cache's `update`.
+            basis: of a quantized cache.
 
         Returns:
             All keys and values, the mask, and the keyword arguments of the attention function but `scaling`.
@@ -167,10 +169,10 @@ class Attention(nn.Module):
         if is_paged(kwargs, self.backend):
             from .integrations import update_paged
 
-            key, value, kwargs = update_paged(self.layer_idx, key, value, kwargs)
+            key, value, kwargs = update_paged(self.layer_idx, key, value, kwargs, basis.cached if basis else None)
         elif past_key_values is not None:
             refuse_other_heads(past_key_values, key, value, self.layer_idx)
-            key, value = past_key_values.update(key, value, self.layer_idx, **options)
+            key, value = past_key_values.update(key, value, self.layer_idx, **held_by(basis))
         window = self.sliding_window
         causal = kwargs.get("is_causal") is not False
         attention_mask, key, value = attended_part(
@@ -209,6 +211,8 @@ class Attention(nn.Module):
             held: the tokens of the cache; without it no constant key is taken out.
         """
         cached = quantized_layer(past_key_values, self.layer_idx)
+        if held is not None and held.formats:
+            cached = QuantizedLayer(held.formats[self.layer_idx])
         if cached is None:
             return None
         if held is not None and held.position_embeddings is not None:
@@ -256,6 +260,12 @@ class Attention(nn.Module):
     ) -> tuple[RowFormat | CodedFormat, RowFormat | CodedFormat]:
         """How the rows of a head look in a quantized cache, in the order of `cache_shapes`."""
         return options.formats(cls.bits_fields, cls.cache_shapes(layer))
+
+    @classmethod
+    def rounded_bytes(cls, layer: GQAConfig, formats: Sequence[RowFormat | CodedFormat]) -> int:
+        """Bytes that one token adds to a quantized cache of these `formats`."""
+        shapes = zip(cls.cache_shapes(layer), formats, strict=True)
+        return sum((1 if form.own_basis else heads) * form.row_bytes for (heads, _), form in shapes)
 
     @classmethod
     def cache_sizes(cls, layer: GQAConfig) -> tuple[int, int]:
@@ -325,7 +335,7 @@ class GroupedAttention(Attention):
         if basis is not None:
             key, value = basis.store(key, value)
         key, value, attention_mask, options = self.attend_to(
-            hidden_states, key, value, attention_mask, past_key_values, kwargs, **held_by(basis)
+            hidden_states, key, value, attention_mask, past_key_values, kwargs, basis
         )  # (B, G, S, D); of a quantized cache their bytes
         tiled = basis is not None and not (self.training or basis.learns) and self.backend == "sdpa"
         if basis is not None and tiled and reads_tiles(query, attention_mask):

@@ -21,7 +21,7 @@ from .attention_functions import (
     with_scores,
 )
 from .cache_layers import is_paged
-from .cache_quantized import CacheBasis, held_by, quantized_layer, tiled_attention
+from .cache_quantized import CacheBasis, quantized_layer, tiled_attention
 from .compatibility import is_tracing
 from .configuration_gqa import GQAConfig
 from .layers import (
@@ -149,7 +149,7 @@ class LatentAttention(Attention):
         if basis is not None:
             latent, key_rope = basis.store(latent, key_rope)
         latent, key_rope, attention_mask, options = self.attend_to(
-            hidden_states, latent, key_rope, attention_mask, past_key_values, kwargs, **held_by(basis)
+            hidden_states, latent, key_rope, attention_mask, past_key_values, kwargs, basis
         )  # (B, 1, S, R), (B, 1, S, P); of a quantized cache their bytes
         if factors is not None and cached:
             angles = held.angles[:, -latent.shape[2] :]  # (B or 1, S, 2 n)

@@ -140,6 +140,7 @@ class HeldTokens:
         first: of a quantized cache, (B, N), the places of first tokens: of each document in a row, or of what follows
             the padding. Rows of fewer documents end with `NOWHERE`.
         least, most: the smallest and the largest place there.
+        formats: of a paged cache of rounded numbers, those of each layer; `None` for layers that are not rounded.
     """
 
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -147,6 +148,7 @@ class HeldTokens:
     first: torch.Tensor | None = None
     least: int = 0
     most: int = 0
+    formats: tuple[Any, ...] | None = None
 
     def to(self, device: Any, **kwargs: Any) -> "HeldTokens":
         """Move to the device of a layer, by the name that accelerate looks for."""

@@ -76,8 +76,8 @@ class QuantizedLayer(GrowingLayer):
             )
         self.learned = (key_states, value_states) if learned else None
         states = key_states.detach(), value_states.detach()
-        self.number_dtype, self.held = key_states.dtype, held
-        rows = super().update(*(form.pack(x) for form, x in zip(self.formats, states, strict=True)))
+        self.held = held
+        rows = super().update(*self.pack(*states))
         start = self.get_seq_length() - key_states.shape[2]
         if self.exact_tokens and start < (held.most if held else 0) + self.exact_tokens:
             self._keep_first(states, start)
@@ -86,6 +86,11 @@ class QuantizedLayer(GrowingLayer):
             joined = [torch.cat(pair, dim=2) for pair in zip(kept, states, strict=True)]
             self.last_tokens = [x[:, :, -self.residual_length :].clone() for x in joined]
         return self.read(rows) if whole else rows
+
+    def pack(self, *states: torch.Tensor) -> list[torch.Tensor]:
+        """Round keys (B, G, T, C) and values, and return their rows of bytes, (B, G, T, N)."""
+        self.number_dtype = states[0].dtype
+        return [form.pack(x) for form, x in zip(self.formats, states, strict=True)]
 
     def read(
         self, rows: Sequence[torch.Tensor], start: int = 0, stop: int | None = None
@@ -215,16 +220,12 @@ class GQAQuantizedCache(PositionedCache):
     def __init__(self, config: Any, options: dict[str, Any] | None = None, **kwargs: Any):
         super().__init__(config=config, **kwargs)
         self.held: HeldTokens | None = None  # `None`: the rows have changed
-        from .modeling_gqa import ATTENTION_CLASSES  # which imports this file
-
         if not hasattr(config, "cache_quantization"):
             raise ValueError(f"GQAQuantizedCache is for a GQAConfig, and got a {type(config).__name__}")
         given = CacheQuantization.of((config.cache_quantization or {}) if options is None else options)
-        by_layer = given.by_layer(config.num_hidden_layers)
-        for index, (layer, own) in enumerate(zip(config.per_layer_config, by_layer, strict=True)):
+        for index, formats in enumerate(formats_by_layer(config, given)):
             if type(self.layers[index]) is GrowingLayer:
-                formats = ATTENTION_CLASSES[layer.attention_kind].cache_formats(layer, own)
-                self.layers[index] = QuantizedLayer(formats, own.exact_tokens, own.residual_length)
+                self.layers[index] = QuantizedLayer(formats, given.exact_tokens, given.residual_length)
 
     def hold(self, position_ids: torch.Tensor, rows: int) -> HeldTokens:
         """Add the positions (B or 1, T) of tokens that the layers are about to hold, in a batch of `rows`."""
@@ -241,6 +242,14 @@ class GQAQuantizedCache(PositionedCache):
     def reset(self) -> None:
         super().reset()
         self.held = None
+
+
+def formats_by_layer(config: Any, options: CacheQuantization) -> list[Sequence[RowFormat | CodedFormat]]:
+    """Formats of the two tensors that each layer of a `GQAConfig` caches."""
+    from .modeling_gqa import ATTENTION_CLASSES  # which imports this file
+
+    layers = zip(config.per_layer_config, options.by_layer(config.num_hidden_layers), strict=True)
+    return [ATTENTION_CLASSES[layer.attention_kind].cache_formats(layer, own) for layer, own in layers]
 
 
 def rounds_cache(config: Any) -> bool:

@@ -6,7 +6,8 @@ that a release that has changed it breaks that tool alone.
 transformers sizes a paged cache by one number of key/value heads and one head size for all layers. The cache only
 stores: it writes and reads what a layer gives it. So the numbers of each layer are laid out as rows of one width, and a
 row is what transformers takes for a layer: a key of one head with half of the row's numbers, and a value with the other
-half. A view of the model's configuration tells transformers of these rows while it makes the cache.
+half. A view of the model's configuration tells transformers of these rows while it makes the cache. Where numbers are
+rounded, rows hold their bytes, and there is one row more for the tokens' positions.
 
 Shapes: B batch, G key/value heads, D and V sizes of a key and of a value, S tokens held and T new tokens. In a paged
 cache B is 1, T counts the new tokens of all requests, and S those held and new.
@@ -17,7 +18,7 @@ import inspect
 import sys
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -25,8 +26,11 @@ import torch
 from torch import distributed, nn
 
 from .attention import SHARED_BY_RANKS, SPLIT_BY_HEADS
-from .cache_formats import CACHE_BUFFERS
-from .cache_layers import rows_of
+from .cache_formats import CACHE_BUFFERS, CacheQuantization
+from .cache_layers import HeldTokens, rows_of
+from .cache_quantized import formats_by_layer, rounds_cache
+from .compatibility import logger
+from .layers import key_mean_size
 
 # What PEFT adapts by default: queries, and values or MLA's latent; a layer has some of these. An adapter of `kv_b_proj`
 # would keep MLA from attending over its latent.
@@ -173,15 +177,39 @@ class Rows:
 
     Args:
         width: numbers of a row, even.
-        counts: rows of each layer.
+        counts: rows of each layer, and of the positions where there are `formats`.
+        formats: of rounded numbers, those of each layer; `None` for layers that are not rounded.
     """
 
     width: int
     counts: tuple[int, ...]
+    formats: tuple[Any, ...] | None = None
 
     def first(self, layer_idx: int) -> int:
         """Return the place of the layer's first row among all rows."""
         return sum(self.counts[:layer_idx])
+
+
+def paged_rows(config: Any, dtype: torch.dtype) -> Rows:
+    """Return the rows of a paged cache in `dtype` for the layers of a `GQAConfig`."""
+    from .modeling_gqa import ATTENTION_CLASSES  # which imports this file
+
+    layers = [(ATTENTION_CLASSES[layer.attention_kind], layer) for layer in config.per_layer_config]
+    # Of a key that all tokens share there are cosine and sine, too, where no row has the positions.
+    numbers = [sum(kind.cache_sizes(layer)) + key_mean_size(layer) for kind, layer in layers]
+    if not rounds_cache(config) or "full_attention" not in config.layer_types:
+        return choose_rows(numbers)
+    options = CacheQuantization.of(config.cache_quantization)
+    if options.exact_tokens or options.residual_length:
+        logger.warning_once("continuous batching rounds all tokens, whatever exact_tokens and residual_length say")
+    formats: list[Any] = formats_by_layer(config, options)
+    for index, (kind, layer) in enumerate(layers):
+        if config.layer_types[index] == "full_attention":
+            numbers[index] = -(-kind.rounded_bytes(layer, formats[index]) // dtype.itemsize)
+        else:
+            formats[index] = None
+    positions = -(-torch.int32.itemsize // dtype.itemsize)
+    return replace(choose_rows([*numbers, positions]), formats=tuple(formats))
 
 
 def choose_rows(numbers: Sequence[int]) -> Rows:
@@ -213,7 +241,7 @@ class PagedView:
     def __init__(self, config: Any, rows: Rows, at_peak: int):
         self.config, self.rows = config, rows
         self.num_hidden_layers = sum(rows.counts)
-        types = zip(config.layer_types, rows.counts, strict=True)
+        types = zip([*config.layer_types, *["full_attention"] * bool(rows.formats)], rows.counts, strict=True)
         self.layer_types = [kind for kind, count in types for _ in range(count)]
         self.num_key_value_heads, self.head_dim = 1, rows.width // 2
         # transformers plans for keys and values that are repeated to this number of heads.
@@ -257,32 +285,71 @@ def with_rows(manager: Any, rows: Rows, at_peak: int) -> Any:
 
 
 def update_paged(
-    layer_idx: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+    layer_idx: int, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any], rounded: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """Store the keys (1, G, T, D) and values (1, G, T, V) of new tokens in the cache in `kwargs`.
 
+    Args:
+        rounded: a `QuantizedLayer` that rounds them, and gets the bytes of all tokens as its own.
+
     Returns:
-        Keys (1, G, S, D) and values (1, G, S, V) of all tokens, and the keyword arguments without the cache.
+        Keys (1, G, S, D) and values (1, G, S, V) of all tokens, or their bytes, and the keyword arguments without the
+        cache.
     """
     cache = kwargs["cache"]
-    rows = rows_of(cache)
+    rows, dtype = rows_of(cache), key.dtype
     if rows is None:
         return update_row(cache, layer_idx, key, value, kwargs)
+    if rounded is not None:
+        key, value = rounded.pack(key, value)
     new = torch.cat([x.transpose(1, 2).flatten(2) for x in (key, value)], dim=-1)  # (1, T, n)
-    missing = rows.counts[layer_idx] * rows.width - new.shape[-1]
-    new = nn.functional.pad(new, (0, missing)) if missing else new
+    held, rest = update_rows(cache, layer_idx, new, dtype, kwargs)
+    sizes = [x.shape[1] * x.shape[3] for x in (key, value)]
+    pair = held[..., : sum(sizes)].split(sizes, dim=-1)  # (1, S, G D), (1, S, G V)
+    key, value = (
+        x.unflatten(-1, (new.shape[1], -1)).transpose(1, 2) for x, new in zip(pair, (key, value), strict=True)
+    )
+    if rounded is not None:
+        rounded.keys, rounded.values, rounded.is_initialized = key, value, True
+    return key, value, rest
+
+
+def update_rows(
+    cache: Any, layer_idx: int, new: torch.Tensor, dtype: torch.dtype, kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Store what a layer has of new tokens, (1, T, n), and return that of all, (1, S, n or more).
+
+    What is not of the cache's `dtype`, such as bytes, is stored as it is.
+    """
+    rows, own = rows_of(cache), new.dtype
+    missing = rows.counts[layer_idx] * rows.width * dtype.itemsize // own.itemsize - new.shape[-1]
+    new = nn.functional.pad(new, (0, missing)) if missing else new.contiguous()
     halves: list[torch.Tensor] = []  # (1, 1, S, width / 2) each
     rest = kwargs
-    for number, row in enumerate(new.unsqueeze(1).split(rows.width, dim=-1)):
+    for number, row in enumerate(new.view(dtype).unsqueeze(1).split(rows.width, dim=-1)):
         first, second = row.chunk(2, dim=-1)
         first, second, rest = update_row(cache, rows.first(layer_idx) + number, first, second, kwargs)
         halves += first, second
-    sizes = [x.shape[1] * x.shape[3] for x in (key, value)]
-    held = torch.cat(halves, dim=-1).squeeze(1)[..., : sum(sizes)].split(sizes, dim=-1)  # (1, S, G D), (1, S, G V)
-    key, value = (
-        x.unflatten(-1, (new.shape[1], -1)).transpose(1, 2) for x, new in zip(held, (key, value), strict=True)
-    )
-    return key, value, rest
+    return torch.cat(halves, dim=-1).squeeze(1).view(own), rest
+
+
+class PagedPositions:
+    """The positions of all tokens in a paged cache of rounded numbers, which has a row for them.
+
+    Args:
+        dtype: of the cache.
+        kwargs: the keyword arguments of the model's forward.
+    """
+
+    def __init__(self, dtype: torch.dtype, kwargs: dict[str, Any]):
+        self.dtype, self.kwargs, self.formats = dtype, kwargs, rows_of(kwargs["cache"]).formats
+
+    def hold(self, position_ids: torch.Tensor, rows: int) -> HeldTokens:
+        """Add the positions (1, T) of tokens that the layers are about to hold."""
+        new = position_ids.int().unsqueeze(-1)  # (1, T, 1)
+        held, _ = update_rows(self.kwargs["cache"], len(self.formats), new, self.dtype, self.kwargs)
+        self.held_positions = held[..., 0]  # (1, S)
+        return HeldTokens(formats=self.formats)
 
 
 def update_row(

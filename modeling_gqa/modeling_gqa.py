@@ -15,16 +15,17 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from .attention import Attention, GroupedAttention
 from .attention_latent import LatentAttention
 from .cache_formats import CACHE_BUFFERS
-from .cache_layers import GrowingLayer, PositionedCache, grow_in_place
+from .cache_layers import GrowingLayer, PositionedCache, grow_in_place, rows_of
 from .cache_quantized import GQAQuantizedCache, rounds_cache, turns_back
 from .compatibility import CACHE, attempt, can_return_tuple, optional
 from .configuration_gqa import GQAConfig
 from .integrations import (
+    PagedPositions,
     batching_options,
-    choose_rows,
     divide_over_ranks,
     offer_name,
     offer_to_peft,
+    paged_rows,
     parallel_styles,
     with_rows,
 )
@@ -39,7 +40,6 @@ from .layers import (
     can_chunk_loss,
     chunked_causal_lm_loss,
     frequency_indices,
-    key_mean_size,
     multiplier,
     plane_angles,
     query_factors,
@@ -321,7 +321,9 @@ class GQAModel(GQAPreTrainedModel):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         made = self.new_cache() if use_cache and past_key_values is None else None
         # With the cache that was given: transformers looks for packed documents only where there is none.
-        arguments = self.layer_arguments(inputs_embeds, attention_mask, position_ids, past_key_values, made)
+        paged = getattr(rows_of(kwargs.get("cache")), "formats", None)
+        held = PagedPositions(inputs_embeds.dtype, kwargs) if paged else made
+        arguments = self.layer_arguments(inputs_embeds, attention_mask, position_ids, past_key_values, held)
         past_key_values = past_key_values if made is None else made
         hidden_states = self.embedding_multiplier(inputs_embeds)
         for layer, own in zip(self.layers, arguments, strict=False):  # early exit runs fewer than all layers
@@ -352,12 +354,12 @@ class GQAModel(GQAPreTrainedModel):
         attention_mask: torch.Tensor | dict | None = None,
         position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
-        made: Cache | None = None,
+        made: Any = None,
     ) -> list[dict[str, Any]]:
         """Keyword arguments of each layer beside the hidden states: its mask, and what positions do to its heads.
 
-        Arguments as in `forward`, and `made`, the new cache where none was given; only the shape, dtype and device of
-        `inputs_embeds` are used.
+        Arguments as in `forward`, and `made`, the new cache where none was given, or the positions in a paged one; only
+        the shape, dtype and device of `inputs_embeds` are used.
         """
         restarts = position_ids
         if position_ids is None:
@@ -382,12 +384,12 @@ class GQAModel(GQAPreTrainedModel):
             for kind, size in islice(kinds, self.config.num_hidden_layers)
         ]
         cache = made if past_key_values is None else past_key_values
-        if isinstance(cache, PositionedCache):
+        if isinstance(cache, PositionedCache | PagedPositions):
             self._add_held_tokens(arguments, cache, inputs_embeds, position_ids)
         return arguments
 
     def _add_held_tokens(
-        self, arguments: list[dict], cache: PositionedCache, inputs_embeds: torch.Tensor, position_ids: torch.Tensor
+        self, arguments: list[dict], cache: Any, inputs_embeds: torch.Tensor, position_ids: torch.Tensor
     ) -> None:
         """Tell each layer where the tokens of the cache stand, those of `position_ids` (1 or B, T) included."""
         held = cache.hold(position_ids, inputs_embeds.shape[0])
@@ -398,8 +400,9 @@ class GQAModel(GQAPreTrainedModel):
                 rotation = rotary(inputs_embeds, cache.held_positions)
                 angles = plane_angles(*rotation) if self.keeps_key_mean else None
                 rotated[size] = replace(held, position_embeddings=rotation, angles=angles)
-        for own, size in zip(arguments, self.rotary_sizes, strict=False):
-            own["held_tokens"] = rotated.get(size, held)
+        for index, (own, size) in enumerate(zip(arguments, self.rotary_sizes, strict=False)):
+            if held.formats is None or held.formats[index]:  # a paged cache keeps other tokens in layers with a window
+                own["held_tokens"] = rotated.get(size, held)
 
 
 class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
@@ -590,25 +593,19 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
 
         Arguments as for transformers' method of this name. `generate_batch` and the context manager end here too.
         """
-        if rounds_cache(self.config):
-            raise ValueError(
-                "continuous batching keeps its cache unrounded: set model.config.cache_quantization = None to use it"
-            )
         if self._longrope_lengths():
             raise ValueError(
                 "continuous batching computes requests together, and rope_type='longrope' has other frequencies for "
                 "long texts than for short ones: use generate"
             )
         manager = getattr(self, "_cached_continuous_batching_manager", None)
-        if manager is not None or self._caches_equal_heads:
+        if manager is not None or (self._caches_equal_heads and not rounds_cache(self.config)):
             return super().init_continuous_batching(generation_config, continuous_batching_config, **kwargs)
         options = batching_options(continuous_batching_config, generation_config)
         manager = super().init_continuous_batching(generation_config, options, **kwargs)
         layers = self.config.per_layer_config
-        # Where a paged cache holds the cosine and sine of a key that all tokens share, too.
-        numbers = [sum(ATTENTION_CLASSES[x.attention_kind].cache_sizes(x)) + key_mean_size(x) for x in layers]
         at_peak = max(2 * layer.num_attention_heads * (layer.qk_head_dim or layer.head_dim) for layer in layers)
-        return with_rows(manager, choose_rows(numbers), at_peak)
+        return with_rows(manager, paged_rows(self.config, self.dtype), at_peak)
 
 
 # transformers' generic heads build their base model through AutoModel, which asks for trust in remote code.

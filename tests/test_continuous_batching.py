@@ -7,9 +7,11 @@ import math
 import pytest
 import torch
 from small_models import MODELS, ROPES, make_model
+from test_cache_quantized import model_with_constants
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from modeling_gqa.attention_latent import LatentAttention
+from modeling_gqa.costs.counts import CostedModel
 from modeling_gqa.integrations import choose_rows, indexed_by_group
 from modeling_gqa.layers import key_mean_size
 
@@ -136,6 +138,51 @@ def test_decoding_attends_over_the_latent(monkeypatch):
     monkeypatch.setattr(LatentAttention, "absorb", lambda *given: calls.append(1) or absorb(*given))
     batched(model, prompts((5, 9)))
     assert len(calls) >= 3 * 11  # layers, and tokens after the first
+
+
+ROUNDED = {"nbits": 2, "exact_tokens": 0}
+
+
+@torch.no_grad()
+def rounded_model(name: str, bases: bool = False):
+    """A model in float64 with biases, and with means and bases if these are asked for."""
+    if bases:
+        model = model_with_constants(name, True, True, max_position_embeddings=512)
+        model.config.cache_quantization |= {"exact_tokens": 0}
+        return model
+    model = make_model(name, attention_bias=True, max_position_embeddings=512).double()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("bias"):
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(3))
+    model.config.cache_quantization = dict(ROUNDED)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "bases"), [*((name, False) for name in MODELS), ("mla", True), ("gqa", True)], ids=str
+)
+def test_rounded_numbers_are_those_of_generate(name, bases):
+    """The paged cache holds bytes, and attention reads what `generate` without exact tokens reads; windows stay."""
+    model, inputs = rounded_model(name, bases), prompts()
+    config = GenerationConfig(**GREEDY)
+    expected, plain = (
+        [model.generate(torch.tensor([ids]), generation_config=config, **own)[0, len(ids) :].tolist() for ids in inputs]
+        for own in ({}, {"use_cache": False})
+    )
+    assert batched(model, inputs) == expected
+    assert expected != plain or name not in ("mha", "mqa", "gqa", "mla"), "nothing was rounded"
+
+
+@pytest.mark.parametrize("name", ["mha", "gqa", "mla", "mixed", "mixed-window"])
+def test_a_rounded_cache_takes_bytes_and_positions(name):
+    model = make_model(name, cache_quantization=ROUNDED).bfloat16()
+    manager = model.init_continuous_batching(GenerationConfig(**GREEDY), options())
+    rows = manager._create_batch_processor().cache.config.rows
+    sizes = [layer.token_bytes(torch.bfloat16) for layer in CostedModel(model.config).layers]
+    assert len(rows.counts) == len(sizes) + 1
+    for count, size in zip(rows.counts, [*sizes, 4], strict=True):
+        assert 2 * rows.width * count >= size
+    assert 2 * rows.width * sum(rows.counts) < 1.3 * (sum(sizes) + 4)
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,7 @@ class Layer(NamedTuple):
         """Bytes that one token takes in the cache."""
         if self.quantization is None:
             return self.cached_numbers * dtype.itemsize
-        formats = self.attention.cache_formats(self.config, self.quantization)
-        shapes = zip(self.attention.cache_shapes(self.config), formats, strict=True)
-        return sum((1 if form.own_basis else heads) * form.row_bytes for (heads, _), form in shapes)
+        return self.attention.rounded_bytes(self.config, self.attention.cache_formats(self.config, self.quantization))
 
     def exact_bytes(self, tokens: int, dtype: torch.dtype) -> int:
         """Bytes of the first and last of `tokens` tokens that a quantized cache keeps as they are."""
