@@ -622,9 +622,3 @@ def test_bases_that_the_checkpoint_has_not_are_refused():
 def test_a_configuration_that_is_no_gqa_config_is_refused():
     with pytest.raises(ValueError, match="is for a GQAConfig, and got a LlamaConfig"):
         GQAQuantizedCache(LlamaConfig(), {})
-
-
-def test_continuous_batching_refuses(model_name):
-    model = make_model(model_name, cache_quantization={})
-    with pytest.raises(ValueError, match="cache_quantization = None"):
-        model.init_continuous_batching()
