@@ -7,7 +7,7 @@ transformers sizes a paged cache by one number of key/value heads and one head s
 stores: it writes and reads what a layer gives it. So the numbers of each layer are laid out as rows of one width, and a
 row is what transformers takes for a layer: a key of one head with half of the row's numbers, and a value with the other
 half. A view of the model's configuration tells transformers of these rows while it makes the cache. Where numbers are
-rounded, rows hold their bytes, and there is one row more for the tokens' positions.
+rounded, rows hold their bytes. Layers that need to know where the tokens stand read it from one row more.
 
 Shapes: B batch, G key/value heads, D and V sizes of a key and of a value, S tokens held and T new tokens. In a paged
 cache B is 1, T counts the new tokens of all requests, and S those held and new.
@@ -177,12 +177,14 @@ class Rows:
 
     Args:
         width: numbers of a row, even.
-        counts: rows of each layer, and of the positions where there are `formats`.
+        counts: rows of each layer, and of the positions where they are kept.
+        positions: whether the tokens' positions are kept, for the layers without a window.
         formats: of rounded numbers, those of each layer; `None` for layers that are not rounded.
     """
 
     width: int
     counts: tuple[int, ...]
+    positions: bool = False
     formats: tuple[Any, ...] | None = None
 
     def first(self, layer_idx: int) -> int:
@@ -195,21 +197,23 @@ def paged_rows(config: Any, dtype: torch.dtype) -> Rows:
     from .modeling_gqa import ATTENTION_CLASSES  # which imports this file
 
     layers = [(ATTENTION_CLASSES[layer.attention_kind], layer) for layer in config.per_layer_config]
-    # Of a key that all tokens share there are cosine and sine, too, where no row has the positions.
-    numbers = [sum(kind.cache_sizes(layer)) + key_mean_size(layer) for kind, layer in layers]
-    if not rounds_cache(config) or "full_attention" not in config.layer_types:
-        return choose_rows(numbers)
-    options = CacheQuantization.of(config.cache_quantization)
-    if options.exact_tokens or options.residual_length:
-        logger.warning_once("continuous batching rounds all tokens, whatever exact_tokens and residual_length say")
-    formats: list[Any] = formats_by_layer(config, options)
-    for index, (kind, layer) in enumerate(layers):
-        if config.layer_types[index] == "full_attention":
+    numbers = [sum(kind.cache_sizes(layer)) for kind, layer in layers]
+    whole = [index for index, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    for index, (_, layer) in enumerate(layers):  # a layer with a window keeps the angles of a key that all tokens share
+        numbers[index] += 0 if index in whole else key_mean_size(layer)
+    formats = None
+    if rounds_cache(config) and whole:
+        options = CacheQuantization.of(config.cache_quantization)
+        if options.exact_tokens or options.residual_length:
+            logger.warning_once("continuous batching rounds all tokens, whatever exact_tokens and residual_length say")
+        formats = tuple(own if index in whole else None for index, own in enumerate(formats_by_layer(config, options)))
+        for index in whole:
+            kind, layer = layers[index]
             numbers[index] = -(-kind.rounded_bytes(layer, formats[index]) // dtype.itemsize)
-        else:
-            formats[index] = None
+    if not (formats or any(layers[index][1].key_mean for index in whole)):
+        return choose_rows(numbers)
     positions = -(-torch.int32.itemsize // dtype.itemsize)
-    return replace(choose_rows([*numbers, positions]), formats=tuple(formats))
+    return replace(choose_rows([*numbers, positions]), positions=True, formats=formats)
 
 
 def choose_rows(numbers: Sequence[int]) -> Rows:
@@ -241,7 +245,7 @@ class PagedView:
     def __init__(self, config: Any, rows: Rows, at_peak: int):
         self.config, self.rows = config, rows
         self.num_hidden_layers = sum(rows.counts)
-        types = zip([*config.layer_types, *["full_attention"] * bool(rows.formats)], rows.counts, strict=True)
+        types = zip([*config.layer_types, *["full_attention"] * rows.positions], rows.counts, strict=True)
         self.layer_types = [kind for kind, count in types for _ in range(count)]
         self.num_key_value_heads, self.head_dim = 1, rows.width // 2
         # transformers plans for keys and values that are repeated to this number of heads.
@@ -334,7 +338,7 @@ def update_rows(
 
 
 class PagedPositions:
-    """The positions of all tokens in a paged cache of rounded numbers, which has a row for them.
+    """The positions of all tokens in a paged cache that has a row for them.
 
     Args:
         dtype: of the cache.
@@ -342,14 +346,15 @@ class PagedPositions:
     """
 
     def __init__(self, dtype: torch.dtype, kwargs: dict[str, Any]):
-        self.dtype, self.kwargs, self.formats = dtype, kwargs, rows_of(kwargs["cache"]).formats
+        self.dtype, self.kwargs, self.rows = dtype, kwargs, rows_of(kwargs["cache"])
 
     def hold(self, position_ids: torch.Tensor, rows: int) -> HeldTokens:
         """Add the positions (1, T) of tokens that the layers are about to hold."""
         new = position_ids.int().unsqueeze(-1)  # (1, T, 1)
-        held, _ = update_rows(self.kwargs["cache"], len(self.formats), new, self.dtype, self.kwargs)
+        last = len(self.rows.counts) - 1
+        held, _ = update_rows(self.kwargs["cache"], last, new, self.dtype, self.kwargs)
         self.held_positions = held[..., 0]  # (1, S)
-        return HeldTokens(formats=self.formats)
+        return HeldTokens(formats=self.rows.formats)
 
 
 def update_row(

@@ -321,7 +321,7 @@ class GQAModel(GQAPreTrainedModel):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         made = self.new_cache() if use_cache and past_key_values is None else None
         # With the cache that was given: transformers looks for packed documents only where there is none.
-        paged = getattr(rows_of(kwargs.get("cache")), "formats", None)
+        paged = getattr(rows_of(kwargs.get("cache")), "positions", False)
         held = PagedPositions(inputs_embeds.dtype, kwargs) if paged else made
         arguments = self.layer_arguments(inputs_embeds, attention_mask, position_ids, past_key_values, held)
         past_key_values = past_key_values if made is None else made
@@ -400,8 +400,8 @@ class GQAModel(GQAPreTrainedModel):
                 rotation = rotary(inputs_embeds, cache.held_positions)
                 angles = plane_angles(*rotation) if self.keeps_key_mean else None
                 rotated[size] = replace(held, position_embeddings=rotation, angles=angles)
-        for index, (own, size) in enumerate(zip(arguments, self.rotary_sizes, strict=False)):
-            if held.formats is None or held.formats[index]:  # a paged cache keeps other tokens in layers with a window
+        for own, size, kind in zip(arguments, self.rotary_sizes, self.config.layer_types, strict=False):
+            if isinstance(cache, PositionedCache) or kind == "full_attention":  # a paged one has other tokens in others
                 own["held_tokens"] = rotated.get(size, held)
 
 

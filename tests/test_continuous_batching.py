@@ -122,10 +122,15 @@ def test_the_cache_takes_what_the_layers_store(name):
     cache = manager._create_batch_processor().cache
     rows = cache.config.rows
     layers = zip(model.model.layers, model.config.per_layer_config, strict=True)
-    numbers = [sum(layer.self_attn.cache_sizes(config)) + key_mean_size(config) for layer, config in layers]
+    numbers = [sum(layer.self_attn.cache_sizes(config)) for layer, config in layers]
+    for index, kind in enumerate(model.config.layer_types):  # a window keeps other tokens, and angles of a mean key
+        numbers[index] += key_mean_size(model.config.per_layer_config[index]) * (kind == "sliding_attention")
+    numbers += [1] * rows.positions
+    assert rows.positions == any(layer.key_mean for layer in model.config.per_layer_config)
     assert all(count * rows.width >= n for count, n in zip(rows.counts, numbers, strict=True))
     for kind, allocator in ({} if indexed_by_group() else cache.cache_allocators).items():
-        count = sum(n for n, own in zip(rows.counts, model.config.layer_types, strict=True) if own == kind)
+        kinds = [*model.config.layer_types, *["full_attention"] * rows.positions]
+        count = sum(n for n, own in zip(rows.counts, kinds, strict=True) if own == kind)
         assert allocator.bytes_per_block == PAGE * count * rows.width * 4  # float32
     if set(numbers) == {28}:
         assert rows.width == 28 and rows.counts == (1, 1, 1)
