@@ -82,7 +82,6 @@ bench: .venv/bench
 	.venv/bin/python -m benchmarks.decode --lengths 128 2048 4096 --budget 1
 	.venv/bin/python -m benchmarks.prefill
 	.venv/bin/python -m benchmarks.training --num-hidden-layers 2
-	.venv/bin/python -m benchmarks.compiled
 
 # Nothing but the packages is fetched. The run is of 300 steps, on the Python standard library's source code.
 GPU = benchmarks/results/gpu
