@@ -5,13 +5,8 @@
 Caches are filled with random numbers in place of a prompt. Each round lets one side and then the other generate some
 tokens from there; a round's time is the median token after the first. Tokens at which our cache is reallocated are
 rare, and count in the mean alone; transformers' cache is copied at every token.
-
-    python -m benchmarks.decode --norms --head_dim 128 --intermediate_size 3072
-
-measures instead, in layers of Qwen3-0.6B's shape, what MLA costs that is converted from GQA with a norm on each head.
 """
 
-import copy
 import itertools
 import statistics
 import sys
@@ -25,12 +20,12 @@ from transformers.generation import StoppingCriteria
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig
 from modeling_gqa.cache_layers import grow_in_place
-from modeling_gqa.costs import cache_bytes, cache_bytes_per_token, count_parameters, decode_flops, decode_weights
+from modeling_gqa.costs import cache_bytes, count_parameters, decode_flops
 from modeling_gqa.costs.measuring import filled_cache
 
 from . import attention
 from .measure import describe_machine, floor_milliseconds, milliseconds, ratio
-from .models import BASELINES, Sizes, make_config, make_pair, normed_models
+from .models import BASELINES, Sizes, make_config, make_pair
 from .report import parse_arguments, print_machine, print_table, save
 
 COLUMNS = {
@@ -47,20 +42,6 @@ COLUMNS = {
     "floor_ms": ".1f",
     "ours_over_floor": ".2f",
     "theirs_over_floor": ".2f",
-}
-NORMS_COLUMNS = {
-    "model": "",
-    "dtype": "",
-    "batch": "",
-    "length": "",
-    "milliseconds": ".1f",
-    "ratio": ".2f",
-    "ratio_low": ".2f",
-    "ratio_high": ".2f",
-    "cached_bytes_per_token": ",",
-    "weights_read": ",",
-    "gflop": ".2f",
-    "floor_ms": ".1f",
 }
 MEMORY_COLUMNS = {"kind": "", "tokens": "", "over_theoretical": ".2f", "worst_from_1024": ".2f"}
 
@@ -80,9 +61,6 @@ class DecodeArguments:
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     budget: float = field(default=2.5, metadata={"help": "seconds to spend on a cell, rounds permitting"})
     output: str = field(default="benchmarks/results", metadata={"help": "directory of the JSON and the picture"})
-    norms: bool = field(
-        default=False, metadata={"help": "measure MLA of models with a norm on each head, and nothing else"}
-    )
 
 
 class TokenClock(StoppingCriteria):
@@ -172,31 +150,6 @@ def decode_row(
     }
 
 
-def norms_rows(models: dict, batch: int, length: int, dtype: torch.dtype, device: str, budget: float, machine) -> list:
-    """One cell for each of `models`: its time, how many times as fast as the first it is, and what a token needs."""
-    times = measure(list(models.values()), batch, length, dtype, device, budget)
-    rows = []
-    for (name, model), own in zip(models.items(), times, strict=True):
-        config, weights = model.config, decode_weights(model.config)
-        flops = decode_flops(config, batch, length)
-        nbytes = weights * dtype.itemsize + cache_bytes(config, batch, length, dtype)
-        rows.append(
-            {
-                "model": name,
-                "dtype": str(dtype)[6:],
-                "batch": batch,
-                "length": length,
-                "milliseconds": milliseconds(own),
-                **ratio(times[0], own),
-                "cached_bytes_per_token": cache_bytes_per_token(config, dtype),
-                "weights_read": weights,
-                "gflop": flops / 1e9,
-                "floor_ms": floor_milliseconds(machine, dtype, nbytes, flops),
-            }
-        )
-    return rows
-
-
 @torch.no_grad()
 def memory_row(kind: str, sizes: Sizes, dtype: torch.dtype, tokens: int) -> dict:
     """Storage of one layer of the cache that `generate` makes, over the bytes of its tokens, decoded one by one."""
@@ -213,30 +166,12 @@ def memory_row(kind: str, sizes: Sizes, dtype: torch.dtype, tokens: int) -> dict
     return {"kind": kind, "tokens": tokens, "over_theoretical": over, "worst_from_1024": worst}
 
 
-def measure_norms(arguments: DecodeArguments, sizes: Sizes, dtypes: list[torch.dtype], machine, cell: dict) -> None:
-    """Measure `norms_rows` at every batch, length and dtype, and write decode_norms.json."""
-    models, rows = normed_models(sizes), []
-    for dtype in dtypes:
-        copies: Any = copy.deepcopy(models)
-        moved = {name: model.to(arguments.device, dtype) for name, model in copies.items()}
-        for batch, length in itertools.product(arguments.batch_sizes, arguments.lengths):
-            rows += norms_rows(moved, batch, length, dtype, **cell)
-            shown = ", ".join(f"{row['model']} {row['milliseconds']:.1f} ms" for row in rows[-len(models) :])
-            print(f"{str(dtype)[6:]} batch {batch} length {length}: {shown}", flush=True)
-    print_table("MLA of models with norms, milliseconds per token", rows, NORMS_COLUMNS)
-    layer = models["MLA with norms"].config.per_layer_config[0]
-    latent = {name: getattr(layer, name) for name in ("kv_lora_rank", "qk_rope_head_dim")}
-    save(arguments.output, "decode_norms", " ".join(sys.argv), machine, sizes=vars(sizes) | latent, rows=rows)
-
-
 def main(arguments: DecodeArguments, sizes: Sizes) -> None:
     dtypes = [getattr(torch, name) for name in arguments.dtypes]
     machine = describe_machine(arguments.device, dtypes)
     print_machine(machine)
     rows, by_heads = [], []
     cell: dict[str, Any] = {"device": arguments.device, "budget": arguments.budget, "machine": machine}
-    if arguments.norms:
-        return measure_norms(arguments, sizes, dtypes, machine, cell)
     for dtype in dtypes:
         for kind in arguments.kinds:
             models = make_pair(kind, sizes, dtype, arguments.device)

@@ -9,7 +9,6 @@ import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
-from modeling_gqa.conversion import convert_model, target_config
 
 BASELINES = {"mha": "Llama", "gqa": "Llama", "mqa": "Llama", "mla": "DeepSeek-V3"}
 
@@ -67,27 +66,6 @@ def make_pair(
     ours = ours.to(dtype).eval()  # type: ignore[arg-type]
     ours.load_state_dict(theirs.state_dict(), assign=share)
     return ours, theirs
-
-
-@torch.no_grad()
-def normed_models(sizes: Sizes) -> dict[str, GQAForCausalLM]:
-    """GQA with a norm on each head, MLA converted from it, and MLA converted from the same without norms, in float32.
-
-    Two query heads share a key/value head. Both MLA hold a quarter of the numbers per token, divided between R and P as
-    a conversion does it. Weights are random, so that no text is needed.
-    """
-    heads, models = sizes.num_attention_heads // 2, {}
-    for name, qk_norm in (("with norms", True), ("without norms", False)):
-        torch.manual_seed(0)
-        config = GQAConfig(
-            **sizes.shared(), attention_kind="gqa", num_key_value_heads=heads, head_dim=sizes.head_dim, qk_norm=qk_norm
-        )
-        source = GQAForCausalLM(config).eval()
-        target = target_config(config, "mla", cache_size=2 * heads * sizes.head_dim // 4)
-        models[f"MLA {name}"], _ = convert_model(source, target, divide_cache=True)
-        if qk_norm:
-            models[f"GQA {name}"] = source
-    return {name: models[name] for name in ("GQA with norms", "MLA with norms", "MLA without norms")}
 
 
 def _latent(sizes: Sizes) -> dict:

@@ -8,7 +8,6 @@ draws the documentation's pictures from `benchmarks/results`, and prints the doc
 import argparse
 import json
 import statistics
-import textwrap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,8 +34,6 @@ DECODE_CELLS = [
     ("bfloat16", 1, 4096), ("bfloat16", 8, 2048), ("bfloat16", 8, 8192),
 ]  # fmt: skip
 GPU_CELLS = [("bfloat16", 1, 2048), ("bfloat16", 1, 32768), ("bfloat16", 8, 2048), ("bfloat16", 8, 32768)]
-# The cells of the documentation's table of MLA of models with norms: batch, length, in bfloat16.
-NORMS_CELLS = [(1, 128), (1, 2048), (1, 8192), (8, 2048), (8, 8192)]
 
 
 def parse_arguments(*dataclasses: Any) -> tuple:
@@ -138,40 +135,6 @@ def decode_table(rows: list[dict], wanted: list[tuple[str, int, int]]) -> str:
 
 def digits(milliseconds: float) -> str:
     return f"{milliseconds:.{1 if milliseconds < 9.95 else 0}f}"
-
-
-def norms_table(rows: list[dict]) -> str:
-    """What a token of GQA with norms, and of MLA in its place, needs, and its milliseconds (ratio) in bfloat16."""
-    found = {(row["model"], row["batch"], row["length"]): row for row in rows if row["dtype"] == "bfloat16"}
-    lines = []
-    for name in dict.fromkeys(row["model"] for row in rows):
-        cells = [found[name, batch, length] for batch, length in NORMS_CELLS]
-        lines.append(
-            [
-                name,
-                f"{cells[0]['cached_bytes_per_token'] / 2**10:.1f} KiB",
-                f"{cells[0]['weights_read'] / 1e6:.1f}M",
-                f"{cells[0]['gflop']:.2f} / {cells[2]['gflop']:.2f} G",
-                *(f"{c['milliseconds']:.1f} ({times(c['ratio'])})" for c in cells),
-            ]
-        )
-    sizes = (f"B{batch} S{length}" for batch, length in NORMS_CELLS)
-    return markdown(["", "cached per token", "weights read", "FLOPs, B1 S128 / S8192", *sizes], lines)
-
-
-def norms_sentence(rows: list[dict]) -> str:
-    """What the norms cost a decoded token of MLA, as it stands in the documentation."""
-    normed, plain = ([row for row in rows if row["model"] == f"MLA {kind}"] for kind in ("with norms", "without norms"))
-    weights, slower = (
-        [row[key] / other[key] for row, other in zip(normed, plain, strict=True)]
-        for key in ("weights_read", "milliseconds")
-    )
-    return textwrap.fill(
-        f"A token of MLA with norms reads {weights[0]:.2f} times the weights of MLA without and takes "
-        f"{min(slower):.2f} to {max(slower):.2f} times as long, {statistics.median(slower):.2f} times in the median of "
-        f"all {len(slower)} cells.",
-        width=120,
-    )
 
 
 def serving_table(rows: list[dict]) -> str:
@@ -369,22 +332,19 @@ def stored(name: str) -> dict:
 
 
 def tables() -> list[str]:
-    """The documentation's tables, and a sentence below that of norms, from the saved results."""
+    """The documentation's tables, from the saved results."""
     real = stored("real_conversion"), stored("real_conversion_qwen")
     converted = [
         row | {"target": f"{results['settings']['model'].split('-')[0]}, {row['target']}"}
         for results in real
         for row in results["rows"]
     ]
-    norms = stored("decode_norms")["rows"]
     return [
         decode_table(stored("decode")["rows"], DECODE_CELLS),
         decode_table(stored("decode_h100")["rows"], GPU_CELLS),
         *(kl_table(converted, text) for text in ("", "_other", "_code")),
         kl_table(stored("real_conversion_earlier")["rows"]),
         *uptrained_tables(stored("uptraining")),
-        norms_table(norms),
-        norms_sentence(norms),
         quantized_table([stored("quantized_cache"), stored("quantized_qwen")]),
         quantized_decode_table(stored("quantized_decode")["rows"]),
         optimizers_table(stored("optimizers")["rows"]),

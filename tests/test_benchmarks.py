@@ -303,33 +303,6 @@ def test_uptraining(uptrain, small_llama, monkeypatch):
         uptrain("found", "--train-batch", "3")
 
 
-def test_decode_with_norms(tmp_path):
-    """Rows for GQA with norms, its MLA and MLA without norms, which cache a quarter, in layers of Qwen3's shape."""
-    arguments = decode.DecodeArguments(
-        lengths=[5, 9], batch_sizes=[1, 2], budget=0.01, device="cpu", output=str(tmp_path), norms=True
-    )
-    decode.main(arguments, models.Sizes(**SMALL | {"head_dim": 8}))
-    assert [path.name for path in tmp_path.iterdir()] == ["decode_norms.json"]
-    results = read(tmp_path / "decode_norms.json")
-    rows, names = results["rows"], ["GQA with norms", "MLA with norms", "MLA without norms"]
-    assert [row["model"] for row in rows] == names * 8 and {row["batch"] for row in rows} == {1, 2}
-    assert results["sizes"]["kv_lora_rank"] + results["sizes"]["qk_rope_head_dim"] == 2 * 2 * 8 // 4
-    hidden, heads, size, layers = 24, 4, 8, 2
-    query = size + results["sizes"]["qk_rope_head_dim"]
-    for row in rows:
-        grouped = row["model"].startswith("GQA")
-        assert row["milliseconds"] > 0 and row["floor_ms"] > 0
-        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"] and (not grouped or row["ratio"] == 1)
-        width = torch.finfo(getattr(torch, row["dtype"])).bits // 8
-        assert row["cached_bytes_per_token"] == layers * (32 if grouped else 8) * width
-    first = {row["model"]: row for row in rows[:3]}
-    # k_proj and v_proj stay before the smaller maps of the latent, and each query head has a map behind its norm.
-    more = hidden * 32 + 8 * 32 - hidden * 8 + hidden * heads * (size - query) + heads * size * query + 2 * size
-    norms, plain = first["MLA with norms"], first["MLA without norms"]
-    assert norms["weights_read"] - plain["weights_read"] == layers * more
-    assert norms["gflop"] - plain["gflop"] == pytest.approx(2e-9 * layers * (more - 2 * size))
-
-
 @pytest.mark.parametrize("kind", models.BASELINES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
