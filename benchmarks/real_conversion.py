@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from modeling_gqa import GQAConfig, GQAForCausalLM
+from modeling_gqa import GQAForCausalLM
 from modeling_gqa.common.batches import Batch, computing_dtype, evaluating, first_batches, usable_device
-from modeling_gqa.conversion import allocate, compare_predictions, convert_model, load_source, target_config
+from modeling_gqa.conversion import compare_predictions, convert_model, load_source, target_config
 from modeling_gqa.conversion.convert import SELECTION_TOKENS
 from modeling_gqa.conversion.divergence import predicted_states
 from modeling_gqa.conversion.polish import polish
@@ -52,12 +52,6 @@ COLUMNS = {
     "target": "", "method": "", "bytes": ",", "kl": ".3f", "perplexity": ".2f", "kl_other": ".3f",
     "perplexity_other": ".2f", "kl_code": ".3f", "perplexity_code": ".2f", "top1": ".1%", "seconds": ".0f",
 }  # fmt: skip
-# What others have published of models whose name holds the key, before any training, on WikiText-2.
-ANCHORS = {
-    "llama-3.2-1b": "TransMLA (2502.07864, its repository's table): 512 + 64 of 1024, 9.75 to 16.14",
-    "qwen2.5-7b": "TransMLA (2502.07864, its repository's table): 448 + 128 of 1024, 6.85 to 7.98",
-    "llama-3.1-8b": "CARE (2603.17946): rank 256, 64.8; MHA2MLA there 5236, plain SVD 2561",
-}
 
 
 @dataclass(frozen=True)
@@ -237,23 +231,6 @@ def on_own_text(bench: Bench, target: Target) -> GQAForCausalLM | None:
     return ours(bench, target, bench.own_text) if bench.own_text else None
 
 
-def sizes_by_layer(bench: Bench, target: Target) -> GQAForCausalLM | None:
-    """The same sum of all layers' caches as with equal sizes; MQA is the least, so there is nothing to share out."""
-    if target.name == "mqa":
-        return None
-    config: GQAConfig = bench.source.config
-    whole = bench.cache_size(target) * config.num_hidden_layers * bench.source.dtype.itemsize
-    wanted = allocate(bench.source, "mla", whole, bench.calibration)
-    return convert_model(bench.source, wanted, bench.calibration)[0]
-
-
-def mean_heads(bench: Bench, target: Target) -> GQAForCausalLM | None:
-    """The mean of the heads (2305.13245), which is how MQA is usually made."""
-    if target.name != "mqa":
-        return None
-    return convert_model(bench.source, target_config(bench.source.config, "mqa"), method="mean")[0]
-
-
 def by_transmla(bench: Bench, target: Target, refit: bool = False) -> GQAForCausalLM | None:
     if target.name == "mqa":
         return None
@@ -275,9 +252,6 @@ METHODS: dict[str, Callable[[Bench, Target], GQAForCausalLM | None]] = {
     "no key mean": partial(polished, key_mean=False),
     "untrained, no key mean": partial(untrained, key_mean=False),
     "own text": on_own_text,
-    "closed form": partial(ours, refine=0),
-    "sizes by layer": sizes_by_layer,
-    "mean": mean_heads,
     "transmla": by_transmla,
     "transmla, our refit": partial(by_transmla, refit=True),
     "mha2mla": by_mha2mla,
@@ -347,14 +321,11 @@ def replaced(rows: list[dict], row: dict) -> list[dict]:
 
 
 def show(name: str, rows: list[dict]) -> None:
-    """Print the table, and what others have published of the model."""
+    """Print the source's perplexities and the table."""
     if rows:
         before = ", ".join(f"{rows[-1][f'source_perplexity{key}']:.2f} on {text}" for key, text in EVALUATIONS.items())
         print(f"source: perplexity {before}")
         print_table(f"Conversions of {name}", rows, COLUMNS)
-    for key, published in ANCHORS.items():
-        if key in name.lower():
-            print(f"published, perplexity on WikiText-2: {published}")
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:

@@ -161,7 +161,7 @@ def kl_table(rows: list[dict], text: str = "") -> str:
     from .real_conversion import METHODS  # which imports this file
 
     methods, targets = (list(dict.fromkeys(key[place] for key in found)) for place in (0, 1))
-    methods.sort(key=lambda method: list(METHODS).index(method) if method in METHODS else len(METHODS))
+    methods.sort(key=list(METHODS).index)
     lines = []
     for method in methods:
         cells = [found.get((method, target)) for target in targets]
@@ -343,7 +343,6 @@ def tables() -> list[str]:
         decode_table(stored("decode")["rows"], DECODE_CELLS),
         decode_table(stored("decode_h100")["rows"], GPU_CELLS),
         *(kl_table(converted, text) for text in ("", "_other", "_code")),
-        kl_table(stored("real_conversion_earlier")["rows"]),
         *uptrained_tables(stored("uptraining")),
         quantized_table([stored("quantized_cache"), stored("quantized_qwen")]),
         quantized_decode_table(stored("quantized_decode")["rows"]),
