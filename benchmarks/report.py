@@ -234,35 +234,17 @@ def quantized_decode_table(rows: list[dict]) -> str:
     return markdown(["", *(shown.get(name, f"{name} bits") for name in names)], lines)
 
 
-def uptrained_tables(results: dict) -> list[str]:
-    """The sweep, the curve and the answers of `benchmarks.uptraining`, as far as there are rows."""
-    found = []
-    if swept := [row for row in results["sweep"] if row["kl"] is not None]:
-        header = ["", "learning rate", "stage 1", "trained", "KL", "perplexity"]
-        lines = [
-            [
-                row["model"],
-                f"{row['learning_rate']:g}",
-                f"{row['layerwise_fraction']:.0%}" if "layerwise_fraction" in row else "",  # the control has no stages
-                row["trainable"],
-                f"{row['kl']:.3f}",
-                f"{row['perplexity']:.2f}",
-            ]
-            for row in swept
-        ]
-        found.append(markdown(header, lines))
-    if curve := by_model(results["curve"]):
-        points = sorted({row["tokens"] for line in curve.values() for row in line})
-        cells = {(row["model"], row["tokens"]): row for line in curve.values() for row in line}
-        header = ["perplexity (KL, top-1) after", *(f"{tokens:,} tokens" for tokens in points)]
-        found.append(markdown(header, [[model, *(point(cells.get((model, n))) for n in points)] for model in curve]))
-        told = [row for line in curve.values() for row in (line[0], line[-1])[: len(line)]]
-        found.append("\n\n".join(quoted(row) for row in told))
-    return found
+def uptrained_table(rows: list[dict]) -> str:
+    """Perplexity (KL, share of equal most likely tokens) by model and tokens of training."""
+    curve = by_model(rows)
+    points = sorted({row["tokens"] for row in rows})
+    cells = {(row["model"], row["tokens"]): row for row in rows}
+    header = ["perplexity (KL, top-1) after", *(f"{tokens:,} tokens" for tokens in points)]
+    return markdown(header, [[model, *(point(cells.get((model, n))) for n in points)] for model in curve])
 
 
 def by_model(rows: list[dict]) -> dict[str, list[dict]]:
-    """The rows of the curve by model, in the order of their tokens."""
+    """The rows by model, in the order of their tokens."""
     models = dict.fromkeys(row["model"] for row in rows)
     return {
         model: sorted((row for row in rows if row["model"] == model), key=lambda row: row["tokens"]) for model in models
@@ -273,13 +255,6 @@ def point(row: dict | None) -> str:
     if row is None or row["kl"] is None:
         return ""
     return f"{row['perplexity']:.2f} ({row['kl']:.3f}, {row['top1']:.1%})"
-
-
-def quoted(row: dict) -> str:
-    """A model's answer as a block, in which nothing is Markdown."""
-    name = "the source" if row["model"] == "control" and not row["tokens"] else row["model"]
-    title = f"{name}, after {row['tokens']:,} tokens:" if row["tokens"] else f"{name}:"
-    return f"{title}\n\n~~~text\n{row.get('answer', '')}\n~~~"
 
 
 def plot_uptraining(rows: list[dict], path: Path) -> None:
@@ -343,7 +318,7 @@ def tables() -> list[str]:
         decode_table(stored("decode")["rows"], DECODE_CELLS),
         decode_table(stored("decode_h100")["rows"], GPU_CELLS),
         *(kl_table(converted, text) for text in ("", "_other", "_code")),
-        *uptrained_tables(stored("uptraining")),
+        uptrained_table(stored("uptraining")["rows"]),
         quantized_table([stored("quantized_cache"), stored("quantized_qwen")]),
         quantized_decode_table(stored("quantized_decode")["rows"]),
         optimizers_table(stored("optimizers")["rows"]),
@@ -353,7 +328,7 @@ def tables() -> list[str]:
 
 if __name__ == "__main__":
     plot_mla(stored("decode")["rows"], PICTURE)
-    plot_uptraining(stored("uptraining")["curve"], UPTRAINING_PICTURE)
+    plot_uptraining(stored("uptraining")["rows"], UPTRAINING_PICTURE)
     for (quantized, conversions), picture in CACHES.items():
         plot_caches(stored(quantized), stored(conversions)["rows"], picture)
     print("\n\n".join(tables()))

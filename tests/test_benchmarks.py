@@ -246,60 +246,34 @@ def test_optimizers(small_llama, tmp_path):
     assert [row["recipe"] for row in optimizers.main([*command, "--seeds", "1"])] == [str(recipe)] * 2 + [str(other)]
 
 
-@pytest.fixture
-def uptrain(small_llama, monkeypatch):
-    """Runs the benchmark on a small random model; the second and further arguments are more of the command line."""
-    folder = small_llama / "Llama-3.2-1B"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = "{% for message in messages %}7 8 {{ message['content'] }} 9{% endfor %}"
-    tokenizer.eos_token = "100"  # which no text holds
-    tokenizer.save_pretrained(folder)
+def test_uptraining(small_llama, monkeypatch):
+    """What is trained is measured before and after; what is done is not done again, and other settings replace it."""
+    path, words = small_llama / "found.json", AutoTokenizer.from_pretrained(small_llama / "Llama-3.2-1B")
+    words.eos_token = "100"  # which no text holds
+    words.save_pretrained(small_llama / "Llama-3.2-1B")
     monkeypatch.setattr(publish, "load_in_clean_process", lambda folder, prompt: "a sample")
-    monkeypatch.setattr(uptraining, "ANSWER_TOKENS", 5)
-    sizes = {"calibration": 256, "evaluation": 128, "sweep": 128}
-    command = [str(folder), f"--text={small_llama / 'text'}", f"--work={small_llama / 'work'}", "--targets", "mla-1/4"]
-    command += [f"--{name}-tokens={number}" for name, number in sizes.items()] + ["--length=32", "--train-length=32"]
-    command += ["--learning-rates", "1e-3", "1e-2", "--set", "use_cpu=true", "validation_fraction=0.1"]
-
-    def run(name: str, *more: str) -> dict[str, list[dict]]:
-        return uptraining.main([*command, f"--json={small_llama / name}.json", *more])
-
-    return run
-
-
-def test_uptraining(uptrain, small_llama, monkeypatch):
-    """Both parts: the sweep chooses on the tuning pages, and what is done is not done again."""
-    swept = uptrain("found", "--sweep")["sweep"]
-    tried = [tuple(row.get(name) for name in ("model", "learning_rate", "trainable")) for row in swept]
-    attention, everything = (min(rows, key=lambda row: row["kl"]) for rows in (swept[:4], swept[4:6]))
-    best = everything if everything["kl"] <= uptraining.WORTH * attention["kl"] else attention
-    assert tried[:2] == [("mla-1/4", 1e-3, "attention"), ("mla-1/4", 1e-2, "attention")]
-    assert [row["layerwise_fraction"] for row in swept[:4]] == [0.25, 0.25, 0.0, 0.5]
-    assert tried[4:6] == [("mla-1/4", 1e-3, "all"), ("mla-1/4", 1e-2, "all")]
-    assert tried[6:] == [("control", rate, best["trainable"]) for rate in (1e-3, 1e-2)]
-    assert not list((small_llama / "work" / "runs").iterdir())
-
-    rows = uptrain("found", "--curve", "--tokens", "128")
-    assert rows == {name: read(small_llama / "found.json")[name] for name in ("sweep", "curve")}
-    assert rows["sweep"] == swept
-    points = {(row["model"], row["tokens"]): row for row in rows["curve"]}
+    command = [str(small_llama / "Llama-3.2-1B"), f"--text={small_llama / 'text'}", f"--work={small_llama / 'work'}"]
+    command += ["--targets", "control", "mla-1/4", "--tokens=128", "--calibration-tokens=256", "--length=32"]
+    command += ["--evaluation-tokens=128", "--train-length=32", f"--json={path}"]
+    given = ["--set", "use_cpu=true", "validation_fraction=0.1", "learning_rate=0.001"]
+    rows = uptraining.main([*command, *given])
+    assert rows == read(path)["rows"]
+    points = {(row["model"], row["tokens"]): row for row in rows}
     assert points.keys() == {(model, tokens) for model in ("control", "mla-1/4") for tokens in (0, 128)}
     assert points["control", 0]["kl"] == pytest.approx(0, abs=1e-6) and points["mla-1/4", 0]["kl"] > 0
     uptrained = points["mla-1/4", 128]
-    assert all(uptrained[name] == best[name] for name in ("learning_rate", "layerwise_fraction", "trainable"))
-    assert uptrained["tokens_per_second"] > 0 and uptrained["kl_code"] > 0
-    assert uptrained["perplexity"] != best["perplexity"]
-    assert all(len(row["answer"].split()) <= 5 for row in rows["curve"]) and uptrained["answer"]
+    assert uptrained["set"] == given[1:] and uptrained["tokens_per_second"] > 0 and uptrained["kl_code"] > 0
+    assert uptrained["perplexity"] != points["mla-1/4", 0]["perplexity"]
+    assert f"{uptrained['perplexity']:.2f} ({uptrained['kl']:.3f}, " in report.uptrained_table(rows)
 
-    swept_table, curve_table, answers = report.uptrained_tables(rows)
-    assert len(swept_table.splitlines()) == 2 + len(swept) and f"{best['kl']:.3f}" in swept_table
-    assert f"{uptrained['perplexity']:.2f} ({uptrained['kl']:.3f}, " in curve_table and uptrained["answer"] in answers
-
-    monkeypatch.setattr(uptraining, "uptrain", None)
-    monkeypatch.setattr(uptraining, "ours", None)
-    assert uptrain("found", "--tokens", "128") == rows
-    with pytest.raises(SystemExit, match="name another file"):
-        uptrain("found", "--train-batch", "3")
+    with monkeypatch.context() as patched:
+        patched.setattr(uptraining, "uptrain", None)
+        patched.setattr(uptraining, "ours", None)
+        assert uptraining.main([*command, *given]) == rows
+        with pytest.raises(SystemExit, match="name another file"):
+            uptraining.main([*command, "--train-batch", "3"])
+    other = uptraining.main([*command, *given[:-1], "learning_rate=0.01"])
+    assert len(other) == len(rows) and other[-1]["kl"] != uptrained["kl"] and other[:2] == rows[:2]
 
 
 @pytest.mark.parametrize("kind", models.BASELINES)
