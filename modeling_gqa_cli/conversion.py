@@ -17,7 +17,7 @@ def convert(target: str, dry_run: bool, force: bool, **options: Any) -> None:
     """Give a trained model another attention, measure what that cost, and save it as a Hub repository."""
     from modeling_gqa.conversion.job import Job
     from modeling_gqa.conversion.layer_store import layers_folder
-    from modeling_gqa.conversion.report import advice, describe_cost, warning
+    from modeling_gqa.conversion.report import advice, cost_table, warning
 
     path = Path(target)
     with user_errors(path, layers_folder):
@@ -37,7 +37,7 @@ def convert(target: str, dry_run: bool, force: bool, **options: Any) -> None:
         with progress_bars() as show_progress:
             report = job.run(force, show_progress, say)
         show(report)
-        say(f"{describe_cost(report)}.")
+        out.print(cost_table(report).to_rich())
         if said := warning(report):
             say(f"Warning: {said}.")
         if said := advice(report):
@@ -87,7 +87,7 @@ def inspect(source: str, ignore_field: Sequence[str] | None, json: bool) -> None
 
 def quantize_cache(target: str, force: bool, **options: Any) -> None:
     """Save a model whose cache `generate` rounds, and measure what that costs."""
-    from modeling_gqa.conversion.quantizing import CacheJob, describe_loss, describe_training
+    from modeling_gqa.conversion.quantizing import CacheJob, describe_training, losses_table
 
     path = Path(target)
     with user_errors(path), progress_bars() as show_progress:
@@ -95,7 +95,7 @@ def quantize_cache(target: str, force: bool, **options: Any) -> None:
         before, after = (report[f"cache_bytes_per_token_{when}"] for when in ("before", "after"))
         out.print(f"Cache per token: {after:,} bytes in place of {before:,} ({share(after, before)}).", soft_wrap=True)
         if "kl" in report:
-            out.print(f"{describe_loss(report)}. {describe_training(report)}", soft_wrap=True)
+            out.print(losses_table(report).to_rich(), describe_training(report), soft_wrap=True)
         saved(path, "card in README.md")
 
 

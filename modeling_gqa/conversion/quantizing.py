@@ -24,12 +24,12 @@ from ..checkpoints.writing import check_target, new_checkpoint, refuse_overlap, 
 from ..common import cards
 from ..common.batches import Batch, computing_dtype, first_batches, usable_device
 from ..common.progress import ShowProgress, no_progress
-from ..common.tables import share
+from ..common.tables import Table, share
 from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token
 from ..modeling_gqa import GQAForCausalLM
 from .divergence import compare_predictions
-from .report import RUNS
+from .report import RUNS, losses
 from .text import check_text, read_text, text_length
 from .transform_coding import Coding, cache_codings, cache_means, choose_bits, folded
 
@@ -53,6 +53,11 @@ engines do not read it.
 
 {runs}
 """
+UNTRAINED = "The weights are the source's."
+TRAINED = (
+    "Its attention was trained on {tokens:,} tokens for the source's predictions, with the cache rounded as it is "
+    "used; the other weights are the source's."
+)
 
 
 @dataclass
@@ -163,7 +168,7 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             after=after,
             share=share(after, before),
             weights=describe_training(report),
-            measured=f"{describe_loss(report)}." if "kl" in report else "What that loses was not measured.",
+            measured=losses_table(report).to_markdown() if "kl" in report else "What that loses was not measured.",
             runs=RUNS,
         )
         cards.write_card(folder, cards.card_metadata(config) | cards.kept_metadata(source_card) | base, text)
@@ -182,24 +187,14 @@ def check_rounded(options: declared.Text, config: GQAConfig, exact_tokens: int) 
 
 def describe_training(report: dict[str, Any]) -> str:
     """Return what was done to the weights, in a sentence."""
-    if "polish" not in report:
-        return "The weights are the source's."
-    done = report["polish"]
-    if done is None or done["learning_rate"] is None:
-        return "Training the attention gained nothing on the text that judges it, so the weights are the source's."
-    return (
-        f"Its attention was trained on {done['tokens']:,} tokens for the source's predictions, with the cache rounded "
-        "as it is used; the other weights are the source's."
-    )
+    done = report.get("polish")
+    return TRAINED.format(**done) if done and done["learning_rate"] is not None else UNTRAINED
 
 
-def describe_loss(report: dict[str, Any]) -> str:
-    """Return what was measured on held-out text, in a sentence without its full stop."""
-    before, after = report["perplexity_before"], report["perplexity_after"]
-    return (
-        f"On {report['tokens']:,} held-out tokens KL(source || quantized) is {report['kl']:.4f} nats, and the "
-        f"perplexity {after:.2f} where the source has {before:.2f}"
-    )
+def losses_table(report: dict[str, Any]) -> Table:
+    """Return what was measured on held-out text."""
+    header = [f"on {report['tokens']:,} held-out tokens", "source", "quantized"]
+    return Table(header, [row[: len(header)] for row in losses(report)])
 
 
 def with_quantized_cache(model: GQAForCausalLM, options: dict[str, Any]) -> GQAForCausalLM:

@@ -1,7 +1,6 @@
 """The report of a conversion: `conversion.json`, tables and the model card; and which kernels of vLLM run a model."""
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,10 +30,8 @@ UNMEASURED = (
     "much less is lost, and it is measured. If you have no text, modeling-gqa write-text lets the source write it"
 )
 QUANTIZED = (
-    "for memory alone, quantize the source's cache: modeling-gqa quantize-cache --cache-share 0.2 keeps a fifth of its "
-    "bytes at a KL of 0.03 (SmolLM2-135M) and 0.02 (Qwen2.5-Coder-0.5B), where conversions to a quarter have 0.33 and "
-    "0.82; --kv-cache-dtype fp8 in vLLM keeps half. No engine but generate reads the fifth. A conversion is for faster "
-    "decoding, to train on from and, its own cache rounded too (--cache-bits auto), for a seventh of the bytes or less"
+    "for memory alone, quantize the source's cache (modeling-gqa quantize-cache --cache-share 0.2): two real models "
+    "lose far less by it than by a conversion to a quarter, docs/numbers.md#what-a-quantized-cache-loses"
 )
 ROUNDED_SOURCE = "the source with its cache rounded to as many bytes, without training, has a KL of {:.3g}"
 NOT_SERVED = (
@@ -63,7 +60,7 @@ The model's code is in this repository, hence `trust_remote_code=True`; pin what
 
 ## What the conversion cost
 
-{cost}.
+{cost}
 
 {table}
 
@@ -110,32 +107,40 @@ def layer_kernels(layer: Any) -> str:
     return f"GPUs: {', '.join(names) or 'none'}{''.join(f', {limit}' for limit in limits)}; CPU: yes"
 
 
+def before_and_after(
+    report: Report, text: str, name: str, form: Callable[[Any], str], size: bool = False
+) -> tuple[str, ...]:
+    """Return a row of `summary`: what was measured under `name`, of a size also the share of the source's."""
+    before: Any = report.get(f"{name}_before")
+    after: Any = report.get(f"{name}_after", report.get(name))
+    # The KL of an exact conversion may be rounded to less than zero.
+    cells = ("" if value is None else form(max(value, 0)) for value in (before, after))
+    return text, *cells, share(after, before) if size and after is not None else ""
+
+
+def losses(report: Report) -> list[tuple[str, ...]]:
+    """Return the rows of what `compare_predictions` measures."""
+    return [
+        before_and_after(report, "perplexity", "perplexity", "{:.4f}".format),
+        before_and_after(report, "KL of the predictions from the source's, nats per token", "kl", "{:.3g}".format),
+        before_and_after(report, "same most likely token as the source", "top1_agreement", "{:.2%}".format),
+    ]
+
+
 def summary(report: Report) -> Table:
     """Return what was measured before and after."""
-
-    def row(text: str, name: str, form: Callable[[Any], str], size: bool = False) -> tuple[str, ...]:
-        before: Any = report.get(f"{name}_before")
-        after: Any = report.get(f"{name}_after", report.get(name))
-        # The KL of an exact conversion may be rounded to less than zero.
-        cells = ("" if value is None else form(max(value, 0)) for value in (before, after))
-        return text, *cells, share(after, before) if size and after is not None else ""
-
     itemsize = getattr(torch, report["dtype"]).itemsize
-    whole = f"cache of the whole model per token, bytes (numbers), {report['dtype']}"
-    rows = [
-        row(whole, "cache_bytes_per_token", lambda size: cached(size, itemsize), size=True),
-        row("parameters", "parameters", "{:,}".format, size=True),
-    ]
+
+    def size(text: str, name: str) -> tuple[str, ...]:
+        return before_and_after(report, text, name, lambda size: cached(size, itemsize), size=True)
+
+    rows = [size(f"cache of the whole model per token, bytes (numbers), {report['dtype']}", "cache_bytes_per_token")]
     if "mean_cache_bytes_per_token_before" in report:
-        name = "the same at full length, of which a window keeps its last tokens"
-        rows.insert(1, row(name, "mean_cache_bytes_per_token", lambda size: cached(size, itemsize), size=True))
-    if report["tokens"]:
-        rows += [
-            row("perplexity", "perplexity", "{:.4f}".format),
-            row("KL of the predictions from the source's, nats per token", "kl", "{:.3g}".format),
-            row("same most likely token as the source", "top1_agreement", "{:.2%}".format),
-        ]
-    return Table(["", "before", "after", "of the source's"], rows)
+        rows.append(
+            size("the same at full length, of which a window keeps its last tokens", "mean_cache_bytes_per_token")
+        )
+    rows.append(before_and_after(report, "parameters", "parameters", "{:,}".format, size=True))
+    return Table(["", "before", "after", "of the source's"], rows + (losses(report) if report["tokens"] else []))
 
 
 def layers_table(report: Report) -> Table:
@@ -151,36 +156,35 @@ def layers_table(report: Report) -> Table:
     return Table(["layer", "attention", "relative error of its output", "loss"], rows, words=2)
 
 
-def describe_cost(report: Report) -> str:
-    """Return how the model was converted, as names and numbers: the method, what was kept, and the tokens used."""
-    parts = [f"Method: {'exact, the same function' if report['exact'] else report['method']}"]
-    if report["candidates"]:
-        parts.append(f"sizes and settings tried: {len(report['candidates'])}")
+def cost_table(report: Report) -> Table:
+    """Return how the model was converted: the method, the layers that keep what was tried, and the tokens used."""
     lossy = [row for row in report["layers"] if row["from"] != row["to"] and row.get("loss") != 0]
-    setting, text = report["setting"] or {}, report["text"]
-    for name, what, number in (("refine", "gradient steps", "learning_rate"), ("refit", "output fits", "ridge")):
-        if setting.get(name):
-            kept = sum(row[number] is not None for row in lossy)
-            parts.append(f"{what} kept in {kept} of {len(lossy)} layers")
-    for name in ("gain", "alpha"):
-        if counts := Counter(row[name] for row in lossy if row[name] is not None):
-            parts.append(f"{name} {', '.join(f'{value:g} in {n}' for value, n in sorted(counts.items()))} layers")
-    if kept := sum(bool(row["key_mean"]) for row in lossy):
-        parts.append(f"mean key kept in {kept} layers")
-    if "kl_source_quantized" in report:
-        parts.append("cache rounded, with bits by layer and channel")
-        if (kl := report["kl_source_quantized"]) is not None:
-            parts.append(ROUNDED_SOURCE.format(kl))
-    if polished := report["polish"]:
-        found = "{kl_before:.3g} to {kl_after:.3g} on text held out".format(**polished)
-        parts.append(f"polished on {polished['tokens']:,} tokens, KL {found}")
-    if not text:
-        return "; ".join([*parts, "no text, so nothing was measured"])
-    if "calibration_tokens" in text:
-        parts.append(f"calibrated on {text['calibration_tokens']:,} tokens")
-    return "; ".join(
-        [*parts, f"measured on {report['tokens']:,} others, in sequences of {text['sequence_length']:,} tokens"]
-    )
+    setting, text, polished = report["setting"] or {}, report["text"] or {}, report["polish"] or {}
+
+    def layers(name: str, tried: bool) -> str | None:
+        kept = sum(row[name] is not None and row[name] is not False for row in lossy)
+        return f"{kept} of {len(lossy)}" if tried else None
+
+    rows = {
+        "method": "exact, the same function" if report["exact"] else report["method"],
+        "sizes and settings tried": len(report["candidates"]) or None,
+        "layers with gradient steps": layers("learning_rate", setting.get("refine")),
+        "layers with an output fit": layers("ridge", setting.get("refit")),
+        "layers with a mean key": layers("key_mean", any(row["key_mean"] for row in lossy)),
+        "KL of the source with its cache rounded to as many bytes, without training": report.get("kl_source_quantized"),
+        "tokens trained on at the end": polished.get("tokens"),
+        "KL before that": polished.get("kl_before"),
+        "KL after that": polished.get("kl_after"),
+        "tokens of calibration": text.get("calibration_tokens"),
+        "tokens of measuring": report["tokens"] or "none: nothing was measured",
+        "tokens of each sequence": text.get("sequence_length"),
+    }
+
+    def shown(value: Any) -> str:
+        return value if isinstance(value, str) else format(value, "," if isinstance(value, int) else ".3g")
+
+    cells = [(name, shown(value)) for name, value in rows.items() if value is not None]
+    return Table(["how it was converted", ""], cells)
 
 
 def warning(report: Report) -> str | None:
@@ -231,7 +235,7 @@ def write_conversion_card(
         # A card is for others: no path of this machine.
         source=f"`{source.resolve().name if source.exists() else source}`",
         change="; ".join(f"layers {where}: {what}" for where, what in runs(map(describe, config.per_layer_config))),
-        cost=describe_cost(report),
+        cost=cost_table(report).to_markdown(),
         table=summary(report).to_markdown(),
         layers=layers_table(report).to_markdown(),
         report=REPORT_NAME,
