@@ -19,7 +19,6 @@ import yaml
 
 from modeling_gqa.common.progress import duration
 from modeling_gqa.costs import cache_bytes_per_token, count_parameters, training_flops
-from modeling_gqa.costs.speeds import Speed
 from modeling_gqa.training.comparison import estimate
 from modeling_gqa.training.comparison import report as reporting
 from modeling_gqa.training.comparison.models import CompareRecipe, candidates_of, usual_kinds
@@ -187,9 +186,8 @@ def test_usual_kinds_need_heads_to_share(corpus):
 
 def entry(name: str, kind: str, cache: int, *losses: float, sweep: dict | None = None) -> Entry:
     sweep = sweep or {1e-3: 3.0, 2e-3: losses[0] if losses else NAN, 4e-3: 3.1}
-    speed = Speed({128: 1.0, 1024: 2.0}, 1000.0, 100.0)
-    seeds = dict(enumerate(losses))
-    return Entry(name, kind, {}, 1000, 6000.0, cache, sweep, 2e-3 if losses else None, seeds, speed)
+    seeds, speeds = dict(enumerate(losses)), {128: 1.0, 1024: 2.0}
+    return Entry(name, kind, {}, 1000, 6000.0, cache, sweep, 2e-3 if losses else None, seeds, speeds)
 
 
 @pytest.fixture
@@ -371,7 +369,7 @@ def test_a_comparison_without_speeds(corpus, monkeypatch, tmp_path, capsys):
     def refuse(*_, **__):
         raise UserError("speeds could not be measured: out of memory")
 
-    monkeypatch.setattr(reporting, "measure_speeds", refuse)
+    monkeypatch.setattr(reporting, "decoding_speeds", refuse)
     recipe = recipe_of(corpus, output_dir=str(tmp_path), kinds={"mha": {}, "mqa": {"attention_kind": "mqa"}})
     candidates, pretraining, _ = candidates_of(recipe)
     comparison = Comparison(recipe, pretraining, candidates)
@@ -477,7 +475,7 @@ def check_every_run_is_done_once(comparison: Launches, before: dict[str, float],
         assert len(model["losses"]) == 2
         assert len(model["sweep"]) >= 3
         assert model["loss_deviation"] > 0
-        assert model["speed"]["decode_milliseconds"].keys() == {"16", "32"}
+        assert model["decode_milliseconds"].keys() == {"16", "32"}
     assert not (comparison.folder / "failed").exists()
 
 

@@ -16,7 +16,7 @@ from ...common.console import say
 from ...common.pictures import COLORS, line_styles, name_lines, new_figure, save, tidy
 from ...common.tables import Table, with_prefix
 from ...costs import CostedModel, cache_bytes_per_token, count_parameters, training_flops
-from ...costs.speeds import Speed, measure_speeds, where_measured
+from ...costs.speeds import Speeds, decoding_speeds, where_measured
 from ..results import RESULTS
 from ..run_folder import checkpoints
 from .models import MATCHED, CompareRecipe
@@ -53,10 +53,7 @@ Validation loss of the first seed.
 
 ![training loss against tokens](curves.png)
 """
-SPEEDS = (
-    "Speeds: {machine}, random weights, the models in turn; decoding of one sequence, a prompt of {prompt:,} tokens, "
-    "training of {batch:,} sequences of {tokens:,} tokens without the optimizer."
-)
+SPEEDS = "Speeds: {machine}, random weights, the models in turn; decoding of one sequence."
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ class Entry:
         sweep: validation loss of the first seed, by learning rate; nan where the run failed, inf where it diverged.
         rate: the best one; `None` where all runs failed.
         losses: validation losses at the best rate, in nats per token, by seed; nan and inf as in `sweep`.
-        speed: on the machine of the report.
+        decode_milliseconds: of one token of one sequence by context, on the machine of the report.
     """
 
     name: str
@@ -85,7 +82,7 @@ class Entry:
     sweep: dict[float, float]
     rate: float | None
     losses: dict[int, float]
-    speed: Speed = field(default_factory=Speed)
+    decode_milliseconds: dict[int, float] = field(default_factory=dict)
 
     @property
     def usable(self) -> list[float]:
@@ -174,7 +171,7 @@ class Outcome:
         }
 
 
-def outcome_of(comparison: Comparison, ended: Mapping[str, float], speeds: Mapping[str, Speed]) -> Outcome:
+def outcome_of(comparison: Comparison, ended: Mapping[str, float], speeds: Speeds) -> Outcome:
     """Return what the runs of a comparison have found.
 
     Args:
@@ -194,7 +191,7 @@ def outcome_of(comparison: Comparison, ended: Mapping[str, float], speeds: Mappi
             sweep=found.sweep,
             rate=found.rate,
             losses=found.seeds,
-            speed=speeds.get(candidate.name, Speed()),
+            decode_milliseconds=speeds.get(candidate.name, {}),
         )
         for candidate, found in zip(comparison.candidates, comparison.plans(ended), strict=True)
     ]
@@ -209,13 +206,12 @@ def outcome_of(comparison: Comparison, ended: Mapping[str, float], speeds: Mappi
 def write_outcome(comparison: Comparison, runs: Runs) -> None:
     """Measure speeds; write `comparison.json`, `report.md` and the pictures."""
     recipe, folder = comparison.recipe, comparison.folder
-    batch, tokens = comparison.pretraining.per_device_train_batch_size, comparison.pretraining.sequence_length
-    prompt, machine = max(recipe.contexts), where_measured()
-    measured = SPEEDS.format(machine=machine, prompt=prompt, batch=batch, tokens=tokens)
+    machine = where_measured()
+    measured = SPEEDS.format(machine=machine)
     say("Measuring speeds ...")
     configs = {candidate.name: candidate.config for candidate in comparison.candidates}
     try:
-        speeds = measure_speeds(configs, recipe.contexts, prompt, training_block=(batch, tokens))
+        speeds = decoding_speeds(configs, recipe.contexts)
     except UserError as error:  # too little memory for all models at once, for one
         speeds, measured = {}, f"There are no speeds: {error}."
         say(measured)
@@ -256,10 +252,9 @@ def verdict(outcome: Outcome) -> str:
 
 def losses_table(outcome: Outcome, seeds: int) -> Table:
     """Losses, costs and speeds, one line for each model."""
-    contexts = sorted({context for entry in outcome.entries for context in entry.speed.decode_milliseconds})
+    contexts = sorted({context for entry in outcome.entries for context in entry.decode_milliseconds})
     header = ["model", "loss", "above the lowest", "bits per byte", "deviation", "seeds", "best rate", "front"]
     header += ["parameters", "FLOP per token", "cache, bytes per token", *(f"ms a token after {x:,}" for x in contexts)]
-    header += ["prompt, tokens/s", "training, tokens/s"]
     front, best = outcome.front, outcome.finished[:1]
     rows = []
     for entry in outcome.entries:
@@ -275,9 +270,7 @@ def losses_table(outcome: Outcome, seeds: int) -> Table:
             with_prefix(entry.training_flops_per_token),
             f"{entry.cache_bytes_per_token:,}",
         ]
-        speed = entry.speed
-        speeds = [number(speed.decode_milliseconds.get(x, nan), ".2f") for x in contexts]
-        speeds += [number(x, ",.0f") for x in (speed.prompt_tokens_per_second, speed.training_tokens_per_second)]
+        speeds = [number(entry.decode_milliseconds.get(x, nan), ".2f") for x in contexts]
         rows.append([entry.name, *losses, "yes" if entry in front else "", *sizes, *speeds])
     return Table(header, rows)
 
@@ -323,7 +316,7 @@ def plot_comparison(outcome: Outcome, curves: Mapping[str, Points], folder: Path
     """Write the four pictures of a comparison; `curves` are those of training, by name of the model."""
     entries = outcome.entries
     rates = {entry.name: [(x, y) for x, y in entry.sweep.items() if isfinite(y)] for entry in entries}
-    decoding = {entry.name: list(entry.speed.decode_milliseconds.items()) for entry in entries}
+    decoding = {entry.name: list(entry.decode_milliseconds.items()) for entry in entries}
     save(plot_losses(outcome), folder / "loss_by_cache.png")
     save(plot_lines(entries, rates, "learning rate", LOSS, "{:.1e}"), folder / "loss_by_rate.png")
     token = "decoded token, one sequence (ms)"
