@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .measure import describe_machine
-from .report import RESULTS, print_table, write
+from .report import RESULTS, Rows, print_table
 
 COLUMNS = {
     "recipe": "",
@@ -62,16 +62,15 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     options = parser.parse_args(arguments)
     machine = describe_machine("cpu", [torch.float32])
     command = " ".join(["python -m benchmarks.optimizers", *(sys.argv[1:] if arguments is None else arguments)])
-    rows = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+    rows = Rows(options.json, KEY)
     for steps in options.steps:
         for seed in options.seeds:
             for rate in options.rates:
                 for optimizer in options.optimizers:
                     values = options.recipe, optimizer, options.overrides, steps, rate, seed
                     row = dict(zip(KEY, values, strict=True))
-                    if all({key: each[key] for key in KEY} != row for each in rows):
-                        rows.append(run(row))
-                        write(options.json, command, machine, rows=rows)
+                    if not rows.has(row):
+                        rows.put(run(row), command, machine)
     print_table("Validation loss, nats per token", rows, COLUMNS)
     return rows
 

@@ -8,12 +8,11 @@
 text. "Coded" does too, with bases and bits that are chosen on that text for a share of the bytes. "Plain" is what is
 done without these: each number is rounded between symmetric levels up to the largest of its head, or as vLLM's flags
 round it. Nothing is packed for it. With `--converted` the cache of a conversion is rounded to fp8 and coded, for shares
-of the source's bytes, and measured against the source. Rows that the file of results holds already stay,
-if they are of as many tokens. `--polish` trains what is coded for the predictions of what it was coded from.
+of the source's bytes, and measured against the source. Rows that the file of results holds already stay.
+`--polish` trains what is coded for the predictions of what it was coded from.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -32,7 +31,7 @@ from modeling_gqa.costs import cache_bytes_per_token
 from .measure import describe_machine
 from .real import MODELS, SMOLLM2, real_model, real_text
 from .real_conversion import EVALUATIONS, Bench
-from .report import RESULTS, kebab_shown, print_machine, print_table, write
+from .report import RESULTS, Rows, kebab_shown, print_machine, print_table
 
 FORMATS: dict[str, Any] = {"fp8": "fp8", "int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2}  # `nbits`
 GROUP = 64  # numbers that share a scale of 16 bits, or a head's where it has fewer
@@ -94,6 +93,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     file, text = options.json or RESULTS / f"{options.name}.json", options.text or real_text()
     settings: dict[str, Any] = {"model": Path(folder).name, "text": text.name, "tokens": TOKENS}
     settings |= {"evaluation_tokens": options.evaluation_tokens, "length": options.length}
+    rows = Rows(file, ("cache", "method"), settings)
     bench = Bench(folder, text, TOKENS, options.evaluation_tokens, options.length)
     full = cache_bytes_per_token(bench.source.config, torch.bfloat16)
     bench.source.float()  # differences of 0.001 are lost in bfloat16
@@ -104,15 +104,12 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         options.methods = ["plain"]
     plain = plain_caches(coded.config)
     means = cache_means(coded, bench.calibration)
-    stored = json.loads(file.read_text()) if file.exists() else {}
-    rows = stored["rows"] if stored.get("settings") == settings else []
     assert len(bench.states) == len(EVALUATIONS)  # computed with the whole cache
 
     def add(name: str, method: str, share: float, measured: dict[str, Any]) -> None:
-        rows[:] = [row for row in rows if (row["cache"], row["method"]) != (name, method)]
-        rows.append({"cache": name, "method": method, **measured, "bytes": share * full, "share": share})
-        print("  ".join(f"{key} {format(rows[-1][key], form)}" for key, form in COLUMNS.items()), flush=True)
-        write(file, command, machine, settings=settings, rows=rows)
+        row = {"cache": name, "method": method, **measured, "bytes": share * full, "share": share}
+        print("  ".join(f"{key} {format(row[key], form)}" for key, form in COLUMNS.items()), flush=True)
+        rows.put(row, command, machine)
 
     if options.converted:
         share = cache_bytes_per_token(coded.config, torch.bfloat16) / full

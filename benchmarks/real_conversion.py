@@ -13,7 +13,6 @@ pages of the books that calibration reads, another book, and source code.
 """
 
 import argparse
-import json
 import re
 import shutil
 import sys
@@ -43,7 +42,7 @@ from .layerwise import refit_outputs
 from .measure import describe_machine
 from .peers import mha2mla, transmla
 from .real import MODELS, SMOLLM2, real_model, real_text
-from .report import RESULTS, kebab_shown, print_machine, print_table, write
+from .report import RESULTS, Rows, kebab_shown, print_machine, print_table
 
 TARGETS = ("mla-1/2", "mla-1/4", "mla-1/8", "mqa")
 # Files of the text that is measured on; the columns of the first have no suffix.
@@ -261,16 +260,6 @@ METHODS: dict[str, Callable[[Bench, Target], GQAForCausalLM | None]] = {
 # -- the run
 
 
-def stored_rows(path: Path, settings: dict) -> list[dict]:
-    """Return the rows of earlier runs in `path`; another model's, or those of other tokens, are refused."""
-    if not path.is_file():
-        return []
-    stored = json.loads(path.read_text(encoding="utf-8"))
-    if stored["settings"] != settings:
-        sys.exit(f"{path} holds rows of {stored['settings']}, not of {settings}: name another file")
-    return stored["rows"]
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a folder, a name on the Hub, or one that `make real` builds")
@@ -310,14 +299,10 @@ def measured_row(bench: Bench, target: Target, method: str) -> dict | None:
     return row
 
 
-def replaced(rows: list[dict], row: dict) -> list[dict]:
-    """Return `rows` with `row` in place of the old one, in the order of `TARGETS` and `METHODS`."""
+def place(row: dict) -> tuple:
+    """Return by what rows are sorted: the order of `TARGETS` and `METHODS`."""
     order = {name: number for number, name in enumerate((*TARGETS, *METHODS))}
-
-    def key(row: dict) -> tuple:
-        return order.get(row["target"], len(order)), row["target"], order.get(row["method"], len(order))
-
-    return sorted([*(old for old in rows if key(old) != key(row)), row], key=key)
+    return order.get(row["target"], len(order)), row["target"], order.get(row["method"], len(order))
 
 
 def show(name: str, rows: list[dict]) -> None:
@@ -339,7 +324,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     settings = {"model": name, "tokens": options.tokens, "evaluation_tokens": options.evaluation_tokens}
     settings["length"] = options.length
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    rows = stored_rows(path, settings)
+    rows = Rows(path, ("target", "method"), settings, place)
     sizes = (options.tokens, options.evaluation_tokens, options.length, options.batch_size)
     bench = Bench(
         folder, text, *sizes, dtype=dtype, device=options.device, own_text=options.own_text, work=options.work
@@ -350,9 +335,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     for target in options.targets:
         for method in options.methods:
             if row := measured_row(bench, target, method):
-                row["dtype"] = str(bench.source.dtype)[6:]
-                rows = replaced(rows, row)
-                write(path, command, machine, settings=settings, rows=rows)
+                rows.put(row | {"dtype": str(bench.source.dtype)[6:]}, command, machine)
     show(name, rows)
     print(f"rows are in {path}")
     return rows

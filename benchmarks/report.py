@@ -8,6 +8,8 @@ draws the documentation's pictures from `benchmarks/results`, and prints the doc
 import argparse
 import json
 import statistics
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,6 +76,38 @@ def write(path: Path, command: str, machine: dict, **results) -> None:
     """Write what `save` does to `path`, and say nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"command": command, "machine": machine, **results})
+
+
+class Rows(list[dict]):
+    """The rows of a file of results, of this run and of earlier ones with the same settings; others are refused.
+
+    Args:
+        path: of the file.
+        key: fields by which rows differ; a row that is put again replaces the old one.
+        settings: what all rows have in common, if anything.
+        order: by which they are sorted; `None`: as they came.
+    """
+
+    def __init__(
+        self, path: Path, key: Sequence[str], settings: dict | None = None, order: Callable[[dict], Any] | None = None
+    ) -> None:
+        self.path, self.key, self.order = path, key, order
+        self.content = {"settings": settings} if settings else {}
+        stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else self.content | {"rows": []}
+        if stored.get("settings") != settings:
+            sys.exit(f"{path} holds rows of {stored.get('settings')}, not of {settings}: name another file")
+        super().__init__(stored["rows"])
+
+    def has(self, values: dict) -> bool:
+        """Whether a row has all of `values`."""
+        return any(values.items() <= row.items() for row in self)
+
+    def put(self, row: dict, command: str, machine: dict) -> None:
+        """Add a row and write the file."""
+        self[:] = [*(old for old in self if any(old[name] != row[name] for name in self.key)), row]
+        if self.order:
+            self.sort(key=self.order)
+        write(self.path, command, machine, **self.content, rows=self)
 
 
 def _scale(axis, title: str, label: str, ticks: list) -> None:

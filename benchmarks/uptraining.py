@@ -36,8 +36,8 @@ from training.uptrain import uptrain
 
 from .measure import describe_machine
 from .real import cache_folder, real_model, real_text
-from .real_conversion import Bench, Target, ours, stored_rows
-from .report import RESULTS, kebab_shown, print_machine, print_table, write
+from .real_conversion import Bench, Target, ours
+from .report import RESULTS, Rows, kebab_shown, print_machine, print_table
 
 CONTROL = "control"
 TARGETS = (CONTROL, "mla-1/2", "mla-1/4")
@@ -54,10 +54,9 @@ class Uptraining:
         self.options, self.command = options, command
         self.source = Path(options.model or real_model())
         self.text = options.text or real_text()
-        self.path = options.json or RESULTS / f"{options.name}.json"
         names = ("recipe", "calibration_tokens", "evaluation_tokens", "length", "train_length", "train_batch")
-        self.settings = {"model": self.source.name, **{name: getattr(options, name) for name in names}}
-        self.rows = stored_rows(self.path, self.settings)
+        settings = {"model": self.source.name, **{name: getattr(options, name) for name in names}}
+        self.rows = Rows(options.json or RESULTS / f"{options.name}.json", ("model", "tokens"), settings)
         self.machine = describe_machine("cpu", [torch.float32, torch.bfloat16])
         print_machine(self.machine)
 
@@ -108,14 +107,12 @@ class Uptraining:
 
     def add(self, key: dict[str, Any], measure: Callable[[], dict]) -> None:
         """Measure and write the row that has `key`, if it is missing; one of other settings is replaced."""
-        if any(key.items() <= row.items() for row in self.rows):
+        if self.rows.has(key):
             return
         row = measure() | key
         shown = {name: form for name, form in COLUMNS.items() if row.get(name) is not None}
         print("  ".join(f"{name} {format(row[name], form)}" for name, form in shown.items()), flush=True)
-        self.rows = [old for old in self.rows if any(old[name] != row[name] for name in ("model", "tokens"))]
-        self.rows.append(row)
-        write(self.path, self.command, self.machine, settings=self.settings, rows=self.rows)
+        self.rows.put(row, self.command, self.machine)
 
     def measured(self, student: Path, tokens: int) -> dict:
         """Return what a model has on the test pages after a run of `tokens`; none of them: before any."""
@@ -168,7 +165,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     uptraining = Uptraining(parse(arguments), command)
     uptraining.measure()
     print_table(f"uptraining of {uptraining.source.name}", uptraining.rows, COLUMNS)
-    print(f"rows are in {uptraining.path}")
+    print(f"rows are in {uptraining.rows.path}")
     return uptraining.rows
 
 
