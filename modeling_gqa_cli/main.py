@@ -2,10 +2,8 @@
 
 import argparse
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
@@ -165,17 +163,16 @@ def main(argv: list[str] | None = None) -> NoReturn:
     command = COMMANDS[name]
     if command.module.startswith(SCRIPTS):
         run_script(name, rest, f"modeling-gqa {name}")
-    with no_traceback_of_ctrl_c():
-        try:
-            values = read_options(name, rest) if command.groups else {"name": name, "arguments": rest}
-            for source in ("source", "checkpoint", "against"):
-                if values.get(source):  # before seconds of imports
-                    refuse_mistyped(str(values[source]))
-        except UserError as error:
-            stop(str(error), error.exit_code)
-        run = imported(command.module, name)
-        if command.groups:
-            imported("modeling_gqa.common.console", "quiet")()
+    try:
+        values = read_options(name, rest) if command.groups else {"name": name, "arguments": rest}
+        for source in ("source", "checkpoint", "against"):
+            if values.get(source):  # before seconds of imports
+                refuse_mistyped(str(values[source]))
+    except UserError as error:
+        stop(str(error), error.exit_code)
+    run = imported(command.module, name)
+    if command.groups:
+        imported("modeling_gqa.common.console", "quiet")()
     run(**values)
     sys.exit(0)
 
@@ -192,39 +189,18 @@ def run_script(name: str, argv: list[str], prog: str, script: Callable[..., None
     # OpenMP reads this when torch is imported. Threads that wait actively slow each other down several times over as
     # soon as another program wants a core, and gain little on an idle machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    with no_traceback_of_ctrl_c():
-        try:
-            check_script(name, argv, prog)
-        except UsageError as error:
-            stop(str(error), 2)
-        script = script or imported(SCRIPTS + name, name)
-        try:
-            from modeling_gqa.common.console import user_errors
-        except ImportError as error:
-            stop(missing_package(error) or str(error))
+    try:
+        check_script(name, argv, prog)
+    except UsageError as error:
+        stop(str(error), 2)
+    script = script or imported(SCRIPTS + name, name)
+    try:
+        from modeling_gqa.common.console import user_errors
+    except ImportError as error:
+        stop(missing_package(error) or str(error))
     with user_errors(argv=argv):
         script(argv, prog)
     sys.exit(0)
-
-
-@contextmanager
-def no_traceback_of_ctrl_c() -> Iterator[None]:
-    """While libraries are imported, end by one line where the user presses Ctrl-C.
-
-    An exception could be swallowed by the module that is being imported.
-    """
-
-    def end(*_: Any) -> None:
-        print("error: stopped by Ctrl-C: nothing was read or written", file=sys.stderr, flush=True)
-        os._exit(130)
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # a shell's background jobs ignore it
-        signal.signal(signal.SIGINT, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def imported(module: str, name: str) -> Callable[..., None]:

@@ -171,22 +171,6 @@ def test_help_version_and_wrong_usage_need_no_torch():
     assert f"modeling-gqa {modeling_gqa.__version__}" in process.stdout
 
 
-@pytest.mark.processes
-def test_ctrl_c_while_it_starts_is_one_line():
-    """Importing torch takes seconds; who presses Ctrl-C meanwhile sees no traceback."""
-    code = "import os, signal, sys, modeling_gqa_cli.main as start\n"
-    # A finder that is asked for the package presses Ctrl-C.
-    code += "class Finder:\n    def find_spec(self, name, *_):\n"
-    code += "        if name == 'modeling_gqa': os.kill(os.getpid(), signal.SIGINT)\n"
-    code += "sys.meta_path.insert(0, Finder())\nsys.argv = ['modeling-gqa', 'inspect', 'x']\nstart.main()"
-    process = subprocess.run(
-        [sys.executable, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        cwd=Path(__file__).parents[1], timeout=120,
-    )  # fmt: skip
-    assert process.returncode == 130
-    assert process.stderr == "error: stopped by Ctrl-C: nothing was read or written\n" and process.stdout == ""
-
-
 def test_convert_measures_reports_and_saves_a_repository(checkpoints, corpus, tmp_path):
     target, held_out = tmp_path / "deep" / "small-gqa", tmp_path / "held-out.txt"
     held_out.write_text("the quick brown fox jumps over the lazy dog, and so on; the end.")  # two blocks of 32

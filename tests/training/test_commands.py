@@ -88,17 +88,6 @@ def test_a_missing_package_is_one_line(tmp_path, module, package):
     assert process.returncode == 1 and process.stderr.splitlines()[-1] == said, process.stderr
 
 
-@pytest.mark.parametrize("module", ["transformers", "torch", "accelerate.utils"])
-def test_ctrl_c_during_the_imports_is_one_line(module):
-    hook = (
-        "import os, signal, sys\nclass Hook:\n def find_spec(self, name, path=None, target=None):\n"
-        f"  if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\nsys.meta_path.insert(0, Hook())"
-    )
-    process = run_with(hook)
-    assert process.returncode == 130, process.stderr
-    assert process.stderr.splitlines()[-1].startswith("error: stopped by Ctrl-C") and "Traceback" not in process.stderr
-
-
 def test_only_the_quickstart_deletes_an_earlier_run_unasked():
     recipes = (CONFIGURATION / "recipes").glob("*.yaml")
     assert [path.stem for path in recipes if yaml.safe_load(path.read_text()).get("overwrite")] == ["quickstart"]
