@@ -241,7 +241,7 @@ def read_options(name: str, argv: list[str]) -> dict[str, Any]:
 
 
 def check_script(name: str, argv: list[str], prog: str) -> None:
-    """Show the help of a script, or raise `UsageError` where its arguments are wrong."""
+    """Show the help of a script, or raise `UsageError` where there is no such recipe; `read_values` checks the rest."""
     from . import recipes
     from .parser import Parser
 
@@ -255,4 +255,4 @@ def check_script(name: str, argv: list[str], prog: str) -> None:
         more = f"RECIPE: {', '.join(recipes.recipe_names(name))}, or the path of a YAML file. {command.more}"
         print(Parser(groups, prog, "RECIPE [options]", command.summary, more).format_help())
         sys.exit()
-    recipes.check_usage(name, argv, prog)
+    recipes.first_argument(name, argv, prog)

@@ -3,12 +3,10 @@
 Defaults come first, then a YAML file, then the command line; the later one wins.
 """
 
-import ast
 import json
 import os
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -212,27 +210,6 @@ def public_name(name: str) -> str:
 # -- Values
 
 
-def check_usage(script: str, argv: list[str], prog: str) -> None:
-    """Raise `UsageError` for what is wrong in a script's arguments, as far as it is seen without transformers' Trainer.
-
-    Args:
-        script: its name.
-        argv: a recipe's name or path, and options.
-        prog: how the script was started.
-    """
-    path, groups = first_argument(script, argv, prog), GROUPS[script]
-    known = {name for group in groups for name in names_of(group)}
-    if script != "compare":  # also of a new model: uptraining says itself that it has none
-        known |= {*names_of(ModelOptions), *names_of(PretrainOptions), *training_arguments()}
-    read_yaml(path, known)
-    parser = Parser(groups, prog, "RECIPE [options]", "")
-    _, unknown = parser.parse_known_args(argv[1:])
-    for argument in unknown:
-        name = argument.partition("=")[0]
-        if name.startswith("--") and name[2:].replace("-", "_").removeprefix("no_") not in known:
-            parser.refuse(argument, known)
-
-
 def first_argument(script: str, argv: list[str], prog: str) -> Path:
     """Return the file of the recipe that `argv` begins with."""
     if not argv or argv[0].startswith("-"):
@@ -244,18 +221,7 @@ def names_of(group: Any) -> list[str]:
     return [item.name for item in fields(group) if item.init]
 
 
-def training_arguments() -> list[str]:
-    """Return the names of the fields of transformers' `TrainingArguments`, read from its source.
-
-    To import the class takes seconds.
-    """
-    folder = Path(find_spec("transformers").submodule_search_locations[0])  # type: ignore[union-attr, index]
-    tree = ast.parse((folder / "training_args.py").read_text(encoding="utf-8"))
-    (found,) = (x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == "TrainingArguments")
-    return [x.target.id for x in found.body if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name)]
-
-
-def read_yaml(path: Path, known: Container[str]) -> dict[str, Any]:
+def read_yaml(path: Path, known: list[str]) -> dict[str, Any]:
     """Return the fields of a YAML recipe; raises `UsageError` where it is none, or names an unknown field."""
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
@@ -266,7 +232,7 @@ def read_yaml(path: Path, known: Container[str]) -> dict[str, Any]:
     values = {checkpointing_name(str(key).replace("-", "_"), known): value for key, value in recipe.items()}
     for key in values:
         if key not in known:
-            raise UsageError(f"{path}: unknown field {key}{did_you_mean(key, known)}")  # type: ignore[arg-type]
+            raise UsageError(f"{path}: unknown field {key}{did_you_mean(key, known)}")
     return values
 
 

@@ -160,14 +160,14 @@ def test_help_version_and_wrong_usage_need_no_torch():
     sys.modules.update(dict.fromkeys(["torch", "modeling_gqa", "accelerate"], None))
     from modeling_gqa_cli.main import main
     for arguments in (["--version"], ["--help"], ["convert", "--help"], ["report", "--help"], ["pretrain", "--help"],
-                      ["frob"], ["convert", "a"], ["pretrain", "tinny"], ["uptrain", "uptrain-tiny", "--nonsense"]):
+                      ["frob"], ["convert", "a"], ["pretrain", "tinny"]):
         try:
             main(arguments)
         except SystemExit as ended:
             print(ended.code or 0)
     """
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert re.findall(r"^\d$", process.stdout, re.MULTILINE) == list("000002222"), process.stdout
+    assert re.findall(r"^\d$", process.stdout, re.MULTILINE) == list("00000222"), process.stdout
     assert f"modeling-gqa {modeling_gqa.__version__}" in process.stdout
 
 
