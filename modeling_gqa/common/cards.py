@@ -45,6 +45,14 @@ def kept_metadata(card: Path | None, names: Collection[str] = KEPT_METADATA) -> 
     return {name: found[name] for name in names if name in found} if found else {}
 
 
+def made_from(source: str, card: Path | None, config: GQAConfig) -> tuple[str, dict[str, Any]]:
+    """Return what a card calls the source of a model, a name on the Hub or a folder's alone, and the metadata."""
+    path = Path(source)
+    base = base_metadata(None if path.exists() else source)
+    # A card is for others: no path of this machine.
+    return f"`{path.resolve().name if path.exists() else path}`", card_metadata(config) | kept_metadata(card) | base
+
+
 def serving_note(config: GQAConfig) -> str:
     """Return what a card says of MLA in vLLM, which caches it in two ways; "" where no layer is MLA."""
     layers = [layer for layer in config.per_layer_config if layer.attention_kind == "mla"]

@@ -158,12 +158,11 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
                     raise UserError(f"{spelled(name)} is for {what}, which no layer of the model has")
 
     def write_card(self, folder: Path, report: dict[str, Any], config: GQAConfig, source_card: Path) -> None:
-        source, title = Path(self.source), self.target.resolve().name
-        base = cards.base_metadata(None if source.exists() else self.source)
+        source, metadata = cards.made_from(self.source, source_card, config)
         before, after = (report[f"cache_bytes_per_token_{when}"] for when in ("before", "after"))
         text = CARD.format(
-            title=title,
-            source=f"`{source.resolve().name if source.exists() else source}`",
+            title=self.target.resolve().name,
+            source=source,
             before=before,
             after=after,
             share=share(after, before),
@@ -171,7 +170,7 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             measured=losses_table(report).to_markdown() if "kl" in report else "What that loses was not measured.",
             runs=RUNS,
         )
-        cards.write_card(folder, cards.card_metadata(config) | cards.kept_metadata(source_card) | base, text)
+        cards.write_card(folder, metadata, text)
 
 
 def check_rounded(options: declared.Text, config: GQAConfig, exact_tokens: int) -> None:

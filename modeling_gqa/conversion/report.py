@@ -224,16 +224,13 @@ def write_conversion_card(
         config: of the converted model.
         source_card: the source's card, whose licence, language and datasets are kept.
     """
-    source = Path(report["source"])
-    base = cards.base_metadata(None if source.exists() else report["source"])
-    metadata = cards.card_metadata(config) | cards.kept_metadata(source_card) | base
+    source, metadata = cards.made_from(report["source"], source_card, config)
     serving = [*report["serving"], *([NOT_SERVED] if "kl_source_quantized" in report else [])]
     tokenizer = TOKENIZER.format(title=title) if (folder / "tokenizer_config.json").is_file() else "\n"
     text = CARD.format(
         tokenizer=tokenizer,
         title=title,
-        # A card is for others: no path of this machine.
-        source=f"`{source.resolve().name if source.exists() else source}`",
+        source=source,
         change="; ".join(f"layers {where}: {what}" for where, what in runs(map(describe, config.per_layer_config))),
         cost=cost_table(report).to_markdown(),
         table=summary(report).to_markdown(),
