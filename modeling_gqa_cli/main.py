@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from .errors import UsageError, UserError, did_you_mean, missing_package, stop
-from .paths import refuse_mistyped
+from .paths import refuse_missing
 
 SUMMARY = """usage: modeling-gqa COMMAND [options]     modeling-gqa COMMAND --help     modeling-gqa --version
 
@@ -165,9 +165,11 @@ def main(argv: list[str] | None = None) -> NoReturn:
         run_script(name, rest, f"modeling-gqa {name}")
     try:
         values = read_options(name, rest) if command.groups else {"name": name, "arguments": rest}
-        for source in ("source", "checkpoint", "against"):
-            if values.get(source):  # before seconds of imports
-                refuse_mistyped(str(values[source]))
+        sources: list[Any] = [values.get(source) for source in ("source", "checkpoint", "against")]
+        if name == "serve" and rest and not rest[0].startswith("-"):
+            sources = rest[:1]
+        for source in filter(None, sources):  # before seconds of imports
+            refuse_missing(str(source))
     except UserError as error:
         stop(str(error), error.exit_code)
     run = imported(command.module, name)

@@ -1,9 +1,7 @@
-"""Paths: of presets and recipes, mistyped ones, and whether one lies in another."""
+"""Paths: of presets and recipes, of what is not there, and whether one lies in another."""
 
-import difflib
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 
 from .errors import UserError, one_line
@@ -13,53 +11,26 @@ _ROOT = Path(__file__).resolve().parents[1]
 _PLACES = [_ROOT / "modeling_gqa" / "configuration", _ROOT / "configuration"]
 CONFIGURATION = next((folder for folder in _PLACES if folder.is_dir()), _PLACES[1])
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-NEARLY = 0.75  # share of characters in common, as difflib counts, at which a name is taken for another one mistyped
 
 
-def refuse_mistyped(source: str | Path, names: Iterable[str] = ()) -> None:
+def refuse_missing(source: str | Path) -> None:
     """Raise `UserError` where there is nothing at `source` and it looks like a path: the Hub is not asked for it.
 
-    It looks like one if it cannot be a name on the Hub, if the folder before its last slash exists, or if a folder here
-    or one of `names` is spelled nearly like it. A name whose model lies in the Hub's cache is none.
-
-    Args:
-        source: where a checkpoint or a configuration is looked for.
-        names: others that could be meant.
+    It looks like one if it cannot be a name on the Hub, or if the folder before its last slash exists and the Hub's
+    cache has no such model.
     """
-    path = Path(source)
+    path, advice = Path(source), "give the folder of a checkpoint, or a model's name on the Hub"
     if os.path.exists(path):
         return
-    near = str(nearest(path) or next(iter(difflib.get_close_matches(str(source), list(names), n=1)), ""))
-    hint = f" (did you mean {near}?)" if near else ""
-    give = "give the folder of a checkpoint, or a model's name on the Hub"
-    if not HUB_NAME.fullmatch(str(source)):
-        raise UserError(f"{source} does not exist{hint}: {give}")
-    nearly = difflib.SequenceMatcher(None, str(source).lower(), near.lower()).ratio() >= NEARLY
-    if not nearly and (len(path.parts) == 1 or not path.parent.is_dir()):
-        return
-    from huggingface_hub import try_to_load_from_cache  # which takes half a second to import
+    if HUB_NAME.fullmatch(str(source)):
+        if len(path.parts) == 1 or not path.parent.is_dir():
+            return
+        from huggingface_hub import try_to_load_from_cache  # which takes half a second to import
 
-    if not isinstance(try_to_load_from_cache(str(source), "config.json"), str):
-        raise UserError(f"{source} does not exist{hint}: {give}; if it is one, fetch it first: hf download {source}")
-
-
-def nearest(path: Path) -> Path | None:
-    """Return the folder or GGUF file whose path is spelled nearly like `path`, which does not exist; `None` without."""
-    path = Path(os.path.expanduser(path))
-    found = Path(path.anchor)
-    for part in path.parts[1 if path.anchor else 0 :]:
-        if not os.path.exists(found / part):
-            try:
-                others = [other.name for other in found.iterdir() if other.is_dir() or other.suffix.lower() == ".gguf"]
-            except OSError:
-                return None
-            by_name = {name.lower(): name for name in others if name != part}
-            near = difflib.get_close_matches(part.lower(), by_name, n=1)
-            if not near:
-                return None
-            part = by_name[near[0]]
-        found /= part
-    return found
+        if isinstance(try_to_load_from_cache(str(source), "config.json"), str):
+            return
+        advice += f"; if it is one, fetch it first: hf download {source}"
+    raise UserError(f"{source} does not exist: {advice}")
 
 
 def within(folder: Path, path: Path) -> Path:

@@ -219,7 +219,7 @@ def test_plot_without_matplotlib(tmp_path, monkeypatch):
 # -- wrong input
 
 WRONG = {
-    "name": (["llama-3-8"], "llama-3-8 does not exist (did you mean llama-3-8b?)"),
+    "name": (["llama-3-8"], "that can be read (did you mean llama-3-8b?)"),
     "half a machine": (["tiny-mla", "--rate", 1], "a bound needs both --bandwidth and --rate"),
     "no bandwidth": (["tiny-mla", "--rate", 1, "--bandwidth", 0], "--bandwidth 0 must be more than 0"),
     "no memory": (["tiny-mla", "--memory", -1], "--memory -1 must be more than 0"),

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig, Pre
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from modeling_gqa_cli.errors import UserError, one_line
-from modeling_gqa_cli.paths import refuse_mistyped
+from modeling_gqa_cli.paths import refuse_missing
 
 from ..cache_formats import CACHE_BUFFERS
 from ..cache_quantized import rounds_cache
@@ -118,7 +118,7 @@ def open_checkpoint(
     if complete:
         folder = local_folder(source)
     else:
-        refuse_mistyped(source)
+        refuse_missing(source)
         try:
             folder = Path(hf_hub_download(str(source), "config.json")).parent
         except (HfHubHTTPError, ValueError, OSError):

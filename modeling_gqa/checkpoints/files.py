@@ -14,7 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 
 from modeling_gqa_cli.errors import UserError, one_line
-from modeling_gqa_cli.paths import refuse_mistyped, within
+from modeling_gqa_cli.paths import refuse_missing, within
 
 from ..common.atomic import write_text
 
@@ -79,7 +79,7 @@ def local_folder(source: str | Path) -> Path:
         raise UserError(
             f"{source} is a file: give the folder of a checkpoint, a .gguf file, or a model's name on the Hub"
         )
-    refuse_mistyped(source)
+    refuse_missing(source)
     patterns = ["model*.safetensors", "*.json", *COMPANIONS]
     try:
         # Some repositories have folders with the weights in another format; of files in folders only those are wanted

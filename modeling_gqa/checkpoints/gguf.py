@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.logging import is_progress_bar_enabled
 
 from modeling_gqa_cli.errors import UserError, install_extra, one_line
-from modeling_gqa_cli.paths import nearest
 
 from .families import FAMILIES, find_family
 from .files import LazyTensor
@@ -65,8 +64,7 @@ class GGUFFile:
         self.path, self.dtype = Path(path), dtype or DEFAULT_DTYPE
         self.location: Any = {"pretrained_model_name_or_path": self.path.parent, "gguf_file": self.path.name}
         if not self.path.is_file():
-            near = nearest(self.path)
-            raise UserError(f"{path} does not exist{f' (did you mean {near}?)' if near else ''}")
+            raise UserError(f"{path} does not exist")
         reader = self._read(partial(_reader, self.path))
         self.fields: dict[str, Any] = self._read(lambda: {name: _value(field) for name, field in reader.fields.items()})
         # GGUF names a tensor's dimensions from the innermost to the outermost.

@@ -10,7 +10,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from transformers import CONFIG_MAPPING
 
 from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
-from modeling_gqa_cli.paths import CONFIGURATION, refuse_mistyped
+from modeling_gqa_cli.paths import CONFIGURATION, refuse_missing
 
 from ..checkpoints.families import find_family, translate
 from ..checkpoints.files import read_json
@@ -56,7 +56,7 @@ def find_file(source: str) -> Path:
         if not (path / "config.json").is_file():
             raise UserError(f"{source} has no config.json")
         return path / "config.json"
-    refuse_mistyped(source, PRESETS)
+    refuse_missing(source)
     try:
         return Path(hf_hub_download(source, "config.json"))
     except (HfHubHTTPError, ValueError, OSError) as error:

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from modeling_gqa_cli.errors import UserError, one_line
-from modeling_gqa_cli.paths import refuse_mistyped
+from modeling_gqa_cli.paths import refuse_missing
 
 END_OF_TEXT, PAD = "<|endoftext|>", "<|pad|>"
 # Around the messages of a chat. Pretraining never sees them: they are there for finetuning on chats.
@@ -98,7 +98,7 @@ def first_characters(texts: Iterable[str], limit: int) -> Iterator[str]:
 def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer by Hub name or path, without code of its own; raises `UserError`."""
     try:
-        refuse_mistyped(name)
+        refuse_missing(name)
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # a wrong name, no network and a broken file each have their own class
         raise UserError(f"cannot load the tokenizer {name}: {one_line(error)}") from error

@@ -57,32 +57,14 @@ def test_what_is_fetched_from_the_hub(monkeypatch):
         local_folder(__file__)
 
 
-MISTYPED = {
-    "run/mla": "runs/mla",  # the first folder is spelled otherwise
-    "runs/mal": "runs/mla",
-    "runs/other": None,  # its folder exists, and nothing in it is spelled nearly so
-    "Runs/MLA/final": "runs/mla/final",
-    "runs/mla/finl": "runs/mla/final",
-    "./runs/ml": "runs/mla",
-    "smollm": "smolm",
-    "smolm/Model": None,
-    "/no/such/folder": None,
-    "has space": None,
-    "../there/nothing": None,
-    "~/nothing": None,
-    "~nobody-here/nothing": None,
-    "runs/model.guf": "runs/model.gguf",
-    "runs/modl.gguf": "runs/model.gguf",
-}
+MISSING = ["runs/mal", "runs/mla/finl", "./runs/ml", "/no/such/folder", "has space", "~/nothing", "runs/modl.gguf"]
 
 
-@pytest.mark.parametrize("source", MISTYPED)
-def test_a_mistyped_path_is_refused_without_asking_the_hub(source, tmp_path, monkeypatch):
-    """Everywhere that a checkpoint or a configuration is named; what is meant is suggested where it is known."""
+@pytest.mark.parametrize("source", MISSING)
+def test_a_missing_path_is_refused_without_asking_the_hub(source, tmp_path, monkeypatch):
+    """Everywhere that a checkpoint or a configuration is named."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "mla" / "final").mkdir(parents=True)
-    (tmp_path / "runs" / "model.gguf").touch()
-    (tmp_path / "smolm").mkdir()
     for module, name in (
         (files, "snapshot_download"),
         (checkpoint, "hf_hub_download"),
@@ -91,14 +73,12 @@ def test_a_mistyped_path_is_refused_without_asking_the_hub(source, tmp_path, mon
         monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("the Hub was asked"))
     opened = [local_folder, checkpoint.open_checkpoint, partial(checkpoint.open_checkpoint, download=False)]
     for function in (*opened, configurations.find_model):
-        with pytest.raises(UserError, match="does not exist") as raised:
+        with pytest.raises(UserError, match="does not exist"):
             function(source)
-        meant = MISTYPED[source]
-        assert (f"did you mean {meant}?" in str(raised.value)) if meant else "did you mean" not in str(raised.value)
 
 
 def test_what_may_be_a_name_on_the_hub_is_asked_for_there(tmp_path, monkeypatch):
-    """Where nothing here is spelled like it; and where something is, once the Hub's cache holds it."""
+    """Where no folder here is called like its owner; and where one is, once the Hub's cache holds it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     monkeypatch.setattr(files, "snapshot_download", lambda source, **_: f"fetched {source}")
