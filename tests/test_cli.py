@@ -1085,15 +1085,6 @@ def test_output_that_cannot_be_written(checkpoints, monkeypatch):
         assert result.exit_code == 1 and result.stderr.startswith("error: No space left on device")
 
 
-def test_force_replaces_the_whole_target(checkpoints, tmp_path):
-    old_checkpoint(tmp_path / "out")
-    for _ in range(2):  # what was here before, and then what this command writes
-        (tmp_path / "out" / "vocab.txt").write_text("stale")
-        run("convert", checkpoints / "gqa", tmp_path / "out", "--attention-kind", "mha", "--force")
-        assert not (tmp_path / "out" / "vocab.txt").exists() and (tmp_path / "out" / "conversion.json").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 @pytest.mark.processes
 def test_a_process_of_its_own(checkpoints, tmp_path):
     """stderr is the one line and nothing else, apart from what the libraries say when they are imported."""

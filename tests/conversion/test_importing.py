@@ -324,23 +324,6 @@ def test_a_failure_while_writing_leaves_the_target_alone(saved, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_target_that_exists_is_replaced_only_by_force(saved, tmp_path):
-    """Which folders force replaces, test_atomic.py says of `new_checkpoint`."""
-    source, target = saved(), tmp_path / "target"
-    target.mkdir()
-    (target / "config.json").write_text('{"model_type": "old"}')
-    (target / "pytorch_model.bin").touch()
-    (target / "mine").touch()
-    for force, reason in ((False, "exists already"), (True, "holds other things than a checkpoint")):
-        with pytest.raises(UserError, match=reason):
-            import_checkpoint(source, target, force=force)
-    assert sorted(path.name for path in target.iterdir()) == ["config.json", "mine", "pytorch_model.bin"]
-    (target / "mine").unlink()
-    import_checkpoint(source, target, force=True)
-    assert not (target / "pytorch_model.bin").exists() and (target / "model.safetensors").exists()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source", "target"]
-
-
 @pytest.mark.parametrize("target", ["source", "."])
 def test_a_target_that_is_or_holds_the_source_is_refused(target, saved, tmp_path):
     source = saved()

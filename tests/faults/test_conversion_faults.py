@@ -205,31 +205,6 @@ def test_killed_before_a_file_is_changed(turn, draw, sources, tmp_path):
     place.check_killed(*call(*place.command, fault=at_event(place.results, number, send(signal.SIGKILL))))
 
 
-def test_a_killed_conversion_goes_on_from_its_layers(sources, tmp_path):
-    """Killed when its second layer is finished, before that has its name: the first is not converted again, and all
-    bits are those of a conversion that was not killed."""
-
-    def kill_at(name: str):
-        def hook(event, arguments):
-            if event == "os.rename" and str(arguments[0]).endswith(name):
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        return lambda: sys.addaudithook(hook)
-
-    options = ("--attention-kind", "mqa", "--text", sources / "text.txt", *TOKENS, "--refine", 2)
-    whole, target = tmp_path / "whole" / "target", tmp_path / "killed" / "target"
-    assert call("convert", sources / "gqa", whole, *options) == (0, [])
-    layers = tmp_path / "killed" / ".target.layers"
-    assert call("convert", sources / "gqa", target, *options, fault=kill_at("-1.safetensors.part"))[0] is None
-    assert [path.stem[-2:] for path in layers.glob("*.safetensors")] == ["-0"] and not target.exists()
-    assert call("convert", sources / "gqa", target, *options, fault=kill_at("-2.safetensors.part"))[0] is None
-    assert sorted(path.stem[-2:] for path in layers.glob("*.safetensors")) == ["-0", "-1"]
-    assert call("convert", sources / "gqa", target, *options, fault=kill_at("-0.safetensors.part")) == (0, [])
-    for name in ("model.safetensors", "config.json"):
-        assert (target / name).read_bytes() == (whole / name).read_bytes()
-    assert [path.name for path in target.parent.iterdir()] == ["target"]
-
-
 def test_killed_when_the_layers_are_no_longer_needed(sources, tmp_path):
     """The target stands before its layers are deleted, and what is left of them does not disturb the next command."""
     target = tmp_path / "target"
