@@ -9,7 +9,7 @@ from .errors import UsageError
 from .parser import option
 
 Kind = Literal["mha", "mqa", "gqa", "mla"]
-Method = Literal["lowrank", "auto", "procrustes", "mean"]
+Method = Literal["lowrank", "auto", "mean"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Bits = Literal["2", "3", "4", "6", "8", "fp8", "16"]
 IGNORE_FIELD = "Field of SOURCE's configuration that is refused as unknown, and changes nothing."

@@ -32,9 +32,9 @@ SELECTION_TOKENS = 16384
 CANDIDATE_TOKENS = 16384
 # What `NewLayer` says of how a layer was converted, as in `conversion.json`.
 CHOSEN = ("loss", "gain", "alpha", "key_mean", "learning_rate", "ridge")
-METHODS = ("lowrank", "auto", "procrustes", "mean")
+METHODS = ("lowrank", "auto", "mean")
 # Methods whose output projections are fitted on text where nothing else is said; "mean" is the GQA paper's.
-FITTED_METHODS = ("lowrank", "auto", "procrustes")
+FITTED_METHODS = ("lowrank", "auto")
 
 
 def convert_model(
@@ -72,13 +72,12 @@ def convert_model(
         selection: batches that judge the whole model, where "auto" chooses and in the training at the end; `None`:
             these get the last quarter of `calibration`, at most `SELECTION_TOKENS` tokens.
         method: how heads are merged, one of `METHODS`. "lowrank" keeps the leading subspace of the heads of a group.
-            "auto" tries settings of "lowrank" and "procrustes", and MLA with and without choices by layer, and keeps
-            the one with the least KL(source || converted) on `selection`; trials make no gradient steps and see 16,384
-            tokens.
-        regroup: whether heads may be merged with others than their neighbours; `None`: "auto" tries both, "lowrank" and
-            "procrustes" do.
+            "auto" tries settings of it, and MLA with and without choices by layer, and keeps the one with the least
+            KL(source || converted) on `selection`; trials make no gradient steps and see 16,384 tokens.
+        regroup: whether heads may be merged with others than their neighbours; `None`: "auto" tries both, "lowrank"
+            does.
         refit: whether each converted layer's output projection is fitted to `calibration` by least squares, so that the
-            residual stream comes back to the source's; `None`: "auto", "lowrank" and "procrustes" do.
+            residual stream comes back to the source's; `None`: "auto" and "lowrank" do.
         refine: passes over `calibration` in which each converted layer's attention is trained by gradient steps before
             the fit; `None`: two where it is fitted, else none. Documents that they do not see judge both: in each layer
             each is kept only where it lowers the error there, by which learning rate and ridge are chosen too.
@@ -293,7 +292,7 @@ class Search:
         if False in to_mla:
             groupings = [True, False] if regroup is None else [regroup]
             settings = [replace(first, weighted=weighted, regroup=r) for weighted in (True, False) for r in groupings]
-            best = self.best_of([*settings, replace(first, method="procrustes", regroup=groupings[0])], trial)
+            best = self.best_of(settings, trial)
         if True in to_mla:
             best = self.best_of((replace(best, by_layer=by_layer) for by_layer in (True, False)), trial)
             best = self.best_of((replace(best, key_mean=kept) for kept in {start.key_mean, False}), trial)

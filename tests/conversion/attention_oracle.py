@@ -214,7 +214,7 @@ def change_gauge(layer: Grouped, planes: torch.Tensor, values: torch.Tensor, res
     )
 
 
-def random_gauge(layer: Grouped, seed: int, strength: float = 0.5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def random_gauge(layer: Grouped, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Arguments of `change_gauge`: phases and scales of planes, and matrices that are no rotations."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -222,11 +222,11 @@ def random_gauge(layer: Grouped, seed: int, strength: float = 0.5) -> tuple[torc
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     heads, size, n = len(layer.k), layer.k.shape[1], layer.planes
-    planes = torch.polar((strength * draw(heads, n)).exp(), 3 * draw(heads, n))
+    planes = torch.polar((0.5 * draw(heads, n)).exp(), 3 * draw(heads, n))
 
     def invertible(width):
         turn = torch.linalg.qr(draw(heads, width, width)).Q
-        return turn * (strength * draw(heads, 1, width)).exp()
+        return turn * (0.5 * draw(heads, 1, width)).exp()
 
     return planes, invertible(size), invertible(size - 2 * n)
 

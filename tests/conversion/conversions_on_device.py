@@ -23,7 +23,7 @@ from modeling_gqa.conversion import (
 # Kind, its fields, the target, and options: each way to convert, once.
 CASES: list[tuple[str, dict, dict, dict]] = [
     ("gqa", {"qk_norm": True, "attention_bias": True}, {"attention_kind": "mqa"}, {"refine": 0}),
-    ("gqa", {}, {"attention_kind": "mqa"}, {"method": "procrustes", "refit": False, "refine": 0}),
+    ("gqa", {}, {"attention_kind": "mqa"}, {"refit": False, "refine": 0}),
     ("gqa", {}, {"attention_kind": "mqa"}, {"method": "mean"}),
     ("mha", {}, {"attention_kind": "gqa", "num_key_value_heads": 2}, {"regroup": True, "refit": False, "refine": 0}),
     ("gqa", {"attention_bias": True}, {"attention_kind": "mla", "cache_size": 24}, {"method": "auto"}),

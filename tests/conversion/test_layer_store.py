@@ -89,8 +89,8 @@ CASES: dict[str, tuple[dict[str, Any], int, list[int]]] = {
     "gqa": ({**GQA, "refine": 2}, 2, [1, 2]),
     "mla": (MLA, 3, [2]),
     "mean": ({**GQA, "method": "mean"}, 3, [2]),
-    # One of five settings is measured, and of the second one layer is finished; the best is converted with refinement.
-    "auto": ({**GQA, "method": "auto"}, 5, [1, 2, *4 * [0, 1, 2]]),
+    # One of four settings is measured, and of the second one layer is finished; the best is converted with refinement.
+    "auto": ({**GQA, "method": "auto"}, 5, [1, 2, *3 * [0, 1, 2]]),
     # Of the sizes that are tried one is measured.
     "rounded": (ROUNDED, 5, [0, 1, 2, 0, 1, 2]),
 }

@@ -97,7 +97,7 @@ def merge_heads(
     if len(partition[0]) == 1:
         return permute_heads(heads, [head for (head,) in partition]), 0.0
     merge_group = MERGES[method]
-    if heads.q_norm is not None and method in ("lowrank", "procrustes"):
+    if heads.q_norm is not None and method == "lowrank":
         heads, merge_group = balanced_norms(heads, moments.key_scale), with_norm(merge_group)
     groups = [Group.of(moments, members) for members in partition]
     merges = [merge_group(group) for group in groups]

@@ -1,12 +1,11 @@
-"""How the key/value heads of a group become one, by any of several methods.
+"""How the key/value heads of a group become one.
 
 A group of m heads is merged by an encoder and a decoder. Per rotary plane the new key is the sum of encoder * z over
 the heads, and head g's key is restored as decoder_g times it (complex numbers commute with rotation). Values, and key
 dimensions that are not rotated, use real matrices. Decoders are multiplied into the query and output weights.
 
-Sources: mean pooling (Ainslie et al., 2305.13245); orthogonal alignment before the mean (2412.20677); `lowrank` keeps
-the leading subspace of the group in the metric of the layer's output (low-rank key/value compression: 2406.07056,
-whitening: 2403.07378).
+Sources: mean pooling (Ainslie et al., 2305.13245); `lowrank` keeps the leading subspace of the group in the metric of
+the layer's output (low-rank key/value compression: 2406.07056, whitening: 2403.07378).
 
 Shapes: m heads of a group, D head size, n rotary planes.
 """
@@ -112,21 +111,6 @@ def average(group: Group, share: torch.Tensor) -> Merge:
     )
 
 
-def procrustes(group: Group) -> Merge:
-    """Turn each head towards the mean, planes by a phase and values by an orthogonal matrix; then average."""
-    count = len(group.values)
-    phases = align_phases(group.planes)
-    values, rest = align(group.values), align(group.rest)
-    return Merge(
-        phases / count,
-        phases.conj(),
-        rest.transpose(0, 1) / count,
-        rest.mT,
-        values.transpose(0, 1) / count,
-        values.mT,
-    )
-
-
 def align_phases(covariance: torch.Tensor, rounds: int = 30) -> torch.Tensor:
     """Return phases (n, m) that turn the heads of `covariance` (n, m, m) towards their mean, found by iteration."""
     phases = torch.ones(covariance.shape[:2], dtype=torch.complex128, device=covariance.device)
@@ -134,18 +118,6 @@ def align_phases(covariance: torch.Tensor, rounds: int = 30) -> torch.Tensor:
         towards = torch.einsum("nij,nj->ni", covariance, phases.conj())  # E[z_i conj(mean)]
         phases = torch.where(towards.abs() > 0, torch.polar(torch.ones_like(towards.abs()), -towards.angle()), phases)
     return phases
-
-
-def align(covariance: torch.Tensor, rounds: int = 30) -> torch.Tensor:
-    """Return orthogonal matrices (m, D, D) that turn vectors of `covariance` (m, D, m, D) towards their mean."""
-    count, size = covariance.shape[:2]
-    turns = torch.eye(size, dtype=covariance.dtype, device=covariance.device).repeat(count, 1, 1)
-    for _ in range(rounds if size else 0):
-        for j in range(count):
-            towards = torch.einsum("iab,ibc->ac", turns, covariance[:, :, j])  # E[sum of the turned, v_j^T]
-            u, _, vh = torch.linalg.svd(towards)
-            turns[j] = u @ vh
-    return turns
 
 
 def lowrank(group: Group) -> Merge:
@@ -158,7 +130,6 @@ def lowrank(group: Group) -> Merge:
 
 MERGES: dict[str, Callable[[Group], Merge]] = {
     "mean": mean,
-    "procrustes": procrustes,
     "lowrank": lowrank,
 }
 
