@@ -46,7 +46,7 @@ class NewAttention:
     attention_kind: Kind = field(metadata={"help": "Attention of the result."})
     num_key_value_heads: int | None = option("GQA: key/value heads, a divisor of the query heads.")
     kv_lora_rank: int | None = option("MLA: size R of the cached latent.")
-    qk_rope_head_dim: int | None = option("MLA: size P of the cached rotary key, even. Default: R.")
+    qk_rope_head_dim: int | None = option("MLA: size P of the cached rotary key, even, 0 for none. Default: R.")
     cache_size: int | None = option("MLA: R + P, numbers cached per token and layer.")
     cache_bytes: int | None = option("MLA: the same in bytes, in the result's dtype.")
     cache_share: float | None = option("GQA and MLA: the same by what SOURCE caches, such as 0.5.")

@@ -94,7 +94,8 @@ def target_config(
         layers: indices of the layers to change; `None` for all.
         num_key_value_heads: number G of key/value heads, for "gqa".
         kv_lora_rank: size R of the latent, for "mla".
-        qk_rope_head_dim: size P of the rotary key, for "mla"; as large as R where only R is given.
+        qk_rope_head_dim: size P of the rotary key, for "mla"; as large as R where only R is given; with 0 nothing is
+            rotated.
         cache_size: R + P in place of the two, in numbers cached per token and layer. R and P are about halves of it;
             `convert_model(divide_cache=True)` can find better shares.
 
@@ -120,8 +121,9 @@ def target_config(
     sizes = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim, "cache_size": cache_size}
     given = {name: value for name, value in sizes.items() if value is not None}
     for name, size in {**sizes, "num_key_value_heads": num_key_value_heads}.items():
-        if size is not None and size <= 0:
-            raise UserError(f"{name}={size} must be positive")
+        least = 0 if name == "qk_rope_head_dim" else 1
+        if size is not None and size < least:
+            raise UserError(f"{name}={size} must be at least {least}")
     if attention_kind != "mla" and given:
         name, value = next(iter(given.items()))
         raise UserError(f"{name}={value} belongs to MLA, and the target is {attention_kind}")

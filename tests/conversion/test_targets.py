@@ -99,8 +99,8 @@ REFUSED = {
         {"num_key_value_heads": 4},
         "num_key_value_heads=4 does not divide the 6 query heads: choose one of 1, 2, 3, 6",
     ),
-    "no-head": ("mha", {}, "gqa", {"num_key_value_heads": 0}, "num_key_value_heads=0 must be positive"),
-    "negative-rank": ("mha", {}, "mla", {"kv_lora_rank": -2}, "kv_lora_rank=-2 must be positive"),
+    "no-head": ("mha", {}, "gqa", {"num_key_value_heads": 0}, "num_key_value_heads=0 must be at least 1"),
+    "negative-rank": ("mha", {}, "mla", {"kv_lora_rank": -2}, "kv_lora_rank=-2 must be at least 1"),
     "rank-of-gqa": ("mha", {}, "mqa", {"kv_lora_rank": 8}, "kv_lora_rank=8 belongs to MLA, and the target is mqa"),
     "heads-of-mla": (
         "mha",

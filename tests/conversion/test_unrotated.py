@@ -9,6 +9,7 @@ from small_models import UNROTATED, make_config
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, layer_errors, target_config
 from modeling_gqa.conversion.allocation import layer_sizes
+from modeling_gqa.conversion.inspection import conversions
 from modeling_gqa.conversion.quantizing import with_cache_of
 from modeling_gqa.conversion.targets import cached_numbers, divided, lossy_layers
 
@@ -140,6 +141,25 @@ def test_mla_is_converted_once_more(given, kind, sizes):
     assert converted.config.per_layer_config[1].qk_rope_head_dim == (0 if kind == "mla" else None)
     assert sees_no_order(converted, 1) and not sees_no_order(converted, 0)
     assert all(0 < error < 1 for error in layer_errors(latent, converted, CALIBRATION))
+
+
+@pytest.mark.parametrize("text", [None, LONG_CALIBRATION], ids=["weights", "text"])
+def test_layers_that_rotate_can_do_without_a_rotary_key(text):
+    """More is lost than with one; the way back to MHA is exact."""
+    model, errors = random_model("mha").double().eval(), {}
+    for rope in (0, 20):
+        target = target_config(model.config, "mla", kv_lora_rank=60, qk_rope_head_dim=rope)
+        converted, _ = convert_model(model, target, text, key_mean=False)
+        errors[rope] = sum(layer_errors(model, converted, CALIBRATION)) / 3
+        back, _ = convert_model(converted, target_config(converted.config, "mha"))
+        assert distance(logits(back), logits(converted)) < 1e-12
+        assert sees_no_order(converted, 0) == (rope == 0)
+    assert 0 < errors[20] < errors[0] < 1
+
+
+def test_what_layers_without_rotation_can_become():
+    found = conversions(random_model("gqa", **UNROTATED).config, torch.float32)
+    assert found["exact"] == {"mha": 2016, "mla with R = 56 and P = 0": 672} and not found["impossible"]
 
 
 def test_a_latent_is_no_larger_than_the_layers_input():
