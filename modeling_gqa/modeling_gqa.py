@@ -320,9 +320,9 @@ class GQAModel(GQAPreTrainedModel):
             refuse_without_tokens("inputs_embeds", inputs_embeds, self.config.bos_token_id)
         use_cache = self.config.use_cache if use_cache is None else use_cache
         made = self.new_cache() if use_cache and past_key_values is None else None
-        # With the cache that was given: transformers looks for packed documents only where there is none.
         paged = getattr(rows_of(kwargs.get("cache")), "positions", False)
         held = PagedPositions(inputs_embeds.dtype, kwargs) if paged else made
+        # With the cache that was given: transformers looks for packed documents only where there is none.
         arguments = self.layer_arguments(inputs_embeds, attention_mask, position_ids, past_key_values, held)
         past_key_values = past_key_values if made is None else made
         hidden_states = self.embedding_multiplier(inputs_embeds)
