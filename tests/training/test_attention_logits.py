@@ -60,6 +60,8 @@ def by_formula(model, inputs: dict[str, torch.Tensor], monkeypatch) -> list[floa
 
         angles = torch.atan2(sine, cosine).expand(len(x), -1, -1).double()
         config = model.config.per_layer_config[index]
+        if config.rope_frequency_indices == []:
+            angles = None
         rope = config.rope_parameters
         lengths = (POSITIONS // rope.get("original_max_position_embeddings", 1)).double()
         factors = 1 + rope.get("llama_4_scaling_beta", 0) * torch.log(1 + lengths)[..., None]
