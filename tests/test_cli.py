@@ -908,7 +908,7 @@ BLOCKS = ("--text", "CORPUS", "--sequence-length")
 # name: (what is done to the source, the source, options, message)
 WRONG = {
     "heads that do not divide": (None, "mha", (*GQA, 4), "num_key_value_heads=4 does not divide the 6 query heads"),
-    "negative cache": (None, "mha", (*MLA, "--cache-bytes", -4), "--cache-bytes=-4 must be positive"),
+    "negative cache": (None, "mha", (*MLA, "--cache-bytes", -4), "--cache-bytes=-4 must be at least 1"),
     "two sizes": (None, "mha", (*MLA, "--cache-size", 8, "--cache-bytes", 32), "--cache-size and --cache-bytes say"),
     "budget and size": (None, "mha", (*MLA, "--budget", 99, "--kv-lora-rank", 8), "leave --kv-lora-rank out"),
     "mean to MLA": (None, "mha", (*MLA, "--cache-size", 24, "--method", "mean"), "--method=mean merges heads"),
