@@ -26,6 +26,7 @@ def serve(name: str, arguments: list[str]) -> None:
     for model_class in AUTO_CLASSES.values():
         setattr(transformers, model_class.__name__, model_class)
     try:
+        from fastapi import HTTPException
         from transformers.cli import chat
         from transformers.cli.serving import model_manager
         from transformers.cli.transformers import app as transformers_app
@@ -33,6 +34,8 @@ def serve(name: str, arguments: list[str]) -> None:
         model_manager.ModelManager = served_models(model_manager.ModelManager)  # type: ignore[misc]
         try:
             transformers_app([name, *arguments], prog_name="modeling-gqa")
+        except HTTPException as error:  # of the model that the server should begin with
+            stop(error.detail)
         except (chat.httpx.HTTPError, OSError, ValueError, RuntimeError) as error:
             if name == "serve":
                 raise
@@ -43,12 +46,21 @@ def serve(name: str, arguments: list[str]) -> None:
 
 
 def served_models(manager: Any) -> Any:
-    """Return a class like transformers' of a server's models, which lists what it serves."""
+    """Return a class like transformers' of a server's models, which says what it lacks and lists what it serves."""
+    from fastapi import HTTPException
     from huggingface_hub.errors import CacheNotFound
+
+    from .errors import one_line
 
     started = int(time.time())
 
     class ServedModels(manager):
+        def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
+            except OSError as error:  # there is no such model
+                raise HTTPException(404, f"cannot load {model_id_and_revision}: {one_line(error)}") from None
+
         def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:
             try:
                 cached = manager.get_gen_models(cache_dir)

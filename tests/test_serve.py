@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub.errors import CacheNotFound
+from openai import NotFoundError
 from served import serving
 from small_models import MODELS, SIZES, make_model
 from tokenizers import Tokenizer
@@ -84,6 +85,13 @@ def test_chat_asks_the_server(client, checkpoints):
         timeout=120,
     )
     assert ran.returncode == 0 and "tokens in" in ran.stdout, ran.stdout + ran.stderr
+
+
+def test_a_model_that_is_not_there_is_not_found(client, checkpoints):
+    for name in (f"{checkpoints}/gqqa", "org/nothing"):
+        with pytest.raises(NotFoundError) as raised:
+            client.completions.create(model=name, prompt=TEXT)
+        assert name in raised.value.response.json()["detail"]
 
 
 def test_the_model_that_a_server_begins_with_is_listed(monkeypatch):
