@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .measure import describe_machine
-from .report import RESULTS, Rows, print_table
+from .report import RESULTS, ResultRows, print_table
 
 COLUMNS = {
     "recipe": "",
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     options = parser.parse_args(arguments)
     machine = describe_machine("cpu", [torch.float32])
     command = " ".join(["python -m benchmarks.optimizers", *(sys.argv[1:] if arguments is None else arguments)])
-    rows = Rows(options.json, KEY)
+    rows = ResultRows(options.json, KEY)
     for steps in options.steps:
         for seed in options.seeds:
             for rate in options.rates:

@@ -31,7 +31,7 @@ from modeling_gqa.costs import cache_bytes_per_token
 from .measure import describe_machine
 from .real import MODELS, SMOLLM2, real_model, real_text
 from .real_conversion import EVALUATIONS, Bench
-from .report import RESULTS, Rows, kebab_shown, print_machine, print_table
+from .report import RESULTS, ResultRows, kebab_shown, print_machine, print_table
 
 FORMATS: dict[str, Any] = {"fp8": "fp8", "int8": 8, "int6": 6, "int4": 4, "int3": 3, "int2": 2}  # `nbits`
 GROUP = 64  # numbers that share a scale of 16 bits, or a head's where it has fewer
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     file, text = options.json or RESULTS / f"{options.name}.json", options.text or real_text()
     settings: dict[str, Any] = {"model": Path(folder).name, "text": text.name, "tokens": TOKENS}
     settings |= {"evaluation_tokens": options.evaluation_tokens, "length": options.length}
-    rows = Rows(file, ("cache", "method"), settings)
+    rows = ResultRows(file, ("cache", "method"), settings)
     bench = Bench(folder, text, TOKENS, options.evaluation_tokens, options.length)
     full = cache_bytes_per_token(bench.source.config, torch.bfloat16)
     bench.source.float()  # differences of 0.001 are lost in bfloat16

@@ -42,7 +42,7 @@ from .layerwise import refit_outputs
 from .measure import describe_machine
 from .peers import mha2mla, transmla
 from .real import MODELS, SMOLLM2, real_model, real_text
-from .report import RESULTS, Rows, kebab_shown, print_machine, print_table
+from .report import RESULTS, ResultRows, kebab_shown, print_machine, print_table
 
 TARGETS = ("mla-1/2", "mla-1/4", "mla-1/8", "mqa")
 # Files of the text that is measured on; the columns of the first have no suffix.
@@ -324,7 +324,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     settings = {"model": name, "tokens": options.tokens, "evaluation_tokens": options.evaluation_tokens}
     settings["length"] = options.length
     dtype = getattr(torch, options.dtype) if options.dtype else None
-    rows = Rows(path, ("target", "method"), settings, place)
+    rows = ResultRows(path, ("target", "method"), settings, place)
     sizes = (options.tokens, options.evaluation_tokens, options.length, options.batch_size)
     bench = Bench(
         folder, text, *sizes, dtype=dtype, device=options.device, own_text=options.own_text, work=options.work

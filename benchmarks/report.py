@@ -78,7 +78,7 @@ def write(path: Path, command: str, machine: dict, **results) -> None:
     write_json(path, {"command": command, "machine": machine, **results})
 
 
-class Rows(list[dict]):
+class ResultRows(list[dict]):
     """The rows of a file of results, of this run and of earlier ones with the same settings; others are refused.
 
     Args:

@@ -37,7 +37,7 @@ from training.uptrain import uptrain
 from .measure import describe_machine
 from .real import cache_folder, real_model, real_text
 from .real_conversion import Bench, Target, ours
-from .report import RESULTS, Rows, kebab_shown, print_machine, print_table
+from .report import RESULTS, ResultRows, kebab_shown, print_machine, print_table
 
 CONTROL = "control"
 TARGETS = (CONTROL, "mla-1/2", "mla-1/4")
@@ -56,7 +56,7 @@ class Uptraining:
         self.text = options.text or real_text()
         names = ("recipe", "calibration_tokens", "evaluation_tokens", "length", "train_length", "train_batch")
         settings = {"model": self.source.name, **{name: getattr(options, name) for name in names}}
-        self.rows = Rows(options.json or RESULTS / f"{options.name}.json", ("model", "tokens"), settings)
+        self.rows = ResultRows(options.json or RESULTS / f"{options.name}.json", ("model", "tokens"), settings)
         self.machine = describe_machine("cpu", [torch.float32, torch.bfloat16])
         print_machine(self.machine)
 

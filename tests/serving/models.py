@@ -65,6 +65,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mla-scaled": {**MLA, "rope_parameters": SCALED},
     "gqa-unrotated": {**GQA, "per_layer_config": {1: UNROTATED, 3: UNROTATED}},
     "mla-unrotated": {**MLA, "per_layer_config": {i: {**UNROTATED, "qk_rope_head_dim": 0} for i in (1, 3)}},
+    "mla-all-unrotated": {**MLA, **UNROTATED, "qk_nope_head_dim": 64, "qk_rope_head_dim": 0, "latent_norm": False},
     "gqa-partial": {**GQA, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
     "gqa-window-tied": {**GQA, "sliding_window": 16, "tie_word_embeddings": True},
     "grouped-mixed": {**GQA, "per_layer_config": {0: {"attention_kind": "mha"}, 2: {"attention_kind": "mqa"}}},
