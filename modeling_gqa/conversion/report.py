@@ -14,7 +14,7 @@ from ..common.atomic import write_json
 from ..common.tables import Table, cached, runs, share
 from ..configuration_gqa import GQAConfig
 from ..costs import CostedModel
-from .targets import describe
+from .targets import describe_layers
 
 REPORT_NAME = "conversion.json"
 # Raised when an entry changes its meaning; new entries do not raise it.
@@ -233,7 +233,7 @@ def write_conversion_card(
         tokenizer=tokenizer,
         title=title,
         source=source,
-        change="; ".join(f"layers {where}: {what}" for where, what in runs(map(describe, config.per_layer_config))),
+        change=describe_layers(config),
         cost=cost_table(report).to_markdown(),
         table=summary(report).to_markdown(),
         layers=layers_table(report).to_markdown(),

@@ -17,6 +17,7 @@ from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 from ..attention import GroupedAttention
 from ..attention_latent import LatentAttention
 from ..checkpoints.families import import_config
+from ..common.tables import runs
 from ..configuration_checks import NORMED_FIELDS
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import PER_LAYER_FIELDS
@@ -268,6 +269,17 @@ def latent_sizes(
 def describe(layer: GQAConfig) -> str:
     """Return `Attention.describe` of the kind of `layer`, one of `config.per_layer_config`."""
     return ATTENTION_CLASSES[layer.attention_kind].describe(layer)
+
+
+def describe_layers(config: GQAConfig) -> str:
+    """Return `describe` of each run of equal layers with its indices, or of more than four runs the kinds alone."""
+    found = runs(map(describe, config.per_layer_config))
+    if len(found) == 1:
+        return found[0][1]
+    if len(found) <= 4:
+        return "; ".join(f"layers {where}: {what}" for where, what in found)
+    kinds = Counter(layer.attention_kind for layer in config.per_layer_config)
+    return ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) + ", sizes differ by layer"
 
 
 def cached_numbers(layer: GQAConfig) -> int:

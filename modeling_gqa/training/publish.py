@@ -24,6 +24,7 @@ from ..common.atomic import write_json
 from ..common.batches import computing_dtype
 from ..common.console import out, say
 from ..common.progress import progress_bars
+from ..conversion.targets import describe_layers
 from ..costs.measuring import machine_name
 from ..data.source import Source, Split, load_split
 from ..data.tokenizer import ends_of_text, load_tokenizer
@@ -34,7 +35,7 @@ from ..evaluation.results import results_table as scores_table
 from .recipe import Recipe
 from .results import RESULTS, Results, printed_lines, results_table
 from .run_folder import SAVED_RECIPE, RunFolder
-from .run_setup import OpenRun, describe_attention
+from .run_setup import OpenRun
 from .trainer import PretrainTrainer
 
 # Identifiers that the Hub's model card metadata knows; any other goes under `license: other`.
@@ -214,7 +215,7 @@ def write_run_card(folder: Path, recipe: Recipe, config: GQAConfig, split: Split
         title=repository_name(recipe).rpartition("/")[2],
         parameters=results["parameters"] / 1e6,
         origin=recipe.origin(results),
-        attention=describe_attention(config),
+        attention=describe_layers(config),
         serving=cards.serving_note(config),
         method=recipe.method(),
         repository=repository_name(recipe),

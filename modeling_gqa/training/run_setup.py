@@ -26,11 +26,10 @@ from modeling_gqa_cli.paths import is_in
 from ..common.atomic import read_object
 from ..common.console import Interrupted, failed_to_write, is_main, say
 from ..common.progress import progress_bars
-from ..common.tables import runs
+from ..conversion.targets import describe_layers
 from ..data.blocks import CheckedStream, PackedBlocks, check_blocks, load_blocks, read_blocks, write_blocks
 from ..data.source import Source, Split, load_split, open_source, split_source
 from ..data.tokenizer import check_tokenizer, load_tokenizer, train_tokenizer
-from ..modeling_gqa import ATTENTION_CLASSES
 from .estimate import describe_length
 from .kept import make_once
 from .recipe import FREE_ON_RESUME, LENGTHS, Recipe, trackers_in
@@ -161,7 +160,7 @@ def from_main(value: Any) -> Any:
 def announce(run: OpenRun, recipe: Recipe, model: PreTrainedModel) -> None:
     """Print the model, the text, the folder, and where training begins."""
     size = f"{len(run.train):,} sequences" if isinstance(run.train, PackedBlocks) else "a stream of sequences"
-    attention = describe_attention(model.config)
+    attention = describe_layers(model.config)
     say(f"Model   {recipe.model_name}: {model.num_parameters() / 1e6:.2f}M parameters, {attention}")
     say(f"Text    {run.source.name}; {size} of {recipe.sequence_length} tokens, {len(run.validation):,} for validation")
     if recipe.script == "pretrain":
@@ -170,13 +169,6 @@ def announce(run: OpenRun, recipe: Recipe, model: PreTrainedModel) -> None:
     if recipe.resume:
         where = f"Resuming from {run.checkpoint}" if run.checkpoint else None
         say(where or "No checkpoint had been saved yet: starting from step 0")
-
-
-def describe_attention(config: Any) -> str:
-    """Return for instance `gqa, 2 of 8 heads of 16`; where layers differ, each run of equal ones with its numbers."""
-    layers = [config.per_layer_config[i] for i in range(config.num_hidden_layers)]
-    kinds = runs(ATTENTION_CLASSES[layer.attention_kind].describe(layer) for layer in layers)
-    return kinds[0][1] if len(kinds) == 1 else "; ".join(f"layers {where}: {what}" for where, what in kinds)
 
 
 def load_text(

@@ -13,7 +13,7 @@ from modeling_gqa.attention import GroupedAttention
 from modeling_gqa.conversion import UserError, allocate, convert_model, export_config, import_config, target_config
 from modeling_gqa.conversion.inspection import inspect_checkpoint
 from modeling_gqa.conversion.layers.heads import read_heads
-from modeling_gqa.conversion.targets import exact_latent_sizes, lossy_layers
+from modeling_gqa.conversion.targets import describe_layers, exact_latent_sizes, lossy_layers
 from modeling_gqa.costs import cache_bytes_per_token
 
 
@@ -244,3 +244,12 @@ def test_exact_latent_sizes_are_the_least(kind, sizes):
     assert rank + rotary <= 2 * config.num_key_value_heads * config.head_dim
     less = target_config(config, "mla", kv_lora_rank=rank - 1, qk_rope_head_dim=rotary)
     assert lossy_layers(config, less) == list(range(config.num_hidden_layers))
+
+
+def test_layers_of_many_sizes_are_described_by_kind():
+    sizes = {index: {"attention_kind": "mla", "kv_lora_rank": 8 + index} for index in range(5)}
+    assert "; layers 4: mla, " in describe_layers(
+        make_config("gqa", num_hidden_layers=5, per_layer_config={4: sizes[4]})
+    )
+    mixed = make_config("gqa", num_hidden_layers=6, per_layer_config=sizes)
+    assert describe_layers(mixed) == "5 x mla, 1 x gqa, sizes differ by layer"
