@@ -20,6 +20,7 @@ from transformers.generation import StoppingCriteria
 
 from modeling_gqa import ATTENTION_CLASSES, GQAConfig
 from modeling_gqa.cache_layers import grow_in_place
+from modeling_gqa.compatibility import CACHE
 from modeling_gqa.costs import cache_bytes, count_parameters, decode_flops
 from modeling_gqa.costs.measuring import filled_cache
 
@@ -97,7 +98,7 @@ def generate(model, cache: DynamicCache, batch: int, length: int, tokens: int, d
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
+        **{CACHE: cache},
         do_sample=False,
         max_new_tokens=tokens,
         eos_token_id=None,

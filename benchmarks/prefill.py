@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward as s
 
 from modeling_gqa.attention_functions import sdpa_attention_forward
 from modeling_gqa.attention_latent import pad_heads
+from modeling_gqa.compatibility import CACHE
 from modeling_gqa.costs import prefill_flops
 
 from .measure import describe_machine, floor_milliseconds, in_turn, milliseconds, ratio
@@ -101,7 +102,7 @@ def prefill_row(kind: str, models, length: int, padding: bool, dtype: torch.dtyp
 
     def read(model):
         cache = DynamicCache(config=model.config)
-        return lambda: (cache.reset(), model(ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1))
+        return lambda: (cache.reset(), model(ids, attention_mask=mask, logits_to_keep=1, **{CACHE: cache}))
 
     times = in_turn({"theirs": read(theirs), "ours": read(ours)}, device, budget)
     floor = floor_milliseconds(machine, dtype, 0, prefill_flops(ours.config, batch, length))

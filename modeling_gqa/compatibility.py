@@ -17,7 +17,7 @@ from transformers.utils import logging
 # What transformers calls a cache in arguments of `generate` and in outputs; 5.24 has renamed it.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 # Releases of transformers, by their first two numbers, that the tests are run against.
-TESTED = ((5, 17), (5, 23))
+TESTED = ((5, 17), (5, 24))
 # By this name transformers' verbosity holds for it; it says a line once, however many copies of this file are loaded.
 logger = logging.get_logger("transformers.modeling_gqa")
 

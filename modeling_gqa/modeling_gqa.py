@@ -548,6 +548,9 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         refuse_without_tokens(name, inputs, self.config.bos_token_id)
         return inputs, name, model_kwargs
 
+    def _validate_model_kwargs(self, model_kwargs):
+        super()._validate_model_kwargs({name: x for name, x in model_kwargs.items() if name != CACHE})
+
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         given = model_kwargs.get(CACHE)
         asked, options = generation_config.cache_implementation, dict(generation_config.cache_config or {})

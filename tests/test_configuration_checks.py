@@ -251,13 +251,13 @@ def load_configuration_anew():
 
 def test_a_transformers_too_old_is_named_in_one_line(monkeypatch):
     monkeypatch.setattr(compatibility.transformers, "__version__", "4.57.1")
-    with pytest.raises(ImportError, match=r"needs transformers 5.17 to 5.23 and found 4\.57\.1: .*pip") as error:
+    with pytest.raises(ImportError, match=r"needs transformers 5.17 to 5.24 and found 4\.57\.1: .*pip") as error:
         load_configuration_anew()
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("version", "times"), [("5.16.4", 1), ("5.17.0", 0), ("5.23.9", 0), ("5.99.0.dev0", 1), ("6.1.0", 1)]
+    ("version", "times"), [("5.16.4", 1), ("5.17.0", 0), ("5.24.9", 0), ("5.99.0.dev0", 1), ("6.1.0", 1)]
 )
 def test_other_releases_of_transformers_are_warned_of_once(version, times, monkeypatch):
     """Nothing is refused, and a second load says nothing."""

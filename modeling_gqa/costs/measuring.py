@@ -16,6 +16,7 @@ from modeling_gqa_cli.errors import UserError
 
 from ..cache_layers import PositionedCache
 from ..common.batches import free_memory
+from ..compatibility import CACHE
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from . import CostedModel, Machine, cache_bytes, count_parameters
@@ -119,7 +120,7 @@ def filled_cache(model: Any, config: GQAConfig, rows: int, tokens: int, dtype: t
     """
     inputs: dict = {}
     model._prepare_cache_for_generation(model.generation_config, inputs, None, rows, tokens)
-    cache = inputs["past_key_values"]
+    cache = inputs[CACHE]
     for index, layer in enumerate(config.per_layer_config):
         shapes = ATTENTION_CLASSES[layer.attention_kind].cache_shapes(layer)
         held = (torch.randn(rows, heads, tokens, size, dtype=dtype, device=device) for heads, size in shapes)
