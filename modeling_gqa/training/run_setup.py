@@ -18,7 +18,7 @@ import yaml
 from accelerate.utils import broadcast_object_list
 from huggingface_hub import get_token
 from torch.utils.data import Dataset
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, TrainerState
 
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.paths import is_in
@@ -157,7 +157,7 @@ def from_main(value: Any) -> Any:
         raise UserError("the main process has stopped; it says why") from error
 
 
-def announce(run: OpenRun, recipe: Recipe, model: PreTrainedModel) -> None:
+def announce(run: OpenRun, recipe: Recipe, model: Any) -> None:
     """Print the model, the text, the folder, and where training begins."""
     size = f"{len(run.train):,} sequences" if isinstance(run.train, PackedBlocks) else "a stream of sequences"
     attention = describe_layers(model.config)
