@@ -152,10 +152,13 @@ class LatentCPUImpl(CPUMLAImpl):
             held.copy_(cache[blocks.flatten()]).mul_(scale)
         return held.view(len(tables), -1, numbers)[:, :length]
 
-    def do_kv_cache_update(self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype: str, k_scale) -> None:
+    def do_kv_cache_update(
+        self, kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype: str, k_scale, skip_scale: bool = False
+    ) -> None:
         """Write latents, (T, R), and rotary keys, (T, 1, P), of tokens into their slots; in fp8 divided by `k_scale`.
 
-        What lies outside of float8_e4m3fn becomes its largest number, 448, as in vLLM's own kernels.
+        What lies outside of float8_e4m3fn becomes its largest number, 448, as in vLLM's own kernels. vLLM 0.33 says
+        where the scale is 1 (`skip_scale`).
         """
         if kv_cache_dtype in FP8:
             kv_cache, most = kv_cache.view(torch.float8_e4m3fn), torch.finfo(torch.float8_e4m3fn).max

@@ -1,4 +1,4 @@
-"""Sizes that the attention kernels of vLLM 0.32 take, as its source has them (`vllm/v1/attention/backends`).
+"""Sizes that the attention kernels of vLLM 0.32 and 0.33 take, as its source has them (`vllm/v1/attention/backends`).
 
 Letters, of MLA: R latent, P rotary key, and of a head N unrotated part and V value. D is a grouped head's size.
 """

@@ -408,7 +408,7 @@ def test_chosen_layers_alone_change(checkpoints, tmp_path):
     before, after = (load_file(folder / "model.safetensors") for folder in (checkpoints / "mha", tmp_path / "out"))
     kept = [name for name in before if "self_attn" not in name or "layers.1." in name]
     assert all(torch.equal(before[name], after[name]) for name in kept) and len(kept) < len(before)
-    assert "vLLM 0.32 caches the latent" in (tmp_path / "out" / "README.md").read_text()
+    assert "vLLM 0.32 or 0.33 caches the latent" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_budget_is_kept_and_layers_that_were_not_chosen_too(checkpoints, corpus, tmp_path):

@@ -17,7 +17,7 @@ from .atomic import write_text
 # Entries of a source's card that hold for the weights made from it, too.
 KEPT_METADATA = ("license", "license_name", "license_link", "language", "datasets")
 WITH_PLUGIN = """
-vLLM 0.32 caches the latent of this model's MLA where the package is installed beside it ({install}):
+vLLM 0.32 or 0.33 caches the latent of this model's MLA where the package is installed beside it ({install}):
 {latent} a token and layer{largest}. """
 ALIKE = "Without the package, `--trust-remote-code` serves the model with expanded keys and values: {expanded}."
 DIFFERENT = "Without the package vLLM does not serve it, because its layers differ."

@@ -83,7 +83,7 @@ def test_registered():
     assert MODEL_ARCH_CONFIG_CONVERTORS["gqa"].__module__ == "modeling_gqa_vllm.sizes"
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "1.0"])
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0"])
 def test_another_release_gets_one_line(version, monkeypatch, caplog):
     """Outside the range that was tested nothing is registered."""
     monkeypatch.setattr(vllm, "__version__", version)
