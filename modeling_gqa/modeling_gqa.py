@@ -549,6 +549,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         return inputs, name, model_kwargs
 
     def _validate_model_kwargs(self, model_kwargs):
+        # In 5.24 the cache is looked for in the signature of `prepare_inputs_for_generation`, which is ours.
         super()._validate_model_kwargs({name: x for name, x in model_kwargs.items() if name != CACHE})
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
