@@ -319,7 +319,8 @@ def optimizers_table(rows: list[dict]) -> str:
     losses: dict[tuple[str, int, float], list[float]] = {}
     several = len({row["recipe"] for row in rows}) > 1
     for row in rows:
-        name = {"adamw": "AdamW", "muon": "Muon"}[row["optimizer"]] + (row["options"] and f", {row['options']}")
+        optimizer = {"adamw": "AdamW", "muon": "Muon", "muon-apart": "Muon, projections apart"}[row["optimizer"]]
+        name = optimizer + (row["options"] and f", {row['options']}")
         name = f"{row['recipe']}: {name}" if several else name
         losses.setdefault((name, row["steps"], row["learning_rate"]), []).append(row["loss"])
     rates = sorted({rate for _, _, rate in losses})

@@ -241,9 +241,12 @@ def test_optimizers(small_llama, tmp_path):
     assert all(row["tokens"] == 2 * 8 * 32 and row["loss"] > 0 for row in rows)
     table = report.optimizers_table(rows)
     assert "| Muon, --warmup-steps 1 | 2 |" in table and "(2 seeds)" in table
+    latent = [*command[:-1], "--preset tiny-mla", "--seeds", "1", "--optimizers", "muon", "muon-apart"]
+    whole, apart = optimizers.main(latent)[-2:]
+    assert 0 < abs(whole["loss"] - apart["loss"]) < 0.1
     other = recipe.rename(tmp_path / "other.yaml")
     command[1] = str(other)
-    assert [row["recipe"] for row in optimizers.main([*command, "--seeds", "1"])] == [str(recipe)] * 2 + [str(other)]
+    assert [row["recipe"] for row in optimizers.main([*command, "--seeds", "1"])] == [str(recipe)] * 4 + [str(other)]
 
 
 def test_uptraining(small_llama, monkeypatch):
