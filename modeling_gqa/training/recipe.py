@@ -182,7 +182,7 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
                 "streaming needs 0"
             )
         if self.fsdp and self.muon and self.fsdp_plugin_args["fsdp_version"] == 1:
-            raise ValueError("muon needs whole matrices, which version 1 of FSDP flattens: use version 2, or set muon false")
+            raise ValueError("muon needs whole matrices, which version 1 of FSDP flattens: use 2, or set muon false")
         if self.fsdp and self.world_size == 1:
             raise ValueError(
                 "fsdp shards a model over processes, and there is one: start it with torchrun, or give --fsdp false"
@@ -200,7 +200,7 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
             if self.torch_compile_mode not in (modes := list_mode_options()):
                 raise ValueError(f"torch_compile_mode is {self.torch_compile_mode}; there are {', '.join(modes)}")
         if self.muon and self.optim not in ("adamw_torch", "adamw_torch_fused"):
-            raise ValueError(f"the recipe's optimizer is Muon, and optim is {self.optim}: set muon false, or leave optim out")
+            raise ValueError(f"muon is true, and optim is {self.optim}: set muon false, or leave optim out")
         for name in ("optim_args", "optim_target_modules"):
             if self.muon and getattr(self, name):
                 raise ValueError(f"{name} has no effect with muon: set muon false, or leave {name} out")
