@@ -2,7 +2,6 @@
 
     python -m benchmarks.optimizers
     python -m benchmarks.optimizers --steps 400 --rates 6e-3 --seeds 42 43 44 --overrides "--lr_scheduler_type linear"
-
     python -m benchmarks.optimizers --optimizers muon muon-apart --overrides "--preset tiny-mla"
 
 `muon-apart` is Muon with each projection that MLA stacks in one weight as a matrix of its own. Each run is one of
