@@ -51,11 +51,13 @@ def served(request, folder):
         yield client, model
 
 
-def expected(model: Path, text: str, new_tokens: int = 12) -> str:
-    """The text that transformers generates greedily after `text`."""
+def expected(model: Path, prompt: str | list[dict[str, str]], new_tokens: int = 12) -> str:
+    """The text that transformers generates greedily after a text, or after the messages of a chat."""
     tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=True)
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=True)
-    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+    if not isinstance(prompt, str):
+        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     ids = loaded.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     return tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -69,12 +71,12 @@ def test_completions(served):
 
 
 def test_chat_and_streamed_chat(served):
-    """The pretrained tokenizer's chat template sets the texts of the messages under each other."""
+    """What follows the prompt of the pretrained tokenizer's chat template."""
     client, model = served
     texts = [(model.parent / "text" / f"{number}.txt").read_text()[:60] for number in range(2)]
     messages = [{"role": role, "content": text} for role, text in zip(("system", "user"), texts, strict=True)]
     request = {"model": str(model), "messages": messages, "max_tokens": 12, "temperature": 0}
     whole = client.chat.completions.create(**request).choices[0].message.content
-    assert whole == expected(model, "".join(f"{text}\n" for text in texts)) != ""
+    assert whole == expected(model, messages) != ""
     parts = [chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**request, stream=True)]
     assert "".join(parts) == whole and len(parts) > 3
