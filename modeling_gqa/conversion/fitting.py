@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import cache
-from itertools import islice
+from itertools import chain, islice
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from ..attention import Attention
 from ..layers import GQARMSNorm
 from .layers.moments import product
+from .steps import centred, observed, relative_muon, step_at
 from .streams import FOLDS, Passage, Streams, folds
 
 # Ridges that are tried: shares of the mean of the diagonal of x x^T that are added to the diagonal. The less text there
@@ -28,9 +29,8 @@ RIDGES = (0.03, 0.1, 0.3, 1.0, 3.0)
 # Random directions of the residuals in which fits are judged, where there are more than twice as many outputs. Most of
 # a fit's time goes into the outputs that judge it.
 DIRECTIONS = 512
-# Learning rates of Adam that are tried: at the first step, from which it falls to 0 on a line. Some models' weights are
-# ruined by the first.
-LEARNING_RATES = (1e-3, 1e-4)
+# Learning rates of the gradient steps that are tried, relative as in `steps.centred`.
+LEARNING_RATES = (1e-2, 3e-3)
 PASSES = 2  # over the text, of gradient steps, where nothing else is said
 TRIAL_STEPS = 8  # with each learning rate, to choose one
 STEP_TOKENS = 1024  # of a gradient step
@@ -305,34 +305,37 @@ def error_weights(passage: Passage) -> torch.Tensor:
 def refine(
     attention: Attention,
     examples: Iterable[Example],
-    steps: int,
-    learning_rate: float,
+    number: int,
+    rate: float,
     norm: torch.nn.Module,
 ) -> None:
     """Train the parameters of `attention` but its output projection, in place, with one example a step.
 
     Least squares find the projection's best values afterwards. The module computes in its dtype, and its parameters are
-    kept in at least float32 meanwhile. `examples` has at least `steps`; the optimizer is Adam (1412.6980). `norm` is
-    behind the attention.
+    kept in at least float32 meanwhile. There are `number` steps, and at least as many `examples`. `rate` is that of the
+    first step, relative as in `steps.centred`; from there it falls to 0 on a line. `norm` is behind the attention.
     """
     dtype = attention.o_proj.weight.dtype
     computed = torch.promote_types(dtype, torch.float32)
     attention.to(computed)
-    trained = [x for name, x in attention.named_parameters() if not name.startswith("o_proj")]
-    # On a CPU the step that PyTorch chooses by itself takes six times as long.
-    optimizer = torch.optim.Adam(trained, lr=learning_rate, betas=(0.9, 0.95), fused=True)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 1 / max(steps, 1), total_iters=steps)
-    for parameter in trained:
-        parameter.requires_grad_(True)
-    for x, arguments, target, weight in islice(examples, steps):
-        with torch.enable_grad():
-            with torch.autocast(x.device.type, dtype) if dtype != computed else nullcontext():
-                output, _ = attention(x, **arguments)
-            error = (norm(output.to(computed)) - target.to(computed)).square().sum(-1)  # (B, T)
-            loss = (weight * error).sum() / (weight * target.to(computed).square().sum(-1)).sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
+    first = next(rest := iter(examples))
+
+    def output(example: Example) -> torch.Tensor:
+        x, arguments, *_ = example
+        with torch.autocast(x.device.type, dtype) if dtype != computed else nullcontext():
+            return norm(attention(x, **arguments)[0].to(computed))
+
+    with torch.no_grad(), observed(attention) as seen:
+        output(first)
+    del seen[attention.o_proj]
+    with centred(attention, seen) as sizes:
+        optimizer = relative_muon({x: sizes[x] for name, x in attention.named_parameters() if name[:7] != "o_proj."})
+        for step, example in enumerate(islice(chain([first], rest), number)):
+            _, _, target, weight = example
+            with torch.enable_grad():
+                error = (output(example) - target.to(computed)).square().sum(-1)  # (B, T)
+                loss = (weight * error).sum() / (weight * target.to(computed).square().sum(-1)).sum()
+                loss.backward()
+            step_at(optimizer, rate * (1 - step / number))
     attention.requires_grad_(False)
     attention.to(dtype)

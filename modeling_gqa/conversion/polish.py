@@ -21,12 +21,11 @@ from ..modeling_gqa import GQAForCausalLM
 from .divergence import last_hidden_state, predicted_positions
 from .fitting import pieces
 from .losses import prediction_losses
-from .steps import centred, observed
+from .steps import centred, observed, relative_muon, step_at
 from .streams import scratch
 
 # Learning rates, relative as in `steps.centred`. After one that does not help, the next goes on from the best weights.
 LEARNING_RATES = (5e-4, 1.5e-4, 5e-5)
-MOMENTUM = 0.8  # of Muon: with the 0.95 of pretraining the first gradients count until the end
 JUDGED = 6  # times at most that the text that judges is looked at in a run
 JUDGING_TOKENS = 4096  # of it that are looked at, or one batch
 NOT_PREDICTED = -100  # as a label, PyTorch's mark of what no loss counts
@@ -95,7 +94,7 @@ def polish(
         order, every = run.order(seed), math.ceil(steps / JUDGED)
         done, kept, taken, weights = 0, 0, None, run.copy()
         for rate in LEARNING_RATES:
-            optimizer = run.optimizer()
+            optimizer = relative_muon(run.sizes)
             for step in show_progress(f"polishing at a rate of {rate:g}")(range(done + 1, steps + 1)):
                 run.step(next(order), optimizer, rate * (1 - (step - 1) / steps))
                 if step % every == 0 or step == steps:
@@ -165,22 +164,12 @@ class Run:
         while True:
             yield from torch.randperm(self.fitted, generator=generator).tolist()
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Return Muon for matrices and Adam (1412.6980) for biases and norms, in a group for each."""
-        kinds = {"momentum": MOMENTUM, "rms": None}
-        groups = [{"params": [x], "size": size, "muon": x.ndim == 2, **kinds} for x, size in self.sizes.items()]
-        return MuonAdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
-
-    def step(self, number: int, optimizer: torch.optim.Optimizer, rate: float) -> None:
+    def step(self, number: int, optimizer: MuonAdamW, rate: float) -> None:
         """Train on one piece; each parameter's step is `rate` times its size."""
         with torch.enable_grad():
             kl, count = self.loss(number)
             (kl / count).backward()
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group["size"]
-        optimizer.step()
-        for parameter in self.sizes:
-            parameter.grad = None
+        step_at(optimizer, rate)
 
     def copy(self) -> list[torch.Tensor]:
         """Return copies of the parameters that are trained, rounded to the dtype that they are stored in."""

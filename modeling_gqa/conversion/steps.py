@@ -11,7 +11,10 @@ from contextlib import contextmanager
 import torch
 
 from ..common.batches import hooks
+from ..common.muon import MuonAdamW
 from ..layers import GQARMSNorm
+
+MOMENTUM = 0.8  # of Muon: with the 0.95 of pretraining the first gradients count until the end
 
 
 class Seen:
@@ -81,3 +84,23 @@ def centred(module: torch.nn.Module, seen: Mapping[torch.nn.Linear, Seen]) -> It
             yield sizes
     finally:
         move_bias(-1)
+
+
+def relative_muon(sizes: Mapping[torch.Tensor, float]) -> MuonAdamW:
+    """Return Muon for matrices and Adam (1412.6980) for biases and norms: a group for each parameter, with its size.
+
+    `sizes` as `centred` yields them. They need gradients from now on.
+    """
+    kinds = {"momentum": MOMENTUM, "rms": None}
+    groups = [
+        {"params": [x.requires_grad_(True)], "size": size, "muon": x.ndim == 2} | kinds for x, size in sizes.items()
+    ]
+    return MuonAdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def step_at(optimizer: MuonAdamW, rate: float) -> None:
+    """Make a step by the gradients, of `rate` times the size of each parameter, and drop the gradients."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["size"]
+    optimizer.step()
+    optimizer.zero_grad()
