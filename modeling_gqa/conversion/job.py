@@ -387,8 +387,8 @@ def layer_work(layer: GQAConfig, old: int, new: int, itemsize: int, tokens: int,
     converting = 8 * (3 * old + 1.5 * new + 3.5 * hidden**2)
     if not tokens:
         return int(converting)
-    # In float32: parameters, gradients, Adam's moments and steps; then a step's activations.
-    refining = 24 * new + 28 * max(STEP_TOKENS, length) * heads
+    # In float32: parameters, gradients, Muon's momentum and a matrix's step; then a step's activations.
+    refining = 20 * new + 28 * max(STEP_TOKENS, length) * heads
     # In float64 the sums of each fold over (M, M) and (M, E) with a solution, in float32 the tokens that are added.
     fitting = 8 * (8 * heads**2 + 7 * heads * hidden) + 16 * tokens * heads + 18 * tokens * hidden + itemsize * new
     if layer.attention_kind == "mla":  # of which several sizes are fitted, made of the same old weights and moments

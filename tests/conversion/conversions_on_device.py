@@ -52,7 +52,7 @@ def compare(name: str, fields: dict, changes: dict, options: dict, device: str) 
     )
     # On CUDA eigenvectors may turn, and with them weights, also exact ones, but not what the model computes.
     exactly = device == "pretended"
-    steps = (on_cpu["setting"] or {}).get("refine", 0)  # of Adam, in which the sign of a small gradient counts
+    steps = (on_cpu["setting"] or {}).get("refine", 0)  # of Muon, which makes small parts of a gradient large
     for key, tensor in expected.items() if exactly else ():
         torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-3 if steps else 1e-4)
     if not on_cpu["setting"]:  # an exact conversion, which nothing was fitted for

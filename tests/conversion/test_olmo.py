@@ -110,7 +110,8 @@ def test_text_lowers_the_loss_behind_norms(position):
     for options in ({"refit": False, "refine": 0}, {"refine": 0}, {"refine": 4}):
         converted, _ = convert_model(model, target, LONG_CALIBRATION, **options)
         found.append(sum(layer_errors(model, converted, CALIBRATION)))
-    assert found[2] < found[1] <= found[0], found
+    # The first two may be one computation, whose last digits depend on where its matrices lie in memory.
+    assert found[2] < found[1] <= found[0] * (1 + 1e-6), found
 
 
 def test_gradient_steps_go_through_the_norm():
