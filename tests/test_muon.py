@@ -52,6 +52,26 @@ def test_a_step_has_the_singular_values_of_the_rate():
     assert values.min() > 0.6 and values.max() < 1.3 and torch.equal(still.detach(), torch.ones(2, 2))
 
 
+@pytest.mark.parametrize("rms", [None, 0.2])
+def test_parts_of_a_matrix_are_matrices_of_their_own(rms):
+    """Two halves of the rows step as two matrices do."""
+    torch.manual_seed(0)
+    first, gradients = torch.randn(12, 30), torch.randn(3, 12, 30)
+    whole, halves = nn.Parameter(first.clone()), [nn.Parameter(half.clone()) for half in first.chunk(2)]
+    kinds = {"muon": True, "rms": rms}
+    optimizers = [
+        MuonAdamW([{"params": parameters, "parts": parts, **kinds}], lr=RATE, weight_decay=DECAY)
+        for parameters, parts in (([whole], 2), (halves, 1))
+    ]
+    for gradient in gradients:
+        whole.grad = gradient.clone()
+        for half, part in zip(halves, gradient.chunk(2), strict=True):
+            half.grad = part.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(whole.detach(), torch.cat([half.detach() for half in halves]))
+
+
 def test_a_saved_state_goes_on_exactly():
     """Also under a schedule, which changes the rates of all groups."""
     torch.manual_seed(0)

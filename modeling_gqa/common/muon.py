@@ -19,11 +19,12 @@ class MuonAdamW(torch.optim.AdamW):
 
     A group of Muon has, beside "lr" and "weight_decay", a "momentum" and "rms": at a rate of 1 a step has about this
     root mean square. With 0.2 it is as large as AdamW's are, so both take one rate (2502.16982). `None`: all its
-    singular values are about 1. State, groups and schedules are those of one optimizer.
+    singular values are about 1. With "parts" each of so many equal parts of its rows is a matrix of its own. State,
+    groups and schedules are those of one optimizer.
     """
 
     def __init__(self, groups: list[dict[str, Any]], **options: Any) -> None:
-        plain = {"muon": False, "momentum": 0.95, "rms": 0.2}
+        plain = {"muon": False, "momentum": 0.95, "rms": 0.2, "parts": 1}
         super().__init__([plain | group for group in groups], **options)
 
     @torch.no_grad()
@@ -49,10 +50,11 @@ class MuonAdamW(torch.optim.AdamW):
                 state |= {"step": torch.tensor(0.0), "momentum": torch.zeros_like(matrix)}
             momentum = state["momentum"]
             momentum.lerp_(matrix.grad, 1 - group["momentum"])
-            change = orthogonal(matrix.grad.lerp(momentum, group["momentum"])).to(matrix.dtype)
+            parts = matrix.grad.lerp(momentum, group["momentum"]).chunk(group["parts"])
+            change = torch.cat([orthogonal(part) for part in parts]).to(matrix.dtype)
             matrix.mul_(1 - group["lr"] * group["weight_decay"])
             # An orthogonal matrix has a root mean square of 1 over the root of its longer side.
-            size = 1.0 if group["rms"] is None else group["rms"] * max(matrix.shape) ** 0.5
+            size = 1.0 if group["rms"] is None else group["rms"] * max(parts[0].shape) ** 0.5
             matrix.add_(change, alpha=-group["lr"] * size)
 
 

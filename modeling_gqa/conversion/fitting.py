@@ -328,8 +328,12 @@ def refine(
     with torch.no_grad(), observed(attention) as seen:
         output(first)
     del seen[attention.o_proj]
+    heads = attention.config.per_layer_config[attention.layer_idx].num_attention_heads
     with centred(attention, seen) as sizes:
-        optimizer = relative_muon({x: sizes[x] for name, x in attention.named_parameters() if name[:7] != "o_proj."})
+        trained: dict[torch.Tensor, float] = {
+            x: sizes[x] for name, x in attention.named_parameters() if not name.startswith("o_proj.")
+        }
+        optimizer = relative_muon(trained, heads)
         for step, example in enumerate(islice(chain([first], rest), number)):
             _, _, target, weight = example
             with torch.enable_grad():

@@ -15,6 +15,8 @@ from ..common.muon import MuonAdamW
 from ..layers import GQARMSNorm
 
 MOMENTUM = 0.8  # of Muon: with the 0.95 of pretraining the first gradients count until the end
+# Larger matrices are taken apart by head: whole, Muon's products would take longer than the rest of a step.
+WIDE = 1024
 
 
 class Seen:
@@ -86,15 +88,17 @@ def centred(module: torch.nn.Module, seen: Mapping[torch.nn.Linear, Seen]) -> It
         move_bias(-1)
 
 
-def relative_muon(sizes: Mapping[torch.Tensor, float]) -> MuonAdamW:
+def relative_muon(sizes: Mapping[torch.Tensor, float], heads: int = 1) -> MuonAdamW:
     """Return Muon for matrices and Adam (1412.6980) for biases and norms: a group for each parameter, with its size.
 
-    `sizes` as `centred` yields them. They need gradients from now on.
+    `sizes` as `centred` yields them; the parameters need gradients from now on. A matrix with more than `WIDE` rows and
+    columns is taken apart into `heads` parts of its rows, if these are equal.
     """
-    kinds = {"momentum": MOMENTUM, "rms": None}
-    groups = [
-        {"params": [x.requires_grad_(True)], "size": size, "muon": x.ndim == 2} | kinds for x, size in sizes.items()
-    ]
+    groups = []
+    for x, size in sizes.items():
+        apart = x.ndim == 2 and min(x.shape) > WIDE and len(x) % heads == 0
+        options = {"muon": x.ndim == 2, "momentum": MOMENTUM, "rms": None, "parts": heads if apart else 1}
+        groups.append({"params": [x.requires_grad_(True)], "size": size, **options})
     return MuonAdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from modeling_gqa.conversion.steps import centred, observed
+from modeling_gqa.conversion import steps
+from modeling_gqa.conversion.steps import centred, observed, relative_muon, step_at
 
 
 def layers() -> tuple[nn.ModuleList, torch.Tensor]:
@@ -63,3 +64,18 @@ def test_a_layer_that_computes_nothing_is_not_trained():
             layer(torch.full((5, 3), 1 - factor))
         with centred(layer, seen) as sizes:
             assert sizes[layer.weight] == 0
+
+
+@pytest.mark.parametrize(("shape", "parts"), [((12, 9), 3), ((12, 8), 1), ((8, 12), 1), ((10, 9), 1), ((12,), 1)])
+def test_wide_matrices_step_by_head(shape, parts, monkeypatch):
+    """More than `WIDE` rows and columns, and rows for all heads; each part's singular values are the step's size."""
+    monkeypatch.setattr(steps, "WIDE", 8)
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.zeros(shape))
+    optimizer = relative_muon({parameter: 0.5}, heads=3)
+    parameter.grad = torch.randn(shape)
+    step_at(optimizer, 0.1)
+    assert parameter.grad is None and optimizer.param_groups[0]["parts"] == parts
+    for part in parameter.detach().chunk(parts) if len(shape) == 2 else ():
+        values = torch.linalg.svdvals(part) / (0.1 * 0.5)
+        assert values.min() > 0.5 and values.max() < 1.3, values
