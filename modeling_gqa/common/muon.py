@@ -50,12 +50,13 @@ class MuonAdamW(torch.optim.AdamW):
                 state |= {"step": torch.tensor(0.0), "momentum": torch.zeros_like(matrix)}
             momentum = state["momentum"]
             momentum.lerp_(matrix.grad, 1 - group["momentum"])
-            parts = matrix.grad.lerp(momentum, group["momentum"]).chunk(group["parts"])
-            change = torch.cat([orthogonal(part) for part in parts]).to(matrix.dtype)
+            change, parts = matrix.grad.lerp(momentum, group["momentum"]), group["parts"]
+            # A matrix that is sharded is never taken apart.
+            change = orthogonal(change) if parts == 1 else torch.cat([orthogonal(part) for part in change.chunk(parts)])
             matrix.mul_(1 - group["lr"] * group["weight_decay"])
             # An orthogonal matrix has a root mean square of 1 over the root of its longer side.
-            size = 1.0 if group["rms"] is None else group["rms"] * max(parts[0].shape) ** 0.5
-            matrix.add_(change, alpha=-group["lr"] * size)
+            size = 1.0 if group["rms"] is None else group["rms"] * max(len(matrix) // parts, matrix.shape[1]) ** 0.5
+            matrix.add_(change.to(matrix.dtype), alpha=-group["lr"] * size)
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
