@@ -16,10 +16,10 @@ from modeling_gqa.conversion import (
     compare_predictions,
     convert_model,
     layer_errors,
+    sequential,
     streams,
     target_config,
 )
-from modeling_gqa.conversion.fitting import LEARNING_RATES
 
 # Kind, its fields, the target, and options: each way to convert, once.
 CASES: list[tuple[str, dict, dict, dict]] = [
@@ -53,11 +53,9 @@ def compare(name: str, fields: dict, changes: dict, options: dict, device: str) 
     )
     # On CUDA eigenvectors may turn, and with them weights, also exact ones, but not what the model computes.
     exactly = device == "pretended"
-    steps = (on_cpu["setting"] or {}).get("refine", 0)
+    steps = (on_cpu["setting"] or {}).get("refine", 0)  # whose small parts may turn, as small gradients do
     for key, tensor in expected.items() if exactly else ():
-        # Where a gradient, or a direction of a matrix's, is all but 0, steps are as large as the rate all the same.
-        atol = 2 * max(LEARNING_RATES) if steps else 1e-4
-        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=atol)
+        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=1e-3 if steps else 1e-4)
     if not on_cpu["setting"]:  # an exact conversion, which nothing was fitted for
         torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-4)
     for key in ("kl", "perplexity_after"):
@@ -82,6 +80,8 @@ def spread(device: str) -> None:
 
 
 def main(device: str) -> None:
+    # A bias whose gradient is all but 0 moves by the rate all the same, in a direction that rounding decides.
+    vars(sequential)["LEARNING_RATES"] = (5e-4,)
     with context(device):
         spread(device)
         for case in CASES:

@@ -103,15 +103,14 @@ def test_a_fit_behind_a_norm_brings_the_stream_back(bias, position):
 
 @pytest.mark.parametrize("position", ["after", "both"])
 def test_text_lowers_the_loss_behind_norms(position):
-    """Gradient steps lower the error of what the layers add to the stream; on noise the fit helps, or is not kept."""
+    """The fit lowers the error of what the layers add to the stream, and gradient steps lower it more."""
     model = random_model("mha", norm_position=position, **OLMO_NORMS)
     target = target_config(model.config, "mla", cache_size=56)
     found = []
-    for options in ({"refit": False, "refine": 0}, {"refine": 0}, {"refine": 4}):
+    for options in ({"refine": 0}, {"refine": 0, "refit": True}, {"refine": 4, "refit": True}):
         converted, _ = convert_model(model, target, LONG_CALIBRATION, **options)
         found.append(sum(layer_errors(model, converted, CALIBRATION)))
-    # The first two may be one computation, whose last digits depend on where its matrices lie in memory.
-    assert found[2] < found[1] <= found[0] * (1 + 1e-6), found
+    assert found[2] < found[1] < found[0], found
 
 
 def test_gradient_steps_go_through_the_norm():
