@@ -4,6 +4,8 @@ Shapes: B batch, T query tokens, S key tokens, H query heads, G key/value heads,
 value.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import AttentionInterface, modeling_utils
@@ -85,8 +87,11 @@ def sdpa_attention_forward(
     """transformers' `sdpa`, but keys and values are not repeated where a fused kernel takes them as they are.
 
     Arguments and output as in `eager_attention_forward`, without weights. Several tokens without a mask are causal, and
-    the stock function's: torch takes these as they are.
+    the stock function's: torch takes these as they are. `documents`: (B, T), as `masks.causal_documents` gives them.
     """
+    if (documents := kwargs.pop("documents", None)) is not None:
+        output = attention_by_document(query, key, value, documents, scaling, dropout)  # (B, H, T, V)
+        return output.transpose(1, 2).contiguous(), None  # (B, T, H, V)
     device = query.device.type
     # Without a mask, CUDA's kernels take grouped heads themselves; with a mask and many tokens, none of them does.
     fused = device == "cpu" or (device == "cuda" and attention_mask is not None and _few(query))
@@ -98,6 +103,29 @@ def sdpa_attention_forward(
         )
     output = fused_attention(query, key, value, attention_mask, scaling, dropout)  # (B, H, T, V)
     return output.transpose(1, 2).contiguous(), None  # (B, T, H, V)
+
+
+def attention_by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: torch.Tensor,
+    scaling: float | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention within each document, which takes half of the time of a mask, or less.
+
+    Shapes as in `eager_attention_forward` with S = T; returns (B, H, T, V). `documents`: (B, T), the number of each
+    token's document.
+    """
+    options: dict[str, Any] = {"dropout_p": dropout, "is_causal": True, "scale": scaling}
+    options |= {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    rows = []
+    for *row, numbers in zip(query, key, value, documents, strict=True):
+        lengths = numbers.unique_consecutive(return_counts=True)[1].tolist()
+        parts = zip(*(x[None].split(lengths, dim=2) for x in row), strict=True)
+        rows.append(torch.cat([nn.functional.scaled_dot_product_attention(*part, **options) for part in parts], dim=2))
+    return torch.cat(rows)
 
 
 def fused_attention(

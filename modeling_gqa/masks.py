@@ -241,6 +241,29 @@ def model_masks(
     }
 
 
+def causal_documents(
+    config: GQAConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: Any,
+    past_key_values: Cache | None,
+    restarts: torch.Tensor | None,
+) -> dict[str, torch.Tensor | None]:
+    """The documents (B, T) of the layer types whose mask lets a token see all of its document before it, nothing else.
+
+    `sdpa` on a CPU attends to each of them alone then. `None` for other layer types. Arguments as in `model_masks`.
+    """
+    documents, none = None, dict.fromkeys(config.layer_types)
+    fused = config._attn_implementation == "sdpa" and inputs_embeds.device.type == "cpu"
+    is_causal = getattr(config, "is_causal", True) is not False and attention_mask is None and past_key_values is None
+    if restarts is not None and fused and is_causal and not is_tracing(inputs_embeds):
+        documents = packed_documents(restarts.expand(inputs_embeds.shape[0], -1), None)
+    if documents is None:
+        return none
+    longest = max(int(row.unique_consecutive(return_counts=True)[1].max()) for row in documents)
+    wide = config.sliding_window is not None and longest <= config.sliding_window
+    return {kind: documents if wide or kind != "sliding_attention" else None for kind in none}
+
+
 def _mask_of(
     config: GQAConfig,
     backend: str,

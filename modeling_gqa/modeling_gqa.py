@@ -46,7 +46,7 @@ from .layers import (
     refuse_without_tokens,
     rms_norm,
 )
-from .masks import model_masks
+from .masks import causal_documents, model_masks
 
 # The class that computes each attention kind; `attention.py` says how to add one.
 ATTENTION_CLASSES: dict[str, type[Attention]] = {
@@ -366,7 +366,8 @@ class GQAModel(GQAPreTrainedModel):
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past
             position_ids = position_ids.unsqueeze(0)  # (1, T)
-        masks = model_masks(self.config, inputs_embeds, attention_mask, past_key_values, restarts)
+        given = self.config, inputs_embeds, attention_mask, past_key_values, restarts
+        masks, documents = model_masks(*given), causal_documents(*given)
         rotaries: dict[str, Any] = dict(self.rotary_emb.items())
         rotations = {size: rotary(inputs_embeds, position_ids) for size, rotary in rotaries.items()}
         factors = {
@@ -381,6 +382,7 @@ class GQAModel(GQAPreTrainedModel):
                 "position_embeddings": rotations[size],
                 "query_factors": factors[size],
             }
+            | ({} if documents[kind] is None else {"documents": documents[kind]})
             for kind, size in islice(kinds, self.config.num_hidden_layers)
         ]
         cache = made if past_key_values is None else past_key_values

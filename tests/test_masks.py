@@ -6,7 +6,7 @@ from small_models import MODELS, make_batch, make_config, make_model
 from transformers import DynamicCache, StaticCache, Trainer, TrainingArguments
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from modeling_gqa import ATTENTION_CLASSES, masks
+from modeling_gqa import ATTENTION_CLASSES, attention_functions, masks
 
 pytestmark = pytest.mark.compat
 
@@ -64,7 +64,7 @@ def apart(model, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("mode", ["plain", "compiled"])
 @pytest.mark.parametrize("mask", ["no mask", "mask of ones"])
 @pytest.mark.parametrize(
-    ("name", "backend"), [*((kind, "sdpa") for kind in ATTENTION_CLASSES), ("mixed-window", "eager")]
+    ("name", "backend"), [*((kind, "sdpa") for kind in (*ATTENTION_CLASSES, "mixed-window")), ("mixed-window", "eager")]
 )
 def test_packed_documents_equal_documents_apart(name, backend, mask, mode):
     """Logits and gradients; compiled without inductor, which takes the graph as dynamo records it."""
@@ -81,6 +81,33 @@ def test_packed_documents_equal_documents_apart(name, backend, mask, mode):
         (found * weights).sum().backward()
         results.append((found.detach(), {part: tensor.grad.clone() for part, tensor in model.named_parameters()}))
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("window", "alone"), [(7, True), (6, False)])
+def test_documents_attend_by_themselves_only_where_a_mask_says_no_more(window, alone, monkeypatch):
+    """The longest document has 7 tokens: a window of 6 cuts it, and layers without a window do not care."""
+    model, ids = make_model("mixed-window"), make_batch(batch=2)["input_ids"]
+    model.config.sliding_window, counted = window, []
+    one_by_one = attention_functions.attention_by_document
+
+    def count(query, key, value, documents, *arguments):
+        counted.append([row.unique_consecutive(return_counts=True)[1].tolist() for row in documents])
+        return one_by_one(query, key, value, documents, *arguments)
+
+    monkeypatch.setattr(attention_functions, "attention_by_document", count)
+    model(ids, position_ids=POSITIONS)
+    windows = model.config.layer_types.count("sliding_attention")
+    assert 0 < windows < len(model.config.layer_types)
+    assert counted == [[[4, 7], [6, 5]]] * (len(model.config.layer_types) - (0 if alone else windows))
+    counted.clear()
+    for arguments in (
+        {"attention_mask": torch.ones_like(ids), "position_ids": POSITIONS},
+        {"position_ids": torch.arange(11).repeat(2, 1)},
+    ):
+        model(ids, **arguments)
+    model.set_attn_implementation("eager")
+    model(ids, position_ids=POSITIONS)
+    assert counted == []
 
 
 def test_one_compiled_graph_serves_rows_packed_and_not():
