@@ -92,7 +92,7 @@ class Uptraining:
             "keep_best": False,
         }
         if student == self.student(None):
-            values |= {"layerwise_fraction": 0, "kl_weight": 0}
+            values |= {"kl_weight": 0}
         values |= dict(pair.split("=", 1) for pair in options.set)
         digest = hashlib.sha256(repr((options.recipe, values)).encode()).hexdigest()
         output = options.work / "runs" / f"{student.name}-{tokens}-{digest[:8]}"

@@ -115,8 +115,7 @@ class UptrainOptions:
     teacher_logits: str | None = option("Folder of its top logits; made if missing, then read.")
     teacher_top_k: int = option("Most likely tokens that are kept there. Default: 64.", 64)
     trainable: Literal["attention", "all"] = option("Parameters to train. Default: attention.", "attention")
-    layerwise_fraction: float | None = option("Share of the steps for stage 1, by layer. Default: 0.5.")
-    kl_weight: float | None = option("Stage 2: weight of KL, the rest next-token loss. Default: 0.9.")
+    kl_weight: float = option("Weight of KL in the loss; the rest is next-token loss. Default: 0.9.", 0.9)
     keep_best: bool = option("Train to the end and keep the last weights, even if worse.", True)
 
 

@@ -3,10 +3,9 @@
     python -m training.uptrain uptrain-tiny --student runs/converted [--option value ...]
     modeling-gqa uptrain uptrain-1b --student runs/converted --teacher meta-llama/Llama-3.2-1B --data-files corpus/
 
-The *student* is the converted model, the *teacher* the model that it was converted from. Stage 1 regresses every
-layer's attention output on the teacher's, given the teacher's input; stage 2 trains on the KL divergence from the
-teacher's predictions and on the next-token loss. With `--teacher-logits` these predictions are read from a folder, and
-there is no stage 1.
+The *student* is the converted model, the *teacher* the model that it was converted from. The
+student's attention is trained on the KL divergence from the teacher's predictions and on the next-token loss. With
+`--teacher-logits` these predictions are read from a folder.
 
 `--help` shows every option and ends with what a run writes, deletes and refuses. Text, run folder, `--resume` and the
 result are as in pretraining.

@@ -1,11 +1,8 @@
-"""Student and teacher of an uptraining run: how both are loaded, and the loss of stage 1.
+"""Student and teacher of an uptraining run, and how both are loaded.
 
-The student is a converted model, the teacher the model that it was converted from. Stage 1 compares the attention
-outputs of every layer; stage 2 compares the predictions by `conversion.losses.prediction_losses`.
-Shapes: B batch, T tokens, E hidden size.
+The student is a converted model, the teacher the model that it was converted from.
 """
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +25,10 @@ MUST_MATCH = ("hidden_size", "num_hidden_layers", "vocab_size", "layer_types", "
 def is_trained(name: str, trainable: str) -> bool:
     """Return whether a parameter is trained: those of the attention (`trainable="attention"`) or all (`"all"`)."""
     return trainable == "all" or ".self_attn." in name
+
+
+def model_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {**{name: tensor for name, tensor in inputs.items() if name != "labels"}, "use_cache": False}
 
 
 def choose_parameters(model: PreTrainedModel, trainable: str) -> None:
@@ -132,95 +133,3 @@ def check_tokenizers(recipe: "UptrainRecipe", config: PreTrainedConfig) -> None:
             raise UserError(
                 f"the tokenizer {name} is not the teacher's: {len(tokenizer)} and {len(vocabulary)} tokens, or others"
             )
-
-
-# -- Stage 1
-
-
-@torch.no_grad()
-def run_teacher(teacher: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the input and output of every layer's attention, each (B, T, E)."""
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def collect(attention: nn.Module, arguments: tuple, output: tuple) -> None:
-        seen.append((arguments[0], output[0]))
-
-    with ExitStack() as hooks:
-        for layer in teacher.model.layers:
-            hooks.enter_context(layer.self_attn.register_forward_hook(collect))
-        teacher.model(**model_inputs(inputs))
-    return seen
-
-
-def model_inputs(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return {**{name: tensor for name, tensor in inputs.items() if name != "labels"}, "use_cache": False}
-
-
-def relative_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the squared error over the sum of the squared target, as a scalar.
-
-    Layers with large and with small outputs count the same.
-    """
-    dtype = torch.promote_types(target.dtype, torch.float32)
-    output, target = output.to(dtype), target.to(dtype)
-    return (output - target).square().sum() / target.square().sum().clamp(min=torch.finfo(dtype).tiny)
-
-
-def layerwise_loss(
-    model: nn.Module,
-    student: PreTrainedModel,
-    seen: list[tuple[torch.Tensor, torch.Tensor]],
-    inputs: dict[str, torch.Tensor],
-) -> torch.Tensor:
-    """Return the relative errors of the attention outputs, summed over layers; each layer is given the teacher's input.
-
-    The student's own forward runs, with its rotations, its masks and the wrappers around it. Its MLPs are given no
-    tokens, which saves their time.
-
-    Args:
-        model: the student as it is trained, for instance wrapped by DDP.
-        seen: what `run_teacher` returns for the same `inputs`.
-    """
-    losses: list[torch.Tensor] = []
-
-    def answer(*_: Any) -> dict[str, torch.Tensor]:
-        # DDP looks for the parameters that were used in the result of the forward.
-        return {"loss": torch.stack(losses).sum()}
-
-    with ExitStack() as hooks:
-        hooks.enter_context(student.register_forward_hook(answer))
-        for layer, (source, target) in zip(student.model.layers, seen, strict=True):
-            # Checkpointing would compute a layer again without its hooks, and get another graph.
-            hooks.callback(setattr, layer, "gradient_checkpointing", layer.gradient_checkpointing)
-            layer.gradient_checkpointing = False
-            regress_layer(layer, source, target, losses, hooks)
-        return model(**model_inputs(inputs), logits_to_keep=1)["loss"]
-
-
-def regress_layer(
-    layer: Any, source: torch.Tensor, target: torch.Tensor, losses: list[torch.Tensor], hooks: ExitStack
-) -> None:
-    """Register hooks: the attention reads `source`, the teacher's input, and appends its error to the teacher's output.
-
-    Both are (B, T, E).
-    """
-
-    def feed(attention: nn.Module, arguments: tuple) -> tuple:
-        return (source, *arguments[1:])
-
-    def measure(attention: nn.Module, arguments: tuple, output: tuple) -> tuple:
-        losses.append(relative_error(output[0], target))
-        # This loss does not train what follows, which therefore needs no graph.
-        return (target, *output[1:])
-
-    def take_no_tokens(mlp: nn.Module, arguments: tuple) -> tuple:
-        return (arguments[0][:, :0], *arguments[1:])
-
-    def add_nothing(mlp: nn.Module, arguments: tuple, output: torch.Tensor) -> torch.Tensor:
-        return target.new_zeros(()).expand_as(target)
-
-    hooks.enter_context(layer.self_attn.register_forward_pre_hook(feed))
-    hooks.enter_context(layer.self_attn.register_forward_hook(measure))
-    # The next layer is given the teacher's input, and not the result of this MLP.
-    hooks.enter_context(layer.mlp.register_forward_pre_hook(take_no_tokens))
-    hooks.enter_context(layer.mlp.register_forward_hook(add_nothing))

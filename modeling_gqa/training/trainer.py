@@ -435,7 +435,6 @@ LOGGED = {
     "eval_perplexity": "perplexity {:.2f}",
     "eval_bits_per_byte": "{:.4f} bits per byte",
     "eval_kl": "KL {:.4f}",
-    "stage": "stage {}",
     "loss": "loss {:.4f}",
     "max_logit": "largest logit {:.3g}",
     "learning_rate": "lr {:.1e}",

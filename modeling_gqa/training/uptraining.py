@@ -1,4 +1,4 @@
-"""Uptraining: its recipe, and its Trainer with stage 1 layer by layer, stage 2 on predictions.
+"""Uptraining: its recipe, and its Trainer, which trains a student on a teacher's predictions.
 
 Shapes: B batch, T tokens, E hidden size, V vocabulary.
 """
@@ -19,18 +19,15 @@ from modeling_gqa_cli.recipes import UptrainOptions, public_name
 from ..checkpoints.checkpoint import load_source
 from ..common.console import warn
 from ..conversion.losses import prediction_losses, top_prediction_losses
-from .distillation import choose_parameters, layerwise_loss, model_inputs, run_teacher
+from .distillation import choose_parameters, model_inputs
 from .recipe import UNUSED, Recipe
 from .results import Results
 from .run_folder import is_whole
 from .teacher_logits import FIELDS
 from .trainer import PretrainTrainer, perplexity
 
-# Chosen with configuration/recipes/uptrain-tiny.yaml.
-LAYERWISE_FRACTION, KL_WEIGHT = 0.5, 0.9
-METHOD = """- Parameters trained: {0.trainable}. Stage 1, each layer's attention output for the teacher's input:
-  {0.layerwise_fraction:.0%} of the steps. Stage 2: {0.kl_weight:g} times the KL divergence from the teacher,
-  {1:g} times the next-token loss.
+METHOD = """- Parameters trained: {0.trainable}. The loss is {0.kl_weight:g} times the KL divergence from the teacher
+  and {1:g} times the next-token loss.
 """
 
 
@@ -62,13 +59,8 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
             )
         if self.teacher_logits:
             self.check_teacher_logits()
-        for name, default in (("layerwise_fraction", LAYERWISE_FRACTION), ("kl_weight", KL_WEIGHT)):
-            if getattr(self, name) is None:
-                setattr(self, name, default)
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must lie between 0 and 1")
-        if self.torch_compile and self.layerwise_fraction:
-            raise ValueError("torch_compile cannot follow stage 1; set layerwise_fraction 0, or leave it out")
+        if not 0 <= self.kl_weight <= 1:
+            raise ValueError(f"kl_weight is {self.kl_weight}; it must lie between 0 and 1")
         super().__post_init__()
         for name in ("eval_steps", "save_steps"):
             # As transformers would; a resumption then compares equal numbers of steps.
@@ -76,20 +68,14 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
                 setattr(self, name, math.ceil(getattr(self, name) * self.max_steps))
 
     def check_teacher_logits(self) -> None:
-        """Raise `ValueError` for options that do not go with `teacher_logits`, which stage 1 cannot use."""
+        """Raise `ValueError` for options that do not go with `teacher_logits`."""
         if self.streaming:
             raise ValueError(
                 "teacher_logits needs all of the text before training, and streaming tokenizes it meanwhile: leave one "
                 "of them out"
             )
-        if self.layerwise_fraction:
-            raise ValueError(
-                f"layerwise_fraction is {self.layerwise_fraction}, and stage 1 needs the teacher's hidden states, "
-                "which teacher_logits does not hold: set layerwise_fraction 0, or leave teacher_logits out"
-            )
         if self.teacher_top_k < 1:
             raise ValueError(f"teacher_top_k is {self.teacher_top_k}; it must be at least 1")
-        self.layerwise_fraction = 0.0
         self.remove_unused_columns = False  # the model does not take what is known of its teacher
 
     def inputs(self) -> list[tuple[str, str]]:
@@ -105,11 +91,6 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
 
     def models(self) -> dict[str, str]:
         return {"student": self.student, "teacher": self.teacher}
-
-    def bound_to_length(self) -> str | None:
-        if self.layerwise_fraction:
-            return "stage 1 is a share of it, and would come back. Runs with layerwise_fraction 0 can go on"
-        return super().bound_to_length()
 
     def origin(self, results: Results) -> str:
         source = f", a conversion of `{public_name(self.teacher)}`,"
@@ -128,21 +109,14 @@ class UptrainTrainer(PretrainTrainer):
 
     def __init__(self, model: Any, args: UptrainRecipe, teacher: Any = None, **kwargs: Any) -> None:
         choose_parameters(model, args.trainable)
-        if args.ddp_find_unused_parameters is None:
-            # Stage 1 uses only the parameters of the attention.
-            args.ddp_find_unused_parameters = args.trainable == "all" and args.layerwise_fraction > 0
         super().__init__(model, args, **kwargs)
         self.teacher = teacher
         if teacher is not None:
             teacher.to(device=args.device).eval().requires_grad_(False)
         self.preprocess_logits_for_metrics = None
-        self.add_callback(WatchStages(self))
+        self.add_callback(WatchDivergence(self))
         if teacher is not None or args.trainable != "all":
             self.throughput.config = None
-
-    @property
-    def layerwise_steps(self) -> int:
-        return round(self.args.layerwise_fraction * self.state.max_steps)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -150,11 +124,6 @@ class UptrainTrainer(PretrainTrainer):
         if not model.training:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         assert not return_outputs
-        if self.state.global_step < self.layerwise_steps:
-            with self.accelerator.autocast():
-                seen = run_teacher(self.teacher, inputs)
-            loss = layerwise_loss(model, self.accelerator.unwrap_model(model), seen, inputs)
-            return loss / self.current_gradient_accumulation_steps  # every micro-batch has as many tokens
         teacher = self.teacher_predictions(inputs)
         logits = model(**model_inputs(inputs)).logits
         sums = self.prediction_sums(logits, teacher, inputs["labels"])
@@ -193,11 +162,6 @@ class UptrainTrainer(PretrainTrainer):
         output.metrics["eval_teacher_perplexity"] = perplexity(output.metrics["eval_teacher_loss"])
         return output
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        if "loss" in logs and self.args.layerwise_fraction:
-            logs["stage"] = 1 if self.state.global_step <= self.layerwise_steps else 2
-        super().log(logs, *args, **kwargs)
-
     def run(self, checkpoint: Path | None) -> Results:
         # For the losses before training; a resumed run finds them in its log.
         self.args.eval_on_start = checkpoint is None
@@ -209,24 +173,18 @@ class UptrainTrainer(PretrainTrainer):
         return "kl" if self.args.kl_weight else "loss"
 
     def worse_steps(self) -> list[int]:
-        """Return the newest evaluated steps in a row whose KL is above the student's own before training, newest first.
-
-        Stage 1 does not train on the KL and may raise it, so that evaluations count from its end on.
-        """
+        """Return the newest evaluated steps in a row, newest first, whose KL is above that before training."""
         kl = {int(log["step"]): log["eval_kl"] for log in self.state.log_history if "eval_kl" in log}
         if self.measure != "kl" or not math.isfinite(kl.get(0, math.nan)):
             return []
-        judged = (step for step in sorted(kl, reverse=True) if step >= max(self.layerwise_steps, 1))
-        return list(takewhile(lambda step: not kl[step] <= kl[0], judged))
+        return list(takewhile(lambda step: step and not kl[step] <= kl[0], sorted(kl, reverse=True)))
 
     def is_stopped(self) -> bool:
-        """Return whether training ends at the step of `state` because two evaluations of stage 2 in a row were worse.
+        """Return whether training ends at the step of `state` because two evaluations in a row were worse.
 
         Training that keeps its last weights, also where they are worse, goes on to its last step.
         """
-        steps = self.worse_steps()
-        left = self.state.global_step < self.state.max_steps
-        return self.args.keep_best and left and sum(step > self.layerwise_steps for step in steps) >= 2
+        return self.args.keep_best and self.state.global_step < self.state.max_steps and len(self.worse_steps()) >= 2
 
     def is_over(self) -> bool:
         return super().is_over() or self.is_stopped()
@@ -308,19 +266,11 @@ class UptrainTrainer(PretrainTrainer):
         return results
 
 
-class WatchStages(TrainerCallback):
-    """Logs and evaluates at the end of stage 1; in stage 2 warns of a KL above the first, and stops where it stays so.
-
-    No logged loss is then a mean over both stages.
-    """
+class WatchDivergence(TrainerCallback):
+    """Warns of a KL above that before training, and stops training where it stays so."""
 
     def __init__(self, trainer: UptrainTrainer) -> None:
         self.trainer = trainer
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.global_step == self.trainer.layerwise_steps:
-            control.should_log = True
-            control.should_evaluate |= args.eval_strategy != "no"
 
     def on_evaluate(
         self, args: Any, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any

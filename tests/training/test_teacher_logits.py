@@ -149,18 +149,17 @@ def test_bytes_of_a_token():
 @pytest.mark.parametrize(
     ("values", "named"),
     [
-        ({"layerwise_fraction": 0.5}, ["layerwise_fraction", "0.5", "teacher_logits"]),
         ({"streaming": True}, ["teacher_logits", "streaming"]),
         ({"teacher_top_k": 0}, ["teacher_top_k", "0"]),
     ],
 )
 def test_options_that_do_not_go_together(write, values, named):
-    values = {"layerwise_fraction": None, "teacher_logits": "logits"} | values
+    values = {"teacher_logits": "logits"} | values
     with pytest.raises(UserError) as error:
         load_recipe([write(**values)], UptrainRecipe)
     assert all(name in str(error.value) for name in named)
-    recipe, _ = load_recipe([write(layerwise_fraction=None, teacher_logits="logits")], UptrainRecipe)
-    assert recipe.layerwise_fraction == 0 and recipe.teacher_top_k == 64
+    recipe, _ = load_recipe([write(teacher_logits="logits")], UptrainRecipe)
+    assert recipe.teacher_top_k == 64
 
 
 @pytest.fixture
@@ -168,7 +167,7 @@ def train(here, tmp_path):
     """Uptrain by the logits in `tmp_path / "logits"`."""
 
     def train(name: str, *options: str, **values) -> dict:
-        logits = {"teacher_logits": str(tmp_path / "logits"), "layerwise_fraction": 0, "teacher_top_k": 8}
+        logits = {"teacher_logits": str(tmp_path / "logits"), "teacher_top_k": 8}
         return here(tmp_path / name, *options, **logits | values)
 
     return train
@@ -200,7 +199,7 @@ def log_of(output: Path, name: str) -> list[float]:
 @pytest.mark.parametrize("values", [{}, {"bf16": True}], ids=["plain", "bf16"])
 def test_all_tokens_train_as_the_live_teacher_does(here, train, no_teacher, tmp_path, values):
     """Losses, evaluations and results; and a second run does not load the teacher."""
-    live = here(tmp_path / "live", layerwise_fraction=0, **values)
+    live = here(tmp_path / "live", **values)
     first = train("first", teacher_top_k=VOCABULARY, **values)
     no_teacher()
     again = train("again", teacher_top_k=20, gradient_accumulation_steps=1, **values)
@@ -354,7 +353,7 @@ def test_two_processes_equal_one(train, write, tmp_path):
     student.save_pretrained(tmp_path / "student")
     tokenizer = yaml.safe_load(Path(write()).read_text())["teacher"]
     options = {"max_steps": 4, "per_device_train_batch_size": 2, "student": str(tmp_path / "student")}
-    options |= {"tokenizer": tokenizer, "layerwise_fraction": 0, "teacher_top_k": 8}
+    options |= {"tokenizer": tokenizer, "teacher_top_k": 8}
     logits = tmp_path / "of-two"
     test_uptrain.by_two_processes(write(**options, teacher_logits=str(logits)), tmp_path / "two")
     two = json.loads((tmp_path / "two" / "results.json").read_text())
@@ -369,7 +368,7 @@ def test_the_run_may_not_lie_in_the_folder(write, tmp_path):
     with pytest.raises(UserError, match="overlaps the teacher_logits"):
         uptrain(
             [
-                write(layerwise_fraction=0, teacher_logits=str(tmp_path / "run" / "logits")),
+                write(teacher_logits=str(tmp_path / "run" / "logits")),
                 "--output_dir",
                 str(tmp_path / "run"),
             ]

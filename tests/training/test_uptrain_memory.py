@@ -107,6 +107,7 @@ def uptrained(folders, corpus, tmp_path, monkeypatch):
         **{role: str(folder) for role, folder in folders.items()}, "data_files": [str(corpus)], "sequence_length": 32,
         "per_device_train_batch_size": 2, "max_steps": 4, "logging_steps": 1, "save_steps": 2, "max_eval_blocks": 2,
         "validation_fraction": 0.1, "use_cpu": True, "bf16": True, "save_total_limit": 9,
+        "keep_best": False,
     }  # fmt: skip
     path.write_text(json.dumps(values))  # which is YAML too
 
@@ -169,7 +170,7 @@ def predicted_bytes(student: GQAConfig, teacher: GQAConfig) -> int:
 def test_bytes_in_memory_are_those_of_the_accounting(folders, tmp_path, objects_set_aside):
     """Weights, gradients and AdamW's state after a step: one copy of what is frozen, in two bytes."""
     before = live_bytes()
-    recipe = make_recipe(folders, tmp_path, layerwise_fraction=0.0, per_device_train_batch_size=1, report_to=[])
+    recipe = make_recipe(folders, tmp_path, per_device_train_batch_size=1, report_to=[])
     student, teacher = load_pair(recipe)
     expected = predicted_bytes(student.config, teacher.config)
     block = {"input_ids": torch.arange(8), "labels": torch.arange(8), "position_ids": torch.arange(8)}
