@@ -113,7 +113,7 @@ def attention_by_document(
     scaling: float | None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Causal attention within each document, which takes half of the time of a mask, or less.
+    """Causal attention within each document, without the scores between documents that a mask hides.
 
     Shapes as in `eager_attention_forward` with S = T; returns (B, H, T, V). `documents`: (B, T), the number of each
     token's document.
