@@ -6,7 +6,7 @@
         --targets mla-512+64
 
 Without a model it is SmolLM2-135M-Instruct, and the text is that of `benchmarks.real`. Each target of `--targets` is
-converted as the row "untrained" of `benchmarks.real_conversion`, and uptrained by `training.uptrain` with `--recipe` on
+converted as the row "default" of `benchmarks.real_conversion`, and uptrained by `training.uptrain` with `--recipe` on
 `calibration.jsonl`. Every number of tokens is a run of its own, with a learning rate schedule of its own. Students
 learn from the source's predictions (KL divergence) and the next token; the control is the source itself, trained on as
 many tokens of the same text with the next-token loss. Rows have perplexity, KL(source || student) and the share of
@@ -36,7 +36,7 @@ from training.uptrain import uptrain
 
 from .measure import describe_machine
 from .real import cache_folder, real_model, real_text
-from .real_conversion import Bench, Target, ours
+from .real_conversion import Bench, Target, polished
 from .report import RESULTS, ResultRows, kebab_shown, print_machine, print_table
 
 CONTROL = "control"
@@ -72,7 +72,7 @@ class Uptraining:
         folder = self.options.work / "converted" / name
         if not (folder / "config.json").is_file():
             partial = folder.with_name(f"{name}.partial")
-            model = ours(self.bench, target) if target else load_source(self.source)
+            model = polished(self.bench, target) if target else load_source(self.source)
             model.save_pretrained(partial)
             AutoTokenizer.from_pretrained(self.source).save_pretrained(partial)
             partial.rename(folder)

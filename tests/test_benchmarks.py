@@ -271,7 +271,7 @@ def test_uptraining(small_llama, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(uptraining, "uptrain", None)
-        patched.setattr(uptraining, "ours", None)
+        patched.setattr(uptraining, "polished", None)
         assert uptraining.main([*command, *given]) == rows
         with pytest.raises(SystemExit, match="name another file"):
             uptraining.main([*command, "--train-batch", "3"])
