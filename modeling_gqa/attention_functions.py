@@ -89,14 +89,15 @@ def sdpa_attention_forward(
     Arguments and output as in `eager_attention_forward`, without weights. Several tokens without a mask are causal, and
     the stock function's: torch takes these as they are. `documents`: (B, T), as `masks.causal_documents` gives them.
     """
-    if (documents := kwargs.pop("documents", None)) is not None:
-        output = attention_by_document(query, key, value, documents, scaling, dropout)  # (B, H, T, V)
-        return output.transpose(1, 2).contiguous(), None  # (B, T, H, V)
+    documents = kwargs.pop("documents", None)
     device = query.device.type
     # Without a mask, CUDA's kernels take grouped heads themselves; with a mask and many tokens, none of them does.
     fused = device == "cpu" or (device == "cuda" and attention_mask is not None and _few(query))
     masked = attention_mask is not None or query.shape[2] == 1
     special = not STOCK_ONLY.isdisjoint(kwargs) and any(kwargs.get(name) is not None for name in STOCK_ONLY)
+    if documents is not None and not special:
+        output = attention_by_document(query, key, value, documents, scaling, dropout)  # (B, H, T, V)
+        return output.transpose(1, 2).contiguous(), None  # (B, T, H, V)
     if special or not (masked and fused):
         return stock_sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs

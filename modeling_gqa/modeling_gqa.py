@@ -356,7 +356,7 @@ class GQAModel(GQAPreTrainedModel):
         past_key_values: Cache | None = None,
         made: Any = None,
     ) -> list[dict[str, Any]]:
-        """Keyword arguments of each layer beside the hidden states: its mask, and what positions do to its heads.
+        """Keyword arguments of each layer beside the states: its mask, its documents, what positions do to its heads.
 
         Arguments as in `forward`, and `made`, the new cache where none was given, or the positions in a paged one; only
         the shape, dtype and device of `inputs_embeds` are used.

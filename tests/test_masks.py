@@ -110,6 +110,22 @@ def test_documents_attend_by_themselves_only_where_a_mask_says_no_more(window, a
     assert counted == []
 
 
+def test_with_an_argument_of_transformers_alone_documents_keep_their_mask(monkeypatch):
+    """What only the stock function knows, such as a bias of positions, is not lost on packed rows."""
+    model, ids, given = make_model("gqa"), make_batch(batch=2)["input_ids"], []
+
+    def stock(module, query, key, value, attention_mask, **options):
+        given.append((attention_mask, options["softcap"], "documents" in options))
+        return query.transpose(1, 2), None
+
+    monkeypatch.setattr(attention_functions, "stock_sdpa_attention_forward", stock)
+    arguments = model.model.layer_arguments(model.model.embed_tokens(ids), position_ids=POSITIONS)[0]
+    query, key, value = (torch.randn(2, heads, 11, 8) for heads in (4, 2, 2))
+    mask, documents = arguments["attention_mask"], arguments["documents"]
+    attention_functions.sdpa_attention_forward(None, query, key, value, mask, documents=documents, softcap=3.0)
+    assert len(given) == 1 and given[0][0] is mask and given[0][1:] == (3.0, False)
+
+
 def test_one_compiled_graph_serves_rows_packed_and_not():
     model, ids = make_model("mixed").double(), make_batch(batch=2)["input_ids"]
     plain = torch.arange(11).repeat(2, 1)
