@@ -78,7 +78,6 @@ serve-test: .venv-serving/test
 	OMP_NUM_THREADS=1 .venv-serving/bin/$(PYTEST) tests/serving
 
 bench: .venv/bench
-	.venv/bin/python -m benchmarks.attention
 	.venv/bin/python -m benchmarks.decode --lengths 128 2048 4096 --budget 1
 	.venv/bin/python -m benchmarks.prefill
 	.venv/bin/python -m benchmarks.training --num-hidden-layers 2

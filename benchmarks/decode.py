@@ -24,7 +24,6 @@ from modeling_gqa.compatibility import CACHE
 from modeling_gqa.costs import cache_bytes, count_parameters, decode_flops
 from modeling_gqa.costs.measuring import filled_cache
 
-from . import attention
 from .measure import describe_machine, floor_milliseconds, milliseconds, ratio
 from .models import BASELINES, Sizes, make_config, make_pair
 from .report import parse_arguments, print_machine, print_table, save
@@ -57,11 +56,11 @@ class DecodeArguments:
     dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])
     key_value_heads: list[int] = field(
         default_factory=lambda: [1, 2, 4, 8, 16],
-        metadata={"help": "numbers of heads of the last picture, measured at the largest batch and 2048 tokens"},
+        metadata={"help": "numbers of heads of GQA, measured at the largest batch and 2048 tokens"},
     )
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
     budget: float = field(default=2.5, metadata={"help": "seconds to spend on a cell, rounds permitting"})
-    output: str = field(default="benchmarks/results", metadata={"help": "directory of the JSON and the picture"})
+    output: str = field(default="benchmarks/results", metadata={"help": "directory of the JSON"})
 
 
 class TokenClock(StoppingCriteria):
@@ -184,12 +183,10 @@ def main(arguments: DecodeArguments, sizes: Sizes) -> None:
     for heads in arguments.key_value_heads:
         dtype, batch, length = dtypes[0], max(arguments.batch_sizes), 2048
         models = make_pair("gqa", sizes, dtype, arguments.device, heads)
-        row = decode_row("gqa", models, batch, length, dtype, **cell)
-        alone = attention.attention_row("gqa", sizes, batch, length, dtype, **cell, heads=heads)
-        by_heads.append(row | {"attention_ms": sizes.num_hidden_layers * alone["ours_ms"]})
+        by_heads.append(decode_row("gqa", models, batch, length, dtype, **cell))
     memory = [memory_row(kind, sizes, dtypes[0], 8192) for kind in arguments.kinds]
     print_table("decoding, milliseconds per token", rows, COLUMNS)
-    print_table("by key/value heads", by_heads, COLUMNS | {"attention_ms": ".1f"})
+    print_table("by key/value heads", by_heads, COLUMNS)
     print_table("cache storage over the bytes of its tokens", memory, MEMORY_COLUMNS)
     results = {"rows": rows, "by_heads": by_heads, "memory": memory}
     save(arguments.output, "decode", " ".join(sys.argv), machine, sizes=vars(sizes), **results)

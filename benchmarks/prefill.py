@@ -1,21 +1,16 @@
-"""Time to read a prompt, ours against transformers' own models: attention alone, and the whole model.
+"""Time to read a prompt, ours against transformers' own models.
 
     python -m benchmarks.prefill --lengths 2048 --dtypes float32 bfloat16
 
-Attention alone is one layer's attention function as each side calls it, without projections; with `padding`, under the
-mask of a batch whose rows have prompts of different lengths.
+With `padding` a batch has a second row, whose prompt is shorter by an eighth.
 """
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward as stock_sdpa_attention_forward
 
-from modeling_gqa.attention_functions import sdpa_attention_forward
-from modeling_gqa.attention_latent import pad_heads
 from modeling_gqa.compatibility import CACHE
 from modeling_gqa.costs import prefill_flops
 
@@ -29,9 +24,6 @@ COLUMNS = {
     "batch": "",
     "length": "",
     "padding": "",
-    "attention_ms": ".1f",
-    "their_attention_ms": ".1f",
-    "attention_ratio": ".2f",
     "ours_ms": ".1f",
     "theirs_ms": ".1f",
     "ratio": ".2f",
@@ -61,41 +53,11 @@ class PrefillSizes(Sizes):
     num_hidden_layers: int = 2
 
 
-def attention_functions(module: Any, batch: int, length: int, padding: bool, dtype: torch.dtype, device: str) -> dict:
-    """Ours and theirs over the same random queries, keys and values of a prompt."""
-
-    def random(heads: int, size: int) -> torch.Tensor:
-        return torch.randn(batch, heads, length, size, dtype=dtype, device=device)
-
-    mask = None
-    if padding:
-        mask = torch.ones(batch, 1, length, length, dtype=torch.bool, device=device).tril()
-        mask[:, :, length // 8 :, : length // 8] = False
-    if hasattr(module, "kv_lora_rank"):
-        count = module.kv_b_proj.out_features // (module.qk_nope_head_dim + module.v_head_dim)
-        sizes = module.qk_head_dim, module.qk_head_dim, module.v_head_dim
-        query, key, value = (random(count, size) for size in sizes)
-    else:
-        heads = [layer.out_features // module.head_dim for layer in (module.q_proj, module.k_proj, module.v_proj)]
-        query, key, value = (random(count, module.head_dim) for count in heads)
-
-    def ours() -> tuple[torch.Tensor, None]:
-        padded = pad_heads(query, key, value)
-        return sdpa_attention_forward(module, padded[0], padded[1], padded[2], mask, scaling=module.scaling)
-
-    return {
-        "theirs": lambda: stock_sdpa_attention_forward(module, query, key, value, mask, scaling=module.scaling),
-        "ours": ours,
-    }
-
-
 @torch.no_grad()
 def prefill_row(kind: str, models, length: int, padding: bool, dtype: torch.dtype, arguments, machine: dict) -> dict:
-    """One cell: attention alone and the whole model, with logits of the last token."""
+    """One cell: the whole model, with logits of the last token."""
     batch, device, budget = arguments.batch_size * (1 + padding), arguments.device, arguments.budget
     ours, theirs = models
-    module = ours.model.layers[0].self_attn
-    alone = in_turn(attention_functions(module, batch, length, padding, dtype, device), device, budget / 2)
     ids = torch.ones(batch, length, dtype=torch.long, device=device)
     mask = torch.ones_like(ids)
     mask[1:, : length // 8] = 0
@@ -113,9 +75,6 @@ def prefill_row(kind: str, models, length: int, padding: bool, dtype: torch.dtyp
         "batch": batch,
         "length": length,
         "padding": "left" if padding else "none",
-        "attention_ms": milliseconds(alone["ours"]),
-        "their_attention_ms": milliseconds(alone["theirs"]),
-        "attention_ratio": ratio(alone["theirs"], alone["ours"])["ratio"],
         "ours_ms": milliseconds(times["ours"]),
         "theirs_ms": milliseconds(times["theirs"]),
         **ratio(times["theirs"], times["ours"]),

@@ -12,7 +12,6 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks import (
-    attention,
     decode,
     measure,
     models,
@@ -45,7 +44,6 @@ def quick_machine(monkeypatch):
     """The machine's rates take seconds to measure."""
     described = MACHINE | {"machine": "any", "torch": torch.__version__, "load_before": 0.0}
     for module in (
-        attention,
         decode,
         optimizers,
         uptraining,
@@ -81,16 +79,6 @@ def test_decode(tmp_path):
     assert all(1 <= row["over_theoretical"] <= 1.3 for row in results["memory"])
 
 
-def test_attention(tmp_path):
-    arguments = attention.AttentionArguments(
-        lengths=[9], batch_sizes=[2], budget=0.01, device="cpu", output=str(tmp_path)
-    )
-    attention.main(arguments, models.Sizes(**SMALL))
-    rows = read(tmp_path / "attention.json")["rows"]
-    assert_times(rows)
-    assert [row["kind"] for row in rows] == ["mha", "gqa", "gqa-2", "mqa", "mla"] * 2
-
-
 def test_prefill(tmp_path):
     arguments = prefill.PrefillArguments(
         lengths=[16], dtypes=["float32"], budget=0.01, device="cpu", output=str(tmp_path)
@@ -98,7 +86,7 @@ def test_prefill(tmp_path):
     prefill.main(arguments, prefill.PrefillSizes(**SMALL))
     rows = read(tmp_path / "prefill.json")["rows"]
     assert_times(rows)
-    assert all(row["attention_ms"] > 0 and row["attention_ratio"] > 0 for row in rows)
+    assert [row["padding"] for row in rows] == ["none", "left"] * 4
 
 
 def test_training(tmp_path):
@@ -279,35 +267,10 @@ def test_uptraining(small_llama, monkeypatch):
     assert len(other) == len(rows) and other[-1]["kl"] != uptrained["kl"] and other[:2] == rows[:2]
 
 
-@pytest.mark.parametrize("kind", models.BASELINES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@torch.no_grad()
-def test_both_sides_compute_the_same_attention(kind, dtype):
-    config = models.make_config(kind, models.Sizes(**SMALL))
-    functions = attention.attention_functions(kind, config, 2, 9, dtype, "cpu")
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(functions["ours"]()[0], functions["theirs"]()[0], rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("padding", [False, True])
-@pytest.mark.parametrize("kind", models.BASELINES)
-@torch.no_grad()
-def test_both_sides_compute_the_same_prefill(kind, padding):
-    ours, _ = models.make_pair(kind, models.Sizes(**SMALL), torch.float32, "cpu")
-    module = ours.model.layers[0].self_attn
-    functions = prefill.attention_functions(module, 2, 16, padding, torch.float32, "cpu")
-    theirs = functions["theirs"]()[0]
-    torch.testing.assert_close(functions["ours"]()[0][..., : theirs.shape[-1]], theirs, rtol=1e-5, atol=1e-5)
-
-
-def test_the_floor_of_attention_counts_cache_and_operations():
-    config = models.make_config("gqa", models.Sizes(**SMALL))
-    read_alone = {"read_gb_s": 1.0, "matmul_gflop_s": {"float32": 1e9}}
-    compute_alone = {"read_gb_s": 1e9, "matmul_gflop_s": {"float32": 1.0}}
-    heads, size, batch, length = config.num_key_value_heads, 6, 3, 11
-    nbytes, flops = batch * length * 2 * heads * size * 4, batch * length * 4 * size * 4
-    assert attention.floor("gqa", config, batch, length, torch.float32, read_alone) == pytest.approx(nbytes / 1e6)
-    assert attention.floor("gqa", config, batch, length, torch.float32, compute_alone) == pytest.approx(flops / 1e6)
+def test_the_floor_is_the_longer_of_reading_and_computing():
+    machine = {"read_gb_s": 1.0, "matmul_gflop_s": {"float32": 2.0}}
+    assert measure.floor_milliseconds(machine, torch.float32, 3e6, 2e6) == pytest.approx(3)
+    assert measure.floor_milliseconds(machine, torch.float32, 3e6, 8e6) == pytest.approx(4)
 
 
 def test_ratios_are_of_rounds_and_spread_over_them():
