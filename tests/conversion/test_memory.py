@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.common import batches as common_batches
 from modeling_gqa.common.batches import free_memory
-from modeling_gqa.conversion import compare_predictions, convert_model, job, target_config
+from modeling_gqa.conversion import compare_predictions, convert_model, memory, target_config
 from modeling_gqa.conversion import polish as module
-from modeling_gqa.conversion.job import GIB, count_memory
+from modeling_gqa.conversion.memory import GIB, count_memory
 from modeling_gqa.conversion.options import Goal, expected_target
 from modeling_gqa.conversion.text import LONGEST_SEQUENCE
 from modeling_gqa.costs import cache_bytes_per_token
@@ -95,10 +95,10 @@ def test_what_lives_is_at_most_what_is_counted(changes, shape, dtype, monkeypatc
     states = (
         dtype.itemsize * len(text) * text[0]["input_ids"].numel() * (2 * 256 + model.config.num_attention_heads * 16)
     )
-    monkeypatch.setattr(job, "IN_MEMORY", states)
+    monkeypatch.setattr(memory, "IN_MEMORY", states)
     kind = changes.pop("attention_kind")
     count = count_memory(model.config, expected(model.config, kind, dtype, **changes), dtype, *shape)
-    counted = count.peak - count.source - job.PROGRAM
+    counted = count.peak - count.source - memory.PROGRAM
     target = target_config(model.config, kind, **changes)
     with Living(model) as living:
         converted, _ = convert_model(model, target, text, divide_cache=kind == "mla", share_weights=True)
@@ -118,24 +118,24 @@ def test_what_lives_is_at_most_what_is_counted(changes, shape, dtype, monkeypatc
 
 def test_log_probabilities_are_counted(monkeypatch):
     """What is measured with a large vocabulary takes most there; two comparisons in turn take no more than one."""
-    monkeypatch.setattr(job, "IN_MEMORY", 0)
+    monkeypatch.setattr(memory, "IN_MEMORY", 0)
     sizes = {**SIZES, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 32768}
     model = GQAForCausalLM(GQAConfig(**sizes)).bfloat16().eval()
     text = [{"input_ids": torch.randint(1000, (1, 513))}]
     with Living(model) as living:
         compare_predictions(model, model, text)
     counted = count_memory(model.config, expected(model.config, "mqa"), torch.bfloat16, 1, 513)
-    assert 0.7 * (counted.peak - counted.source - job.PROGRAM - counted.attention) < living.peak
-    assert living.peak < counted.peak - counted.source - job.PROGRAM
+    assert 0.7 * (counted.peak - counted.source - memory.PROGRAM - counted.attention) < living.peak
+    assert living.peak < counted.peak - counted.source - memory.PROGRAM
 
 
 @pytest.mark.parametrize("changes", [{}, {"vocab_size": 8192}, {"num_hidden_layers": 4}], ids=["", "words", "layers"])
 def test_polishing_is_counted(changes, monkeypatch):
     """A step of the rate that is tried, a step of the run, and two copies of the weights."""
-    monkeypatch.setattr(job, "IN_MEMORY", 0)
+    monkeypatch.setattr(memory, "IN_MEMORY", 0)
     monkeypatch.setattr(module, "LEARNING_RATES", (1e-4,))
     monkeypatch.setattr("modeling_gqa.conversion.fitting.STEP_TOKENS", 256)
-    monkeypatch.setattr(job, "STEP_TOKENS", 256)
+    monkeypatch.setattr(memory, "STEP_TOKENS", 256)
     model = GQAForCausalLM(GQAConfig(**{**SIZES, **changes})).bfloat16().eval()
     target = target_config(model.config, "gqa", num_key_value_heads=2)
     converted, _ = convert_model(model, target, share_weights=True)
@@ -145,7 +145,7 @@ def test_polishing_is_counted(changes, monkeypatch):
     more, less = (
         count_memory(model.config, target, torch.bfloat16, 1, 256, polished).peak for polished in (True, False)
     )
-    counted = more - model.num_parameters() * 2 - job.PROGRAM
+    counted = more - model.num_parameters() * 2 - memory.PROGRAM
     assert more > less and 0.5 * counted < living.peak < counted, (living.peak, counted)
 
 
