@@ -27,7 +27,8 @@ def pretrain(argv: list[str], prog: str | None = None) -> None:
     # Imported here, and not by the file: help and wrong usage are then answered at once.
     from transformers import set_seed
 
-    from modeling_gqa.training.recipe import check_training, load_config, load_recipe, new_model, warn_of_weights
+    from modeling_gqa.training.recipe import load_recipe
+    from modeling_gqa.training.recipe_model import check_training, load_config, new_model, warn_of_weights
     from modeling_gqa.training.run_setup import announce, open_run
     from modeling_gqa.training.trainer import PretrainTrainer
 

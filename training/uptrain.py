@@ -30,7 +30,8 @@ def uptrain(argv: list[str], prog: str | None = None) -> None:
     from transformers import set_seed
 
     from modeling_gqa.training.distillation import check_tokenizers, load_pair
-    from modeling_gqa.training.recipe import check_length, check_training, load_recipe, warn_of_weights
+    from modeling_gqa.training.recipe import load_recipe
+    from modeling_gqa.training.recipe_model import check_length, check_training, warn_of_weights
     from modeling_gqa.training.run_setup import announce, open_run
     from modeling_gqa.training.teacher_logits import with_teacher_logits
     from modeling_gqa.training.uptraining import UptrainRecipe, UptrainTrainer

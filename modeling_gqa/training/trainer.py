@@ -39,7 +39,8 @@ from ..costs import cache_bytes_per_token, training_flops
 from ..costs.measuring import matmul_rate
 from ..data.blocks import CheckedStream, PackedBlocks
 from .attention_logits import largest_logits
-from .recipe import Recipe, schedule_options
+from .recipe import Recipe
+from .recipe_model import schedule_options
 from .results import FORMAT_VERSION, NON_FINITE, RESULTS, TIMING, Results, bigram_loss, bytes_per_token
 from .run_folder import RunFolder, what_is_kept
 

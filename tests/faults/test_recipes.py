@@ -10,7 +10,8 @@ from broken_runs import RECIPE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from modeling_gqa.training.recipe import Recipe, check_training, load_config, load_recipe
+from modeling_gqa.training.recipe import Recipe, load_recipe
+from modeling_gqa.training.recipe_model import check_training, load_config
 from modeling_gqa_cli.errors import UserError
 
 # What reads files or would start something outside of this process.

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from modeling_gqa.training.comparison.models import CompareRecipe
-from modeling_gqa.training.recipe import Recipe, load_config, load_recipe
+from modeling_gqa.training.recipe import Recipe, load_recipe
+from modeling_gqa.training.recipe_model import load_config
 from modeling_gqa.training.results import FORMAT_VERSION, LABELS, PRINTED
 from modeling_gqa.training.uptraining import UptrainRecipe
 from modeling_gqa_cli.errors import install_extra

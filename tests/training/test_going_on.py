@@ -16,7 +16,8 @@ from modeling_gqa import GQAForCausalLM
 from modeling_gqa.data.blocks import load_blocks
 from modeling_gqa.data.tokenizer import train_tokenizer
 from modeling_gqa.training import estimate, publish
-from modeling_gqa.training.recipe import load_config, load_recipe, new_model, parse_tokens
+from modeling_gqa.training.recipe import load_recipe, parse_tokens
+from modeling_gqa.training.recipe_model import load_config, new_model
 from modeling_gqa_cli.errors import UserError
 from training.pretrain import pretrain
 

@@ -19,7 +19,8 @@ from modeling_gqa.costs.measuring import machine_name
 from modeling_gqa.data.blocks import load_blocks
 from modeling_gqa.data.source import Split, open_source, split_source
 from modeling_gqa.training import publish
-from modeling_gqa.training.recipe import Recipe, load_config, warn_of_weights
+from modeling_gqa.training.recipe import Recipe
+from modeling_gqa.training.recipe_model import load_config, warn_of_weights
 from modeling_gqa_cli.errors import UserError
 from training.pretrain import pretrain
 

@@ -9,7 +9,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from modeling_gqa.training import recipe as recipes
-from modeling_gqa.training.recipe import check_training, load_config, load_recipe, trackers_in
+from modeling_gqa.training.recipe import load_recipe, trackers_in
+from modeling_gqa.training.recipe_model import check_training, load_config
 from modeling_gqa.training.run_setup import compare_recipes, save_recipe
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.recipes import CONFIGURATION, preset_names

@@ -7,7 +7,7 @@ from ...common.console import say
 from ...common.progress import duration
 from ...common.tables import Table, in_bytes
 from ..estimate import measure
-from ..recipe import new_model
+from ..recipe_model import new_model
 from .plan import Comparison
 from .runs import gpu_of
 

@@ -14,7 +14,8 @@ from modeling_gqa_cli.recipes import CompareOptions, as_arguments
 from ... import GQAConfig
 from ...common.tables import Table, with_prefix
 from ...costs import cache_bytes_per_token, count_parameters, training_flops
-from ..recipe import Recipe, as_object, check_training, load_config, load_recipe
+from ..recipe import Recipe, as_object, load_recipe
+from ..recipe_model import check_training, load_config
 
 MATCHED = {
     "parameters": "All models have the parameters of the first, by the width of the MLP.",
