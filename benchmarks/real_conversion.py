@@ -32,6 +32,7 @@ from modeling_gqa.common.batches import Batch, computing_dtype, evaluating, firs
 from modeling_gqa.conversion import compare_predictions, convert_model, load_source, target_config
 from modeling_gqa.conversion.convert import SELECTION_TOKENS
 from modeling_gqa.conversion.divergence import predicted_states
+from modeling_gqa.conversion.job import POLISH_TIMES
 from modeling_gqa.conversion.polish import polish
 from modeling_gqa.conversion.text import SELECTION_SHARE
 from modeling_gqa.costs import cache_bytes_per_token
@@ -115,10 +116,11 @@ class Bench:
         self.work, self.name = work, f"{Path(folder).name}-{tokens}-{length}-{str(self.source.dtype)[6:]}"
         packed: dict[str, Any] = {"tokenizer": self.tokenizer, "sequence_length": length, "batch_size": batch_size}
         wanted = {"calibration": tokens, "selection": min(tokens // SELECTION_SHARE, SELECTION_TOKENS)}
-        found = read_batches([text / "calibration.jsonl"], tokens=wanted, rest=("polish", tokens), **packed)
+        polished_tokens = tokens * POLISH_TIMES
+        found = read_batches([text / "calibration.jsonl"], tokens=wanted, rest=("polish", polished_tokens), **packed)
         self.calibration, self.selection = found["calibration"], found["selection"]
-        self.polish_text = first_batches([*found["polish"], *self.calibration], tokens)
-        self.tokens, self.own_text = tokens, []
+        self.polish_text = first_batches([*found["polish"], *self.calibration], polished_tokens)
+        self.polished_tokens, self.own_text = polished_tokens, []
         if own_text:
             self.own_text = read_batches([own_text], **packed, tokens={"calibration": tokens})["calibration"]
         packed["tokens"] = {"evaluation": evaluation_tokens}
@@ -221,7 +223,7 @@ def polished(bench: Bench, target: Target, **options: Any) -> GQAForCausalLM | N
     if (converted := untrained(bench, target, **options)) is None:
         return None
     layers, text = range(len(converted.model.layers)), (bench.polish_text, bench.selection)
-    print(polish(bench.source, converted, *text, layers, bench.tokens), flush=True)
+    print(polish(bench.source, converted, *text, layers, bench.polished_tokens), flush=True)
     return converted
 
 

@@ -32,9 +32,9 @@ from .rounded import choose_size, rounded_conversion
 from .targets import describe, mean_bytes
 from .text import read_text, text_length
 
-# By default training at the end takes at most as many tokens as calibrate, on a GPU this times as many. It ends before
-# them where text that judges it no longer gains.
-POLISH_TIMES_ON_GPU = 8
+# By default training at the end takes at most this many times as many tokens as calibrate. It ends before them where
+# text that judges it no longer gains.
+POLISH_TIMES, POLISH_TIMES_ON_GPU = 2, 8
 LEFT_FREE = 0.9  # share of the free memory that training at the end may take by default
 
 Batches = dict[str, list[Batch]]
@@ -178,7 +178,7 @@ class Job(Options):
             needed, free = self.memory(checkpoint, goal, True).peak, free_memory(self.device)
             if needed < LEFT_FREE * free:
                 on_gpu = self.device.startswith("cuda")
-                self.polish = self.calibration_tokens * (POLISH_TIMES_ON_GPU if on_gpu else 1)
+                self.polish = self.calibration_tokens * (POLISH_TIMES_ON_GPU if on_gpu else POLISH_TIMES)
             else:
                 said = f"it needs {needed / GIB:.1f} GiB, and {free / GIB:.1f} are free (--polish TOKENS forces it)"
                 say(f"Training at the end is left out: {said}.")

@@ -25,7 +25,7 @@ from .steps import centred, observed, relative_muon, step_at
 from .streams import scratch
 
 # Learning rates, relative as in `steps.centred`. After one that does not help, the next goes on from the best weights.
-LEARNING_RATES = (5e-4, 1.5e-4, 5e-5)
+LEARNING_RATES = (8e-4, 2.5e-4, 8e-5)
 JUDGED = 6  # times at most that the text that judges is looked at in a run
 JUDGING_TOKENS = 4096  # of it that are looked at, or one batch
 NOT_PREDICTED = -100  # as a label, PyTorch's mark of what no loss counts
