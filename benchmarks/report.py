@@ -233,9 +233,14 @@ def plot_caches(quantized: dict, converted: list[dict], path: Path) -> None:
         if name and not row["cache"].endswith("fp8"):
             lines.setdefault(name, []).append((row["share"], row["kl"]))
     full = quantized["rows"][0]["bytes"] / quantized["rows"][0]["share"]
-    for method, name in (("no key mean", "MLA by rank"), ("transmla", "TransMLA")):
-        found = [row for row in converted if row["method"] == method and row["target"].startswith("mla-1/")]
-        lines |= {name: [(row["bytes"] / full, row["kl"]) for row in found]} if found else {}
+    for methods, name in ((("default", "untrained", "no key mean"), "MLA by rank"), (("transmla",), "TransMLA")):
+        # At each size the best that was measured.
+        best: dict[float, float] = {}
+        for row in converted:
+            if row["method"] in methods and row["target"].startswith("mla-1/"):
+                share = row["bytes"] / full
+                best[share] = min(best.get(share, row["kl"]), row["kl"])
+        lines |= {name: list(best.items())} if best else {}
     figure = new_figure(figsize=(6.4, 4.4))
     axis = figure.add_subplot()
     for number, (name, points) in enumerate(lines.items()):
