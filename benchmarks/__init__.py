@@ -1,1 +1,1 @@
-"""Side by side with transformers' own models: `python -m benchmarks.decode`, `.prefill`, `.training`, `.attention`."""
+"""Side by side with transformers' own models: `python -m benchmarks.decode`, `.prefill`, `.training`."""

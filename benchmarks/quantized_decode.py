@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from modeling_gqa import GQAForCausalLM, GQAQuantizedCache
 from modeling_gqa.cache_layers import grow_in_place
+from modeling_gqa.costs.measuring import fill_cache
 from modeling_gqa.modeling_gqa import ATTENTION_CLASSES
 
 from .measure import describe_machine, in_turn, milliseconds, ratio
@@ -41,21 +42,6 @@ def coded_layers(config: Any) -> list[dict[str, list]]:
     ]
 
 
-def filled(cache: Any, model: Any, batch: int, length: int) -> DynamicCache:
-    """Fill a cache with random numbers, as those of `length` tokens of each of `batch` sequences."""
-    for attention, layer in zip((layer.self_attn for layer in model.model.layers), cache.layers, strict=True):
-        forms = getattr(layer, "formats", (None, None))
-        shapes = [
-            (1, heads * size) if form and form.own_basis else (heads, size)
-            for form, (heads, size) in zip(forms, attention.cached_shapes, strict=True)
-        ]
-        numbers = (torch.randn(batch, heads, length, size, dtype=model.dtype) for heads, size in shapes)
-        layer.update(*(x.to(model.device) for x in numbers))
-    if isinstance(cache, GQAQuantizedCache):
-        cache.hold(torch.arange(length, device=model.device)[None], batch)
-    return cache
-
-
 @torch.no_grad()
 def measure(kind: str, batch: int, length: int, sizes: Sizes, dtype: torch.dtype, device: str, budget: float) -> list:
     """Rows of one cell: the cache of the model's own dtype, and one of each format."""
@@ -68,7 +54,7 @@ def measure(kind: str, batch: int, length: int, sizes: Sizes, dtype: torch.dtype
     caches["coded"] = GQAQuantizedCache(model.config)
     token = torch.ones(batch, 1, dtype=torch.long, device=device)
     steps: dict[str, Callable[[], object]] = {
-        name: partial(model, token, past_key_values=filled(cache, model, batch, length))
+        name: partial(model, token, past_key_values=fill_cache(cache, config, batch, length, dtype, device))
         for name, cache in caches.items()
     }
     times = in_turn(steps, device, budget)

@@ -18,6 +18,7 @@ from modeling_gqa.costs import CostedModel, Machine, measuring
 from modeling_gqa.costs.comparison import plot_costs
 from modeling_gqa.costs.configurations import find_model
 from modeling_gqa.costs.measuring import machine_name, measure_decoding
+from modeling_gqa.modeling_gqa import ATTENTION_CLASSES
 
 MACHINE = ("--bandwidth", "3350", "--rate", "989")
 
@@ -169,6 +170,20 @@ def test_measured_tokens_follow_what_is_cached(model_name, monkeypatch):
     windows = model.config.sliding_window is not None
     expected = [11 + turn * measuring.STEPS * windows for turn in range(4)]
     assert turns == [list(range(start, start + measuring.STEPS)) for start in expected]
+
+
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_measured_tokens_over_a_cache_in_bases_of_its_layers(kind):
+    """As `quantize-cache --cache-share` makes them; of grouped attention, one basis for all heads together."""
+    config = make_config(kind)
+    attention = ATTENTION_CLASSES[kind]
+    bits = [
+        {name: [[size, 4]] for name, size in zip(attention.bits_fields, attention.cache_sizes(layer), strict=True)}
+        for layer in config.per_layer_config
+    ]
+    model = CostedModel(make_config(kind, cache_quantization={"layers": bits}), kind)
+    (found,) = measure_decoding([model], [11], [2], torch.float32, "cpu", lambda name: lambda x: x, budget=0.0)
+    assert found.context == 11 and found.milliseconds[kind] > 0
 
 
 def test_the_rate_of_this_machine():

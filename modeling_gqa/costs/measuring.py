@@ -15,6 +15,7 @@ import torch
 from modeling_gqa_cli.errors import UserError
 
 from ..cache_layers import PositionedCache
+from ..cache_quantized import QuantizedLayer
 from ..common.batches import free_memory
 from ..compatibility import CACHE
 from ..configuration_gqa import GQAConfig
@@ -120,9 +121,16 @@ def filled_cache(model: Any, config: GQAConfig, rows: int, tokens: int, dtype: t
     """
     inputs: dict = {}
     model._prepare_cache_for_generation(model.generation_config, inputs, None, rows, tokens)
-    cache = inputs[CACHE]
+    return fill_cache(inputs[CACHE], config, rows, tokens, dtype, device)
+
+
+def fill_cache(cache: Any, config: GQAConfig, rows: int, tokens: int, dtype: torch.dtype, device: str) -> Any:
+    """Put random keys and values of `tokens` tokens into an empty cache, in the shapes of `config`, and return it."""
     for index, layer in enumerate(config.per_layer_config):
         shapes = ATTENTION_CLASSES[layer.attention_kind].cache_shapes(layer)
+        if isinstance(cache.layers[index], QuantizedLayer):  # whose own basis holds the channels of all heads as one
+            forms = zip(cache.layers[index].formats, shapes, strict=True)
+            shapes = tuple((1, heads * size) if form.own_basis else (heads, size) for form, (heads, size) in forms)
         held = (torch.randn(rows, heads, tokens, size, dtype=dtype, device=device) for heads, size in shapes)
         cache.update(*held, index)
     if isinstance(cache, PositionedCache):
