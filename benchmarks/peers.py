@@ -95,9 +95,7 @@ def transmla(
 
 
 @torch.no_grad()
-def mha2mla(
-    model: GQAForCausalLM, batches: Sequence[Batch], rank: int, rope_size: int, svd: str = "joint"
-) -> GQAForCausalLM:
+def mha2mla(model: GQAForCausalLM, batches: Sequence[Batch], rank: int, rope_size: int) -> GQAForCausalLM:
     """Convert every layer to MLA as MHA2MLA does, without training.
 
     Args:
@@ -105,11 +103,10 @@ def mha2mla(
         batches: text on which the 2-norms of the planes are taken; the rest is decided by the weights.
         rank: size R of the latent.
         rope_size: size P of the rotary key, P / G dimensions of each key/value head.
-        svd: "joint" for one SVD of keys and values, "split" for one of each with half of the rank.
     """
     sources = ((plain_heads(model, index), norms) for index, norms in enumerate(plane_norms(model, batches)))
     parts = ((heads, largest_planes(heads, norms, rope_size)) for heads, norms in sources)
-    return assembled(model, ((heads, part, weight_latent(heads, part, rank, svd)) for heads, part in parts))
+    return assembled(model, ((heads, part, weight_latent(heads, part, rank)) for heads, part in parts))
 
 
 def plain_heads(model: GQAForCausalLM, index: int) -> Heads:
@@ -254,16 +251,10 @@ def largest_planes(heads: Heads, norms: torch.Tensor, size: int) -> PartialRope:
     return PartialRope(every[rotated], plane.flatten(), every[others])
 
 
-def weight_latent(heads: Heads, partial: PartialRope, rank: int, svd: str) -> LowRank:
-    """Return the latent by truncated SVD of the weights of unrotated keys and of values."""
+def weight_latent(heads: Heads, partial: PartialRope, rank: int) -> LowRank:
+    """Return the latent by one truncated SVD of the weights of unrotated keys and of values."""
     keys, values = partial.unrotated @ heads.k.flatten(0, 1), heads.v.flatten(0, 1)
-    if svd == "joint":
-        down, up = truncated_svd(torch.cat((keys, values)), rank)
-    elif svd == "split":
-        parts = [truncated_svd(keys, rank // 2), truncated_svd(values, rank - rank // 2)]
-        down, up = torch.cat([part[0] for part in parts]), torch.block_diag(*(part[1] for part in parts))
-    else:
-        raise UserError(f"svd={svd!r} is unknown: choose joint or split")
+    down, up = truncated_svd(torch.cat((keys, values)), rank)
     down = torch.nn.functional.pad(down, (0, 1))  # biases are kept aside
     return LowRank(down, up[: len(keys)], up[len(keys) :], heads.v_bias.flatten())
 

@@ -287,11 +287,11 @@ def read_latent_source(model: GQAForCausalLM, index: int, statistics: Statistics
     """Return the heads of layer `index` that `to_latent` converts, and their moments."""
     with living_layer(index):
         heads = read_heads(model, index)
-        if heads.k_norm is None:
-            return heads, compute_moments(heads, statistics)
-        from .layers.normed import latent_source
+        if heads.k_norm is not None:
+            from .layers.normed import behind_norms, seen_behind
 
-        return latent_source(heads, statistics)
+            heads, statistics = behind_norms(heads), seen_behind(heads, statistics)
+        return heads, compute_moments(heads, statistics)
 
 
 def new_attention(model: GQAForCausalLM, index: int, new: NewLayer) -> Attention:

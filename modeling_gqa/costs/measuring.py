@@ -127,10 +127,10 @@ def filled_cache(model: Any, config: GQAConfig, rows: int, tokens: int, dtype: t
 def fill_cache(cache: Any, config: GQAConfig, rows: int, tokens: int, dtype: torch.dtype, device: str) -> Any:
     """Put random keys and values of `tokens` tokens into an empty cache, in the shapes of `config`, and return it."""
     for index, layer in enumerate(config.per_layer_config):
-        shapes = ATTENTION_CLASSES[layer.attention_kind].cache_shapes(layer)
+        shapes: Sequence[tuple[int, int]] = ATTENTION_CLASSES[layer.attention_kind].cache_shapes(layer)
         if isinstance(cache.layers[index], QuantizedLayer):  # whose own basis holds the channels of all heads as one
             forms = zip(cache.layers[index].formats, shapes, strict=True)
-            shapes = tuple((1, heads * size) if form.own_basis else (heads, size) for form, (heads, size) in forms)
+            shapes = [(1, heads * size) if form.own_basis else (heads, size) for form, (heads, size) in forms]
         held = (torch.randn(rows, heads, tokens, size, dtype=dtype, device=device) for heads, size in shapes)
         cache.update(*held, index)
     if isinstance(cache, PositionedCache):

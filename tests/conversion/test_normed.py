@@ -26,8 +26,8 @@ from modeling_gqa import GQAForCausalLM
 from modeling_gqa.checkpoints.exporting import export_config
 from modeling_gqa.conversion import UserError, allocate, convert_model, load_source, target_config
 from modeling_gqa.conversion.layers.heads import read_heads
-from modeling_gqa.conversion.layers.moments import blank_statistics
-from modeling_gqa.conversion.layers.normed import latent_source
+from modeling_gqa.conversion.layers.moments import blank_statistics, compute_moments
+from modeling_gqa.conversion.layers.normed import behind_norms, seen_behind
 from modeling_gqa.costs import cache_bytes_per_token
 
 pytestmark = [pytest.mark.compat, pytest.mark.usefixtures("one_layer_alone")]
@@ -103,7 +103,8 @@ def test_without_text_a_norm_scales_as_on_average():
     model = random_model("gqa", attention_bias=True, **QK_NORM).double()
     layer, heads = grouped(model, 0), read_heads(model, 0)
     statistics = blank_statistics(model.config, 0, model.device)
-    virtual, moments = latent_source(heads, statistics)
+    virtual = behind_norms(heads)
+    moments = compute_moments(virtual, seen_behind(heads, statistics))
     rows, bias = [], []
     for g in range(2):
         power = (layer.k[g].square().sum() + layer.k_bias[g].square().sum()) / 14

@@ -113,7 +113,7 @@ def test_transmla_equals_its_formula(fields, fold, size, rank):
     assert distance(layer_output(model, 1, x)[0], expected) > 1e-2
 
 
-def mha2mla_formula(layer: Grouped, seen, x, rank: int, kept: int, svd: str) -> torch.Tensor:
+def mha2mla_formula(layer: Grouped, seen, x, rank: int, kept: int) -> torch.Tensor:
     """Output (T, E) of a layer whose heads keep `kept` rotary planes, from the text that it reads."""
     n, groups, head_dim, hidden = layer.planes, len(layer.k), layer.k.shape[1], layer.k.shape[2]
     norms = [layer.complex_planes(layer.heads(seen, name).mT).abs().mean(2) for name in "qk"]
@@ -123,15 +123,9 @@ def mha2mla_formula(layer: Grouped, seen, x, rank: int, kept: int, svd: str) -> 
         for plane in sorted(range(n), key=lambda i: -score[i])[:kept]:
             chosen[g, plane] = chosen[g, plane + n] = True
 
-    def truncated(matrix: torch.Tensor, size: int) -> torch.Tensor:
-        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
-        return left[:, :size] * values[:size] @ right[:size]
-
     parts = [layer.k[~chosen], layer.v.reshape(-1, hidden)]
-    if svd == "joint":
-        parts = truncated(torch.cat(parts), rank).split([len(part) for part in parts])
-    else:
-        parts = [truncated(part, size) for part, size in zip(parts, (rank // 2, rank - rank // 2), strict=True)]
+    left, values, right = torch.linalg.svd(torch.cat(parts), full_matrices=False)
+    parts = (left[:, :rank] * values[:rank] @ right[:rank]).split([len(part) for part in parts])
     unrotated = torch.zeros_like(layer.k)
     unrotated[~chosen] = parts[0]
     values = parts[1].reshape(layer.v.shape) @ x.T + layer.v_bias[..., None]  # (G, D, T)
@@ -144,16 +138,15 @@ def mha2mla_formula(layer: Grouped, seen, x, rank: int, kept: int, svd: str) -> 
     return causal(x, layer, torch.stack(scores), values.mT)
 
 
-@pytest.mark.parametrize("svd", ["joint", "split"])
 @pytest.mark.parametrize(("fields", "size", "rank"), [({}, 8, 23), (BIASES, 20, 30)], ids=str)
-def test_mha2mla_equals_its_formula(fields, size, rank, svd):
+def test_mha2mla_equals_its_formula(fields, size, rank):
     model = in_dtype(random_model("gqa", **fields), torch.float64)
     layer = grouped(model, 1)
-    converted = mha2mla(model, CALIBRATION, rank, size, svd)
+    converted = mha2mla(model, CALIBRATION, rank, size)
     x, seen = inputs(1), layer_inputs(model, CALIBRATION)[1]
     norms = [layer.complex_planes(layer.heads(seen, name).mT).abs().mean(2) for name in "qk"]
     assert distance(plane_norms(model, CALIBRATION)[1], norms[0].unflatten(0, (2, 3)).sum(1) * norms[1]) < 1e-5
-    expected = mha2mla_formula(layer, seen, x[0], rank, size // 4, svd)
+    expected = mha2mla_formula(layer, seen, x[0], rank, size // 4)
     assert distance(layer_output(converted, 1, x)[0], expected) < 1e-5
     assert distance(layer_output(model, 1, x)[0], expected) > 1e-2
 
@@ -174,7 +167,6 @@ def test_all_planes_rotated_in_a_latent_that_holds_the_rest_change_nothing(conve
     [
         ("gqa", {}, transmla, (20, 8, 4), "freqfold|qk_rope_head_dim"),
         ("gqa", {}, mha2mla, (20, 6), "equal numbers"),
-        ("gqa", {}, mha2mla, (20, 8, "both"), "split"),
         ("gqa", {"qk_norm": True}, transmla, (20, 14, 1), "qk_norm"),
         ("mla", {}, mha2mla, (20, 8), "is MLA"),
     ],

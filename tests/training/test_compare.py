@@ -139,8 +139,9 @@ def test_tokens_for_each_parameter_are_those_of_the_first_model(corpus):
     assert count_parameters(candidates[1].config) < count_parameters(candidates[0].config)
     assert pretraining.max_steps == round(tokens / pretraining.tokens_per_step) and values["tokens"] == str(tokens)
     comparison = Comparison(recipe, pretraining, candidates)
-    for run in comparison.needed({}):
-        assert run.options["tokens"] == str(tokens) and "tokens_per_parameter" not in run.options
+    for trial in comparison.needed({}):
+        options = comparison.options(trial)
+        assert options["tokens"] == str(tokens) and "tokens_per_parameter" not in options
 
 
 WRONG = {
@@ -241,8 +242,9 @@ def test_a_tokenizer_that_the_recipe_names_is_kept(corpus, tokenizer, tmp_path):
     recipe = recipe_of(corpus, output_dir=str(tmp_path))
     candidates, pretraining, _ = candidates_of(recipe)
     pretraining.tokenizer = tokenizer
-    for run in Comparison(recipe, pretraining, candidates).needed({}):
-        assert run.options["tokenizer"] == (tokenizer or str(tmp_path / "tokenizer"))
+    comparison = Comparison(recipe, pretraining, candidates)
+    for trial in comparison.needed({}):
+        assert comparison.options(trial)["tokenizer"] == (tokenizer or str(tmp_path / "tokenizer"))
 
 
 def no_runs(folder: Path) -> Runs:

@@ -111,7 +111,7 @@ def to_latent(
     """Convert a layer to MLA; for MQA with `rank` and `size` D that is exact.
 
     Args:
-        heads: the layer's weights; with qk_norm those behind the norms, as `normed.latent_source` gives them.
+        heads: the layer's weights; with qk_norm those behind the norms, as `normed.behind_norms` gives them.
         moments: of the layer.
         rank: size R of the latent.
         size: size P of the rotary key.
@@ -128,7 +128,9 @@ def to_latent(
     keys = unrotated_keys(heads, rotary)
     mean = lost_mean(moments, rotary) if key_mean and keys.shape[1] == heads.k.shape[1] else None
     mean = mean if mean is not None and mean.any() else None
-    latent, lost = shared_latent(heads, moments, keys, unrotated_metric(moments, turn, keys.shape[1]), rank, alpha)
+    first = turn.shape[1] - keys.shape[1]  # of the dimensions that are not rotated
+    metric = (turn @ moments.query_metric @ turn.mT)[:, first:, first:].unflatten(0, (len(keys), -1)).sum(1)
+    latent, lost = shared_latent(heads, moments, keys, metric, rank, alpha)
     return *write_latent(heads, rotary, latent, turn, mean), rotary.loss + lost
 
 
@@ -154,18 +156,6 @@ def query_turn(heads: Heads, moments: Moments, gain: float = GAINS[0]) -> torch.
     length = mean.abs().clamp(min=torch.finfo(torch.float32).tiny)
     mean = mean / length * length**gain
     return _real_matrix(mean * heads.rotary_scaling**2, heads.k.shape[1])
-
-
-def unrotated_metric(moments: Moments, turn: torch.Tensor, nope: int) -> torch.Tensor:
-    """Return the metric (G, N, N) of unrotated keys, the last `nope` dimensions N of a head.
-
-    Args:
-        moments: of the layer.
-        turn: (H, D, D) as `query_turn` returns it.
-        nope: size N of an unrotated key.
-    """
-    first, groups = turn.shape[1] - nope, len(moments.mean_key)
-    return (turn @ moments.query_metric @ turn.mT)[:, first:, first:].unflatten(0, (groups, -1)).sum(1)
 
 
 def write_latent(
@@ -271,7 +261,9 @@ def shared_latent(
     """
     groups, nope, _ = keys.shape
     rows = torch.cat((keys, heads.v), dim=1)  # (G, N + V, E)
-    root, weighed = weighed_rows(heads, moments, keys, alpha * square_root(key_metric, DAMPING))
+    roots = zip(alpha * square_root(key_metric, DAMPING), moments.value_root, strict=True)
+    root = torch.stack([torch.block_diag(*pair) for pair in roots])  # (G, N + V, N + V)
+    weighed = (root @ rows).flatten(0, 1)  # (G (N + V), E)
     values, vectors = leading_vectors(weighed, moments.input_covariance, rank)
     power = moments.value_covariance.flatten(2).flatten(0, 1).diagonal().mean()
     factor = (power / values.clamp(min=1e-12 * values.max())).sqrt()
@@ -286,17 +278,6 @@ def shared_latent(
     pad = torch.nn.functional.pad
     rows, restore = pad(compress, (0, 0, 0, missing)), pad(restore, (0, missing))
     return Latent(rows, restore, moments.value_offset - brought), lost.item()
-
-
-def weighed_rows(
-    heads: Heads, moments: Moments, keys: torch.Tensor, key_root: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the root (G, N + V, N + V) of the metric of unrotated keys and values, and their rows under it.
-
-    `key_root` (G, N, N) is the weighted root of the metric of `keys` (G, N, E). The rows are (G (N + V), E).
-    """
-    root = torch.stack([torch.block_diag(*pair) for pair in zip(key_root, moments.value_root, strict=True)])
-    return root, (root @ torch.cat((keys, heads.v), dim=1)).flatten(0, 1)
 
 
 def leading_vectors(rows: torch.Tensor, covariance: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

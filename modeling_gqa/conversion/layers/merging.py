@@ -89,14 +89,9 @@ class Merge:
 
 
 def mean(group: Group) -> Merge:
-    """Average the heads in equal shares."""
-    count = len(group.values)
-    return average(group, group.values.new_full((count,), 1 / count))
-
-
-def average(group: Group, share: torch.Tensor) -> Merge:
-    """Average the heads in shares (m,); all queries read the average as it is."""
+    """Average the heads in equal shares; all queries read the average as it is."""
     count, size = group.values.shape[:2]
+    share = group.values.new_full((count,), 1 / count)
     identity = torch.eye(size, dtype=share.dtype, device=share.device)
     unrotated = group.rest.shape[1]
     rest = identity[:unrotated, :unrotated]

@@ -17,7 +17,7 @@ import torch
 
 from ...attention import GroupedAttention
 from .heads import Heads, norm_rows
-from .moments import Moments, Statistics, compute_moments, product
+from .moments import Statistics, product
 
 
 class NormedSums:
@@ -55,17 +55,6 @@ class NormedSums:
         """
         second, mean, queries = (total / weight for total in (self.second, self.total, self.queries))
         return replace(of_input, second=second, mean=mean, queries=queries)
-
-
-def latent_source(heads: Heads, statistics: Statistics) -> tuple[Heads, Moments]:
-    """Return the heads `behind_norms` of a layer with qk_norm, which `to_latent` converts, and their moments.
-
-    Args:
-        heads: the layer's weights.
-        statistics: of its input; `normed` says what was seen behind the norms, `None` without text.
-    """
-    behind = behind_norms(heads)
-    return behind, compute_moments(behind, seen_behind(heads, statistics))
 
 
 def seen_behind(heads: Heads, statistics: Statistics) -> Statistics:

@@ -33,21 +33,6 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run that is needed.
-
-    Args:
-        name: of its folder.
-        recipe: of pretraining.
-        options: of the recipe, without output_dir and resume.
-    """
-
-    name: str
-    recipe: str
-    options: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Plan:
     """What is known of one model, and what is not.
 
@@ -129,27 +114,27 @@ class Comparison:
         """Return what is known of each model."""
         return [plan(candidate.name, self.recipe, ended) for candidate in self.candidates]
 
-    def needed(self, ended: Mapping[str, float]) -> list[Run]:
+    def needed(self, ended: Mapping[str, float]) -> list[Trial]:
         """Return the runs that have not ended."""
-        overrides = {candidate.name: candidate.overrides for candidate in self.candidates}
-        return [self.run(trial, overrides[trial.candidate]) for found in self.plans(ended) for trial in found.needed]
+        return [trial for found in self.plans(ended) for trial in found.needed]
 
     def later(self, ended: Mapping[str, float]) -> int:
         """Return how many runs the models will need whose best rate is not known yet, if it is none of those tried."""
         return sum(self.recipe.seeds for found in self.plans(ended) if found.rate is None and found.needed)
 
-    def run(self, trial: Trial, overrides: dict[str, Any]) -> Run:
-        options: dict[str, Any] = {
+    def options(self, trial: Trial) -> dict[str, Any]:
+        """Return the options of a run's recipe, without output_dir and resume."""
+        overrides = {candidate.name: candidate.overrides for candidate in self.candidates}
+        return {
             "publish": False,
             "tokenizer": self.pretraining.tokenizer or str(self.folder / "tokenizer"),
             **self.recipe.options,  # type: ignore[dict-item]
             "preset": self.recipe.preset,
-            "model_overrides": overrides,
+            "model_overrides": overrides[trial.candidate],
             "learning_rate": trial.learning_rate,
             "seed": trial.seed,
             "data_seed": trial.seed,
         }
-        return Run(trial.name, self.recipe.pretraining, options)
 
 
 # -- The sweep

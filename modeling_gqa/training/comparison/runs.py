@@ -36,7 +36,7 @@ from ...common.progress import duration
 from ..recipe import FREE_ON_RESUME
 from ..results import NON_FINITE, RESULTS
 from ..run_folder import SAVED_RECIPE
-from .plan import FREE, Comparison, Run
+from .plan import FREE, Comparison, Trial
 
 RECIPE = "recipe.json"
 LIBRARIES = ("run_setup", "trainer", "publish")  # that the server imports
@@ -205,7 +205,7 @@ class Runs:
             waiting = True
             time.sleep(WAIT)
 
-    def try_claimed(self, run: Run, worker: int) -> bool:
+    def try_claimed(self, run: Trial, worker: int) -> bool:
         """Run it unless another process runs it, or has ended it meanwhile; return whether it was run."""
         if self.stopped:
             return False
@@ -218,16 +218,17 @@ class Runs:
         except Timeout:
             return False
 
-    def start(self, run: Run, worker: int) -> None:
+    def start(self, run: Trial, worker: int) -> None:
         """Start a run, or resume it where it has begun, and note where it fails."""
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
         log, path = self.folder / "logs" / f"{run.name}.log", self.folder / "runs" / run.name
         before = log.stat().st_size if log.exists() else 0
         begin = time.perf_counter()
         threads = max(1, torch.get_num_threads() // self.jobs) if self.jobs > 1 else 0
-        options = {**run.options, "output_dir": str(path), "resume": (path / SAVED_RECIPE).is_file()}
-        arguments = [run.recipe, *as_arguments(options)]
-        process = start_process(arguments, self.comparison.recipe.launcher, log, threads, gpu_of(worker))
+        options = {**self.comparison.options(run), "output_dir": str(path), "resume": (path / SAVED_RECIPE).is_file()}
+        recipe = self.comparison.recipe
+        arguments = [recipe.pretraining, *as_arguments(options)]
+        process = start_process(arguments, recipe.launcher, log, threads, gpu_of(worker))
         self.processes.add(process)
         if self.stopped:  # a signal that came while it was started
             process.terminate()
