@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.common.batches import Batch, computing_dtype, evaluating, first_batches, usable_device
-from modeling_gqa.conversion import compare_predictions, convert_model, load_source, target_config
+from modeling_gqa.conversion import allocate, compare_predictions, convert_model, load_source, target_config
 from modeling_gqa.conversion.convert import SELECTION_TOKENS
 from modeling_gqa.conversion.divergence import predicted_states
 from modeling_gqa.conversion.job import POLISH_TIMES
@@ -192,10 +192,18 @@ class Bench:
 # -- a method each: the converted model, or `None` where the target is not for it
 
 
-def ours(bench: Bench, target: Target, text: list[Batch] | None = None, **options: Any) -> GQAForCausalLM:
-    """What the command makes with `--polish 0`, or `convert_model` with `options`, on `text` or what calibrates."""
+def ours(
+    bench: Bench, target: Target, text: list[Batch] | None = None, by_layer: bool = False, **options: Any
+) -> GQAForCausalLM:
+    """What the command makes with `--polish 0`, or `convert_model` with `options`, on `text` or what calibrates.
+
+    `by_layer`: with `--budget`, of as many bytes as all layers of the target take.
+    """
     config = bench.source.config
-    if target.name == "mqa":
+    if by_layer:
+        budget = cache_bytes_per_token(config, torch.bfloat16) * (target.share or Fraction(1))
+        wanted = allocate(bench.source, "mla", int(budget), bench.calibration, dtype=torch.bfloat16)
+    elif target.name == "mqa":
         wanted = target_config(config, "mqa")
     elif target.sizes:
         wanted = target_config(config, "mla", kv_lora_rank=target.sizes[0], qk_rope_head_dim=target.sizes[1])
@@ -206,10 +214,11 @@ def ours(bench: Bench, target: Target, text: list[Batch] | None = None, **option
 
 
 def untrained(bench: Bench, target: Target, **options: Any) -> GQAForCausalLM | None:
-    """What the command makes with `--polish 0`, read from `Bench.kept` where it is; `options` of `convert_model`."""
-    if target.name == "mqa" and options:  # which has no mean of the keys to leave out
+    """What the command makes with `--polish 0`, read from `Bench.kept` where it is; `options` as for `ours`."""
+    by_layer = options.get("by_layer", False)
+    if (by_layer and not target.share) or (target.name == "mqa" and options):  # which has no mean of the keys
         return None
-    row = "untrained" if options.get("key_mean", True) else "untrained, no key mean"
+    row = "untrained" + ", no key mean" * (not options.get("key_mean", True)) + ", sizes by layer" * by_layer
     folder = bench.kept(target, row)
     if folder and (folder / "config.json").is_file():
         return load_source(str(folder)).eval().to(bench.source.device)  # type: ignore[arg-type]
@@ -252,6 +261,8 @@ METHODS: dict[str, Callable[[Bench, Target], GQAForCausalLM | None]] = {
     "untrained": untrained,
     "no key mean": partial(polished, key_mean=False),
     "untrained, no key mean": partial(untrained, key_mean=False),
+    "sizes by layer": partial(polished, by_layer=True),
+    "untrained, sizes by layer": partial(untrained, by_layer=True),
     "own text": on_own_text,
     "transmla": by_transmla,
     "transmla, our refit": partial(by_transmla, refit=True),
