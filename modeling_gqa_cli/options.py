@@ -53,7 +53,9 @@ class NewAttention:
     cache_bits: Literal["auto"] | None = option(
         "Round the cache on --text: --cache-share is then of bytes; MLA's size is tried out, or given."
     )
-    budget: int | None = option("Bytes cached per token by the whole model, divided over layers by loss; needs --text.")
+    budget: float | None = option(
+        "Bytes per token of the whole cache, or a share, divided over layers by loss; on --text."
+    )
     layers: str | None = option("Layers to change, such as 0,2-5. Default: all.", metavar="LAYERS")
     engine: Literal["vllm"] | None = option("Take sizes that this engine's fast kernels take.", aliases=["--for"])
 
@@ -161,7 +163,7 @@ class Frontier:
 class WhatToWrite:
     _argument_group_name = "What is written"
 
-    tokens: int = option("Tokens to write. Default: 65536, enough for the defaults of convert.", 65536)
+    tokens: int = option("Tokens to write. Default: 65536.", 65536)
     sequence_length: int | None = option("Tokens of a document. Default: 1024, or the model's positions.")
     seed: int = option("Seed of the tokens that are drawn. Default: 0.", 0)
 

@@ -411,8 +411,10 @@ def test_chosen_layers_alone_change(checkpoints, tmp_path):
     assert "vLLM 0.32 or 0.33 caches the latent" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_budget_is_kept_and_layers_that_were_not_chosen_too(checkpoints, corpus, tmp_path):
-    arguments = ("convert", checkpoints / "mha", tmp_path / "out", "--attention-kind", "gqa", "--budget", 1200)
+@pytest.mark.parametrize("budget", [1200, 0.695])
+def test_budget_is_kept_and_layers_that_were_not_chosen_too(budget, checkpoints, corpus, tmp_path):
+    """In bytes, or as a share of the source's 1,728."""
+    arguments = ("convert", checkpoints / "mha", tmp_path / "out", "--attention-kind", "gqa", "--budget", budget)
     options = ("--layers", "0-1", "--method", "lowrank", "--text", corpus, *TEXT_OPTIONS)
     assert "1,200" in run(*arguments, *options, "--dry-run")
     run(*arguments, *options)
@@ -422,7 +424,7 @@ def test_budget_is_kept_and_layers_that_were_not_chosen_too(checkpoints, corpus,
     assert heads[2] == HEADS and sum(heads) * size <= 1200
     assert (sum(heads) + 1) * size > 1200 or sorted(heads[:2]) == [3, 3]  # no head more would fit
     report = json.loads((tmp_path / "out" / "conversion.json").read_text())
-    assert report["cache_bytes_per_token_after"] == sum(heads) * size and report["command"]["budget"] == 1200
+    assert report["cache_bytes_per_token_after"] == sum(heads) * size and report["command"]["budget"] == budget
 
 
 def test_a_budget_counts_the_tokens_of_a_window(checkpoints, corpus, tmp_path):
@@ -918,6 +920,8 @@ WRONG = {
     "dry run": (None, "mha", (*MLA, "--budget", 9, *BLOCKS, 32, "--dry-run"), "a budget of 9 bytes per token is too"),
     "large budget": (None, "mha", (*MLA, "--budget", 1728, *BLOCKS, 32), "changes nothing: the source takes 1728"),
     "large, dry run": (None, "mha", (*MLA, "--budget", 9999, *BLOCKS, 32, "--dry-run"), "of 9999 bytes per token cha"),
+    "negative budget": (None, "mha", (*MLA, "--budget", -0.5, *BLOCKS, 32), "--budget=-0.5 must be positive"),
+    "endless budget": (None, "mha", (*MLA, "--budget", "nan", *BLOCKS, 32), "--budget=nan must be positive"),
     "budget for mqa": (None, "mha", (*MQA, "--budget", 99), "--budget has nothing to choose for mqa"),
     "latent norm": (None, "mixed-window", MQA, "latent_norm=True"),
     "truncated": (truncated, "mha", MQA, "is truncated or damaged"),

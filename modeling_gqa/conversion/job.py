@@ -68,10 +68,10 @@ class Job(Options):
         report["layers"] = [{"layer": i, "from": describe(old), "to": new} for i, (old, new) in enumerate(pairs)]
         if goal.later:
             report["parameters_after"] = None
-        budget = self.rounded_bytes(config, checkpoint.dtype) if self.cache_bits else self.budget
+        budget = self.rounded_bytes(config, checkpoint.dtype) if self.cache_bits else goal.budget
         if budget is not None:
             report["cache_bytes_per_token_after"] = budget
-        if self.budget is not None and "mean_cache_bytes_per_token_after" in report:
+        if goal.budget is not None and "mean_cache_bytes_per_token_after" in report:
             report |= {"cache_bytes_per_token_after": None, "mean_cache_bytes_per_token_after": budget}
         return report | {"exact": goal.exact and not self.cache_bits, "method": self.method}
 
@@ -229,7 +229,7 @@ class Job(Options):
 
             progress = show_progress("choosing sizes")
             own: dict[str, Any] = {"layers": self.layers, "dtype": checkpoint.dtype, "progress": progress}
-            return allocate(model, self.attention_kind, self.budget, calibration, **own)
+            return allocate(model, self.attention_kind, goal.budget or 0, calibration, **own)
 
         how: dict[str, Any] = {
             **{"refit": self.refit, "divide_cache": goal.options.divides_cache, "seed": self.seed},

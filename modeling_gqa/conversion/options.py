@@ -68,6 +68,10 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
             raise UserError(f"--budget chooses the sizes itself: leave {' and '.join(sizes)} out")
         if self.budget is not None and self.attention_kind not in ("gqa", "mla"):
             raise UserError(f"--budget has nothing to choose for {self.attention_kind}: give gqa or mla")
+        if self.budget is not None and not 0 < self.budget < math.inf:
+            raise UserError(
+                f"--budget={self.budget:g} must be positive: bytes per token, or below 1 their share of the source's"
+            )
         if self.budget is not None and not self.text:
             raise UserError("--budget needs --text: without it no layer's loss is known")
         for name in ("refit", "refine", "polish"):
@@ -134,12 +138,14 @@ class Goal(NamedTuple):
         target: the result's configuration; `None`: a budget is to be shared out.
         exact: whether it computes the source's function.
         sizes: from small to large, the configurations one of which the result has; `target` is tried first.
+        budget: bytes per token that are to be shared out.
     """
 
     options: Options
     target: GQAConfig | None
     exact: bool
     sizes: Sequence[GQAConfig] = ()
+    budget: int | None = None
 
     @property
     def later(self) -> bool:
@@ -156,17 +162,17 @@ def find_goal(options: Options, config: GQAConfig, dtype: torch.dtype) -> Goal:
     options = with_shared_size(options, config, dtype)
     if options.engine is not None and options.attention_kind == "mla":
         options = served_sizes(options, config, dtype)
-    target, sizes = None, list[GQAConfig]()
+    target, sizes, budget = None, list[GQAConfig](), None
     if options.budget is not None:
         from .allocation import smallest_target
 
-        exact = False
-        least = smallest_target(config, options.attention_kind, options.budget, layers=options.layers, dtype=dtype)
+        exact, present = False, mean_bytes(config, dtype)
+        budget = int(options.budget * (present if options.budget < 1 else 1))
+        least = smallest_target(config, options.attention_kind, budget, layers=options.layers, dtype=dtype)
         lossy_layers(config, least)  # raises where it cannot be had
-        present = mean_bytes(config, dtype)
-        if options.budget >= present:
+        if budget >= present:
             over = f", on average over {config.max_position_embeddings:,} tokens" if config.sliding_window else ""
-            message = f"a budget of {options.budget} bytes per token changes nothing: the source takes {present}{over}"
+            message = f"a budget of {budget} bytes per token changes nothing: the source takes {present}{over}"
             raise UserError(message)
     else:
         if options.cache_bits is not None and options.attention_kind == "mla" and not options.has_size:
@@ -176,7 +182,7 @@ def find_goal(options: Options, config: GQAConfig, dtype: torch.dtype) -> Goal:
         exact = all(not lossy_layers(config, each) for each in sizes or [target])
     if options.attention_kind == "mla" and not exact and options.method not in ("auto", "lowrank"):
         raise UserError(f"--method={options.method} merges heads, which MLA does not: choose auto or lowrank")
-    return Goal(options, target, exact, sizes)
+    return Goal(options, target, exact, sizes, budget)
 
 
 def with_shared_size(options: Options, config: GQAConfig, dtype: torch.dtype) -> Options:
@@ -309,7 +315,7 @@ def expected_target(goal: Goal, config: GQAConfig, dtype: torch.dtype) -> GQACon
 
     options, target = goal.options, goal.sizes[-1] if goal.sizes else goal.target
     if target is None and options.attention_kind == "gqa":  # whose layers are no larger than the source's
-        return smallest_target(config, "gqa", options.budget or 0, layers=options.layers, dtype=dtype)
+        return smallest_target(config, "gqa", goal.budget or 0, layers=options.layers, dtype=dtype)
     fields = layer_fields(target or config)
     for index in chosen_layers(config, options.layers) if goal.later else ():
         layer = config.per_layer_config[index]
@@ -318,7 +324,7 @@ def expected_target(goal: Goal, config: GQAConfig, dtype: torch.dtype) -> GQACon
         if target:
             total = cached_numbers(target.per_layer_config[index])
         else:
-            share = (options.budget or 0) / mean_bytes(config, dtype)
+            share = (goal.budget or 0) / mean_bytes(config, dtype)
             total = max(round(share * cached_numbers(layer)), 4)
         fields[index] |= latent_fields(config, index, *divided(total, layer), None)
     return configuration(target or config, fields)
