@@ -233,7 +233,10 @@ def plot_caches(quantized: dict, converted: list[dict], path: Path) -> None:
         if name and not row["cache"].endswith("fp8"):
             lines.setdefault(name, []).append((row["share"], row["kl"]))
     full = quantized["rows"][0]["bytes"] / quantized["rows"][0]["share"]
-    for methods, name in ((("default", "untrained", "no key mean"), "MLA by rank"), (("transmla",), "TransMLA")):
+    for methods, name in (
+        (("default", "untrained", "no key mean", "sizes by layer"), "MLA by rank"),
+        (("transmla",), "TransMLA"),
+    ):
         # At each size the best that was measured.
         best: dict[float, float] = {}
         for row in converted:
