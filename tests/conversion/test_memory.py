@@ -153,9 +153,11 @@ def test_sizes_chosen_later_are_guessed():
     """Under a budget the new attention is about that of equal shares, and gqa's is no larger than the source's."""
     config = GQAConfig(**SIZES)
     half = cache_bytes_per_token(config) // 2
-    guess = expected_target(Goal(options(attention_kind="mla", budget=half), None, False), config, torch.bfloat16)
+    goal = Goal(options(attention_kind="mla"), None, False, budget=half)
+    guess = expected_target(goal, config, torch.bfloat16)
     assert guess.per_layer_config[1].attention_kind == "mla" and cache_bytes_per_token(guess) == half
-    guess = expected_target(Goal(options(attention_kind="gqa", budget=half), None, False), config, torch.bfloat16)
+    goal = Goal(options(attention_kind="gqa"), None, False, budget=half)
+    guess = expected_target(goal, config, torch.bfloat16)
     assert guess.per_layer_config[1].num_key_value_heads < 8
 
 
