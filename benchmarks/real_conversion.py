@@ -216,7 +216,7 @@ def ours(
 def untrained(bench: Bench, target: Target, **options: Any) -> GQAForCausalLM | None:
     """What the command makes with `--polish 0`, read from `Bench.kept` where it is; `options` as for `ours`."""
     by_layer = options.get("by_layer", False)
-    if (by_layer and not target.share) or (target.name == "mqa" and options):  # which has no mean of the keys
+    if (by_layer and not target.share) or (target.name == "mqa" and options):  # MQA has neither sizes nor a mean
         return None
     row = "untrained" + ", no key mean" * (not options.get("key_mean", True)) + ", sizes by layer" * by_layer
     folder = bench.kept(target, row)
