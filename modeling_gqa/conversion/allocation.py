@@ -10,7 +10,6 @@ Shapes: B rows, T tokens.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -92,7 +91,8 @@ def allocate(
 
     Args:
         model: the model to convert, as for `convert_model`.
-        attention_kind: "gqa" chooses the number of key/value heads of each layer, "mla" its R and P.
+        attention_kind: "gqa" chooses the number of key/value heads of each layer, "mla" its R + P, which
+            `convert_model(divide_cache=True)` divides better than the result does.
         bytes_per_token: the budget.
         calibration: batches of model inputs; each layer is tried on the first of them.
         layers: indices of the layers that may change; `None` for all.
@@ -158,19 +158,16 @@ def smallest_target(
     return target
 
 
-def layer_sizes(
-    config: GQAConfig, index: int, kind: str, factors: Mapping[int, float] = MappingProxyType({})
-) -> dict[int, Fields]:
+def layer_sizes(config: GQAConfig, index: int, kind: str, factor: float = 1.0) -> dict[int, Fields]:
     """Return the layer's fields by numbers per token, rising, for the sizes below the present one.
 
-    `factors`: of MLA's P by numbers per token, rising, from which others are estimated; see `divided`.
+    `factor`: of MLA's P, as for `divided`.
     """
     layer = config.per_layer_config[index]
     heads, size, sizes = layer.num_key_value_heads, layer_head_dim(layer), {}
     if kind == "mla":
         most = 2 * heads * size if rotary_planes(layer) else sum(exact_latent_sizes(layer))
         for numbers in sorted({min(most, max(4, round(share * 2 * heads * size))) for share in SHARES}):
-            factor = between(numbers, factors) if factors else 1.0
             sizes[numbers] = latent_fields(config, index, *divided(numbers, layer, factor), None)
     else:
         for number in (number for number in range(1, heads) if heads % number == 0):
@@ -216,11 +213,10 @@ def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.T
         return max(fit(text, index, attention).error, torch.finfo(torch.float32).tiny), attention
 
     some, choice = spread(list(sizes)), NOT_CHOSEN
-    *_, probe = small = some[:3]  # whose losses are far above the noise of rounding
+    probe = some[:3][-1]  # whose loss is far above the noise of rounding
     if kind == "mla":
-        setting = replace(FITTED, divide_cache=True)
-        chosen = {n: best_latent(text, index, own | sizes[n], statistics, setting)[0] for n in small}
-        sizes, choice = layer_sizes(model.config, index, kind, {n: x.factor for n, x in chosen.items()}), chosen[probe]
+        choice, _ = best_latent(text, index, own | sizes[probe], statistics, replace(FITTED, divide_cache=True))
+        sizes = layer_sizes(model.config, index, kind, choice.factor)
     errors = {numbers: tried(sizes[numbers]) for numbers in some}
     error, attention = errors[probe]
     loss_by_error = kl_alone(text, index, attention, ends) / error

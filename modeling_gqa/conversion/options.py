@@ -117,8 +117,8 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
 
     @property
     def divides_cache(self) -> bool:
-        """Whether the conversion divides the cache between R and P; they may be given, and a budget chooses them."""
-        given = (self.kv_lora_rank, self.qk_rope_head_dim, self.budget) != (None, None, None)
+        """Whether the conversion divides the cache between R and P, which may be given."""
+        given = (self.kv_lora_rank, self.qk_rope_head_dim) != (None, None)
         return self.attention_kind == "mla" and not given and bool(self.text)
 
     def as_json(self) -> dict[str, Any]:

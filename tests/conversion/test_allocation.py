@@ -33,7 +33,7 @@ from modeling_gqa.conversion.sequential import (
     new_attention,
 )
 from modeling_gqa.conversion.streams import streams
-from modeling_gqa.conversion.targets import cached_numbers, configuration, layer_fields, mean_bytes
+from modeling_gqa.conversion.targets import cached_numbers, configuration, divided, layer_fields, mean_bytes
 from modeling_gqa.costs import cache_bytes_per_token
 
 
@@ -209,18 +209,18 @@ def test_a_layer_becomes_mla_in_the_way_that_leaves_least(total, refit):
         assert [len(text.states[number]) for number in text.states] == [2] * len(CALIBRATION)
 
 
-def test_small_sizes_have_divisions_of_their_own():
-    """At the three smallest sizes that are tried R and P are those that `best_latent` finds there."""
+def test_sizes_are_divided_as_is_best_at_one():
+    """At the third of the sizes that are tried P is what `best_latent` finds there; the others have the same factor."""
     model, setting = random_model("mha"), replace(FITTED, divide_cache=True)
     choices = measured_choices(model, "mla", [0], CALIBRATION, iter)[0][:-1]
     rotary = {choice.numbers: choice.fields["qk_rope_head_dim"] for choice in choices}
-    tried = spread(sorted(rotary))[:3]
+    probe = spread(sorted(rotary))[2]
     with torch.no_grad(), streams(model, CALIBRATION) as text:
-        statistics = text.collect(0)
-        for numbers in tried:
-            fields = layer_fields(target_config(model.config, "mla", cache_size=numbers))[0]
-            _, new = best_latent(text, 0, fields, statistics, setting)
-            assert rotary[numbers] == new.fields["qk_rope_head_dim"]
+        fields = layer_fields(target_config(model.config, "mla", cache_size=probe))[0]
+        choice, new = best_latent(text, 0, fields, text.collect(0), setting)
+    assert rotary[probe] == new.fields["qk_rope_head_dim"]
+    layer = model.config.per_layer_config[0]
+    assert rotary == {numbers: divided(numbers, layer, choice.factor)[1] for numbers in rotary}
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
