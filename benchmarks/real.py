@@ -217,9 +217,9 @@ def sections(page: str) -> list[str]:
     return [section.strip() for section in found if len(section) >= SHORTEST]
 
 
-def sampled(book: list[str]) -> list[str]:
-    """Return sections of a book, `LONGEST_BOOK` characters of them at most, the same ones every time."""
-    room, found = LONGEST_BOOK, []
+def sampled(book: list[str], most: int = LONGEST_BOOK) -> list[str]:
+    """Return sections of a book, `most` characters of them at most, the same ones every time."""
+    room, found = most, []
     for section in sorted(dict.fromkeys(book), key=digest):
         room -= len(section)
         if room < 0:
