@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from benchmarks import (
     decode,
     measure,
+    mixed_text,
     models,
     optimizers,
     prefill,
@@ -203,6 +204,22 @@ def test_decoding_over_a_quantized_cache(tmp_path):
     assert len(found) == 8 and found["own"] == 2 * 288 * 2 and found["4"] == 2 * (144 + 4)
     assert 0.2 < found["coded"] / found["own"] < 0.25
     assert all(row["ratio"] > 0 for row in rows)
+
+
+def test_a_page_of_wikipedia_becomes_plain_text():
+    """Templates, notes, pictures, tables and sources go, also where one holds another; links leave their words."""
+    page = """{{Infobox|a={{b}}}}
+'''Albedo''' is [[Reflection (physics)|reflected]] light<ref name="x">note {{cite}}</ref> of a [[planet]].<!-- no -->
+[[File:a.jpg|thumb|A [[planet]]]]
+
+== Use ==
+* see [http://a.org the site] <br/>
+{| class="x"
+| cell
+|}
+==References==
+gone"""
+    assert mixed_text.wiki_text(page) == "Albedo is reflected light of a planet.\n\nUse\n\nsee the site"
 
 
 def test_a_plain_cache_rounds_to_the_nearest_level():
