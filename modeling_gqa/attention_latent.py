@@ -215,10 +215,11 @@ class LatentAttention(Attention):
         return not self.training and is_plain_linear(self.kv_b_proj) and self.backend in ("eager", "sdpa")
 
     def absorbs(self, length: int, kv_length: int, attention_mask: torch.Tensor | None) -> bool:
-        """Whether attending over the latent is possible and takes no more operations than rebuilding from it.
+        """Whether attending over the latent is possible, with no more operations and memory than rebuilding takes.
 
         Per batch entry and head: expanding rebuilds S keys and values and attends with N + P and V numbers a pair;
-        absorbing maps T queries and outputs and attends with R + P and R numbers a pair. One token always absorbs.
+        absorbing maps T queries and outputs and attends with R + P and R numbers a pair. Expanding holds N + P + V
+        numbers a key, absorbing T scores. One token always absorbs.
         """
         # Several tokens without a mask are a prompt on an empty cache, masked by the attention function itself.
         masked = attention_mask is not None or length == 1
@@ -226,9 +227,10 @@ class LatentAttention(Attention):
             return False
         rank, up = self.kv_lora_rank, self.qk_nope_head_dim + self.v_head_dim
         pairs = length * kv_length
-        expand = kv_length * rank * up + pairs * (self.qk_head_dim + self.v_head_dim)
+        rebuilt = self.qk_head_dim + self.v_head_dim
+        expand = kv_length * rank * up + pairs * rebuilt
         absorb = length * rank * up + pairs * (2 * rank + self.qk_rope_head_dim)
-        return length == 1 or absorb <= expand
+        return length == 1 or (length <= rebuilt and absorb <= expand)
 
     def absorb(
         self,

@@ -248,7 +248,8 @@ def formats_by_layer(config: Any, options: CacheQuantization) -> list[Sequence[R
     """Formats of the two tensors that each layer of a `GQAConfig` caches."""
     from .modeling_gqa import ATTENTION_CLASSES  # which imports this file
 
-    layers = zip(config.per_layer_config, options.by_layer(config.num_hidden_layers), strict=True)
+    # While a model drafts with its first layers (early exit), `layer_types` alone says how many it has.
+    layers = zip(config.per_layer_config, options.by_layer(len(config.layer_types)), strict=False)
     return [ATTENTION_CLASSES[layer.attention_kind].cache_formats(layer, own) for layer, own in layers]
 
 

@@ -655,7 +655,8 @@ class GQAForTokenClassification(GenericForTokenClassification, GQAPreTrainedMode
         GQAPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         self.model = GQAModel(config)
-        self.dropout = nn.Dropout(0.1)
+        dropout = getattr(config, "classifier_dropout", None)  # transformers' name
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 

@@ -54,6 +54,11 @@ def test_two_steps_move_every_parameter(auto_class, model_name):
     assert not [name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])]
 
 
+@pytest.mark.parametrize(("fields", "rate"), [({}, 0.1), ({"classifier_dropout": 0.0}, 0.0)], ids=str)
+def test_the_dropout_of_a_classifier_is_the_configured_one(fields, rate):
+    assert build("AutoModelForTokenClassification", "gqa", **fields).dropout.p == rate
+
+
 def test_sequence_classification_reads_the_last_token_of_each_row():
     model, batch = build("AutoModelForSequenceClassification", "mixed").eval(), make_batch(padding="right")
     logits = model(**batch).logits

@@ -41,7 +41,6 @@ from .targets import (
     layer_fields,
     layer_head_dim,
     mean_bytes,
-    rotary_planes,
 )
 
 # Cache sizes that are considered for an MLA layer, as shares of its present one.
@@ -166,7 +165,7 @@ def layer_sizes(config: GQAConfig, index: int, kind: str, factor: float = 1.0) -
     layer = config.per_layer_config[index]
     heads, size, sizes = layer.num_key_value_heads, layer_head_dim(layer), {}
     if kind == "mla":
-        most = 2 * heads * size if rotary_planes(layer) else sum(exact_latent_sizes(layer))
+        most = sum(exact_latent_sizes(layer))
         for numbers in sorted({min(most, max(4, round(share * 2 * heads * size))) for share in SHARES}):
             sizes[numbers] = latent_fields(config, index, *divided(numbers, layer, factor), None)
     else:
@@ -212,7 +211,9 @@ def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.T
         attention = new_attention(model, index, new)
         return max(fit(text, index, attention).error, torch.finfo(torch.float32).tiny), attention
 
-    some, choice = spread(list(sizes)), NOT_CHOSEN
+    # With this size, which not all layers have, rounding alone is left: no measure for the sizes below it.
+    exact = sum(exact_latent_sizes(model.config.per_layer_config[index])) if kind == "mla" else 0
+    some, choice = spread([numbers for numbers in sizes if numbers != exact] or list(sizes)), NOT_CHOSEN
     probe = some[:3][-1]  # whose loss is far above the noise of rounding
     if kind == "mla":
         choice, _ = best_latent(text, index, own | sizes[probe], statistics, replace(FITTED, divide_cache=True))
@@ -222,7 +223,8 @@ def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.T
     loss_by_error = kl_alone(text, index, attention, ends) / error
     text.advance_source(index)
     known = {numbers: error for numbers, (error, _) in errors.items()}
-    return [SizeChoice(n, loss_by_error * between(n, known), own | sizes[n]) for n in sizes]
+    losses = {n: 0.0 if n == exact else loss_by_error * between(n, known) for n in sizes}
+    return [SizeChoice(n, losses[n], own | sizes[n]) for n in sizes]
 
 
 def between(number: int, known: Mapping[int, float]) -> float:

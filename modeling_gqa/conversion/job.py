@@ -15,6 +15,7 @@ from modeling_gqa_vllm.kernels import FAST_SIZES
 
 from .. import __version__
 from ..cache_formats import CacheQuantization
+from ..cache_quantized import rounds_cache
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.writing import check_target, new_checkpoint, refuse_overlap, write_model
 from ..common.batches import Batch, computing_dtype, free_memory
@@ -191,9 +192,12 @@ class Job(Options):
         if (dtype := computing_dtype(checkpoint.dtype, self.device)) != checkpoint.dtype:
             names = (str(x).removeprefix("torch.") for x in (dtype, checkpoint.dtype))
             say("Computing in {}, because this CPU is slow in {}.".format(*names))
+        if rounds_cache(checkpoint.stock_config) and not self.cache_bits:
+            say("The source's cache is quantized. Here it counts unrounded, and the result's will not be quantized.")
         if self.engine and self.attention_kind == "mla":
             rank, rope = goal.options.kv_lora_rank, goal.options.qk_rope_head_dim
-            sizes = "as given" if rank is None or goal.options is self else f"R = {rank} and P = {rope}"
+            sizes = f"R = {rank} and P = {rope}" if rank is not None and goal.options is not self else "as given"
+            sizes = "chosen by layer" if goal.budget else sizes
             fast = " or ".join(f"{rank} + {rope}" for rank, rope in FAST_SIZES)
             say(f"Sizes: {sizes}; vLLM's fast kernels take R + P = {fast}.")
 

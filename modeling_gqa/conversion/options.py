@@ -325,6 +325,6 @@ def expected_target(goal: Goal, config: GQAConfig, dtype: torch.dtype) -> GQACon
             total = cached_numbers(target.per_layer_config[index])
         else:
             share = (goal.budget or 0) / mean_bytes(config, dtype)
-            total = max(round(share * cached_numbers(layer)), 4)
+            total = min(max(round(share * cached_numbers(layer)), 4), sum(exact_latent_sizes(layer)))
         fields[index] |= latent_fields(config, index, *divided(total, layer), None)
     return configuration(target or config, fields)

@@ -162,13 +162,15 @@ def cost_table(report: Report) -> Table:
     """Return how the model was converted: the method, the layers that keep what was tried, and the tokens used."""
     lossy = [row for row in report["layers"] if row["from"] != row["to"] and row.get("loss") != 0]
     setting, text, polished = report["setting"] or {}, report["text"] or {}, report["polish"] or {}
+    rest = "the same function" if report["exact"] else "then its cache rounded"
+    method = f"exact, {rest}" if report["method"] == "exact" else report["method"]
 
     def layers(name: str, tried: bool) -> str | None:
         kept = sum(row[name] is not None and row[name] is not False for row in lossy)
         return f"{kept} of {len(lossy)}" if tried else None
 
     rows = {
-        "method": "exact, the same function" if report["exact"] else report["method"],
+        "method": method,
         "sizes and settings tried": len(report["candidates"]) or None,
         "layers with gradient steps": layers("learning_rate", setting.get("refine")),
         "layers with an output fit": layers("ridge", setting.get("refit")),

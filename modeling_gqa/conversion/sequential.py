@@ -280,7 +280,7 @@ def convert_layer(
             state |= {name: tensor - 1 for name, tensor in state.items() if name.endswith("_norm.weight")}
         computed |= state
     state = {name: tensor.to(model.dtype, copy=True).contiguous() for name, tensor in state.items()}
-    return NewLayer(state, {**fields, **found}, loss, **chosen)
+    return NewLayer(state, {**fields, **found}, loss if lossy else 0.0, **chosen)
 
 
 def read_latent_source(model: GQAForCausalLM, index: int, statistics: Statistics) -> LatentSource:

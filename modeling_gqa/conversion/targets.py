@@ -200,8 +200,8 @@ def latent_fields(
     planes, head_dim, key_heads = rotary_planes(layer), layer_head_dim(layer), layer.num_key_value_heads
     nope = head_dim - 2 * planes if rope == 2 * planes * key_heads else head_dim
     indices, size = None, None
-    if layer.rope_parameters["rope_type"] == "longrope" or rope == 0:
-        # Its factors are those of the source's frequencies, so these are named until the conversion has found its own.
+    if layer.rope_parameters["rope_type"] in ("dynamic", "longrope") or rope == 0:
+        # These are of a head of the source's size, whose frequencies are named until the conversion has found its own.
         of_a_head, size = layer_frequencies(layer)
         indices = list(of_a_head * key_heads)[: rope // 2]
     return {

@@ -388,6 +388,16 @@ def test_a_model_with_factors_by_frequency_is_converted(rotated):
     assert report["exact"] and distance(logits(converted), logits(model)) < 1e-5
 
 
+def test_two_rotary_numbers_are_enough_with_dynamic_frequencies():
+    """They are chosen among those of the source's heads, which have more than two dimensions."""
+    model = random_model("gqa", rope_parameters={"rope_type": "dynamic", "rope_theta": 50.0, "factor": 3.0})
+    wanted = target_config(model.config, "mla", kv_lora_rank=9, qk_rope_head_dim=2)
+    for target in (wanted, allocate(model, "mla", 3 * 9 * 4, CALIBRATION)):
+        converted, _ = convert_model(model, target, CALIBRATION)
+        assert {layer.qk_rope_head_dim for layer in converted.config.per_layer_config} & {2}
+        assert 0 < compare_predictions(model, converted, CALIBRATION)["kl"] < 3
+
+
 @pytest.mark.parametrize("projection", ["k_proj", "o_proj"])
 @pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mla", MLA)], ids=["mqa", "mla"])
 def test_a_layer_of_zeros_is_named(kind, sizes, projection):

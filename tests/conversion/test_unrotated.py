@@ -8,10 +8,10 @@ from small_models import UNROTATED, make_config
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, layer_errors, target_config
-from modeling_gqa.conversion.allocation import layer_sizes
+from modeling_gqa.conversion.allocation import layer_sizes, measured_choices
 from modeling_gqa.conversion.inspection import conversions
 from modeling_gqa.conversion.quantizing import with_cache_of
-from modeling_gqa.conversion.targets import cached_numbers, divided, lossy_layers
+from modeling_gqa.conversion.targets import cached_numbers, configuration, divided, layer_fields, lossy_layers
 
 
 def unrotated_model(kind: str = "gqa", **fields) -> GQAForCausalLM:
@@ -184,6 +184,21 @@ def test_sizes_by_layer():
     assert sum(cached_numbers(layer) for layer in target.per_layer_config) <= numbers
     converted, _ = convert_model(model, target, CALIBRATION)
     assert sees_no_order(converted, 1)
+
+
+def test_an_exact_size_loses_nothing_and_says_nothing_of_others():
+    """Sizes below it lose what they lose when they are tried themselves, and not some of the noise of rounding."""
+    model = unrotated_model("mha")
+    *lossy, exact, _ = measured_choices(model, "mla", [1], CALIBRATION, iter)[1]
+    assert (exact.numbers, exact.loss) == (66, 0)
+    assert lossy[-1].numbers > 60
+    kls = []
+    for choice in (lossy[0], lossy[-1]):
+        fields = layer_fields(model.config)
+        fields[1] = choice.fields
+        converted, _ = convert_model(model, configuration(model.config, fields), CALIBRATION)
+        kls.append(compare_predictions(model, converted, CALIBRATION)["kl"])
+    assert 0.5 < lossy[-1].loss / lossy[0].loss * kls[0] / kls[1] < 2
 
 
 @pytest.mark.parametrize("budget", [None, 3 * 70], ids=["equal bits", "bits by channel"])
