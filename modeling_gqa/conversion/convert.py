@@ -31,7 +31,7 @@ SELECTION_TOKENS = 16384
 # Tokens that a setting is tried on where trials are made without gradient steps.
 CANDIDATE_TOKENS = 16384
 # What `NewLayer` says of how a layer was converted, as in `conversion.json`.
-CHOSEN = ("loss", "gain", "alpha", "key_mean", "learning_rate", "ridge")
+CHOSEN = ("loss", "gain", "alpha", "key_mean", "mean_share", "learning_rate", "ridge")
 METHODS = ("lowrank", "auto", "mean")
 # Methods whose output projections are fitted on text where nothing else is said; "mean" is the GQA paper's.
 FITTED_METHODS = ("lowrank", "auto")

@@ -29,7 +29,7 @@ from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from .fitting import LEARNING_RATES, TRIAL_STEPS, Fit, examples, fit, refine, steps
 from .layers.heads import Heads, read_heads, repeat_heads, write_grouped
-from .layers.latent import ALPHAS, GAINS, keeps_mean, to_latent
+from .layers.latent import ALPHAS, GAINS, MEAN_SHARES, keeps_mean, to_latent
 from .layers.moments import Moments, Statistics, blank_statistics, compute_moments
 from .streams import Streams, streams
 from .targets import Fields, as_ours, changed_layers, configuration, divided, is_exact, latent_fields, layer_fields
@@ -46,11 +46,13 @@ class LatentChoice(NamedTuple):
     """How MLA is made of a layer.
 
     Args:
+        mean_share: by which the keys' mean counts though it is kept, one of `MEAN_SHARES`.
         gain: of the queries of unrotated keys, one of `GAINS`.
         alpha: weight of the keys' errors against the values' in the latent, one of `ALPHAS`.
         factor: of P in `divided`, where the cache is divided anew.
     """
 
+    mean_share: float = MEAN_SHARES[0]
     gain: float = GAINS[0]
     alpha: float = ALPHAS[0]
     factor: float = 1.0
@@ -69,6 +71,7 @@ class NewLayer(NamedTuple):
         learning_rate, ridge: of the gradient steps, and of the fit of its output projection; `None` for none.
         gain, alpha: of a lossy layer of MLA, those of its `LatentChoice`.
         key_mean: whether a lossy layer of MLA keeps the mean of its keys beside the cache.
+        mean_share: of a layer that does, that of its `LatentChoice`.
     """
 
     state: State
@@ -79,6 +82,7 @@ class NewLayer(NamedTuple):
     gain: float | None = None
     alpha: float | None = None
     key_mean: bool | None = None
+    mean_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -216,7 +220,7 @@ def best_latent(
 ) -> tuple[LatentChoice, NewLayer]:
     """Make MLA of layer `index` in the way that leaves the least error of the stream on documents held out.
 
-    Gain, alpha and, where the sum R + P in `fields` is divided anew, P are chosen one after the other. P begins as
+    The mean's share, gain, alpha and, where the sum R + P in `fields` is divided anew, P are chosen in turn. P begins as
     `divided` has it, and grows or else shrinks by `ROTARY_STEP` as long as that helps. Each trial has the fit of the
     output projection where the setting has it. Returns the choice, and the new layer, not yet fitted.
     """
@@ -229,7 +233,9 @@ def best_latent(
     def error(choice: LatentChoice) -> float:
         return fit(text, index, new_attention(text.model, index, made(choice)), setting.refit, TRIAL_TOKENS).error
 
-    best = min((LatentChoice(gain=gain) for gain in GAINS), key=error)
+    shares = MEAN_SHARES if makes_mean(text.model.config, source[0], setting) else MEAN_SHARES[:1]
+    best = min((LatentChoice(mean_share=share) for share in shares), key=error)
+    best = min((best._replace(gain=gain) for gain in GAINS), key=error)
     best = min((best._replace(alpha=alpha) for alpha in ALPHAS), key=error)
     for step in (ROTARY_STEP, 1 / ROTARY_STEP) if setting.divide_cache else ():
         while error(further := best._replace(factor=best.factor * step)) < error(best):
@@ -262,9 +268,11 @@ def convert_layer(
             if setting.divide_cache and lossy:
                 rank, size = divided(rank + size, before, choice.factor)
                 fields = fields | latent_fields(model.config, index, rank, size, None)
-            mean = setting.key_mean and lossy and turns_back(model.config) and keeps_mean(heads)
-            state, found, loss = to_latent(heads, moments, rank, size, choice.alpha, choice.gain, mean)
+            mean = lossy and makes_mean(model.config, heads, setting)
+            how = choice.alpha, choice.gain, mean, choice.mean_share
+            state, found, loss = to_latent(heads, moments, rank, size, *how)
             chosen = {"gain": choice.gain, "alpha": choice.alpha, "key_mean": found["key_mean"]} if lossy else {}
+            chosen |= {"mean_share": choice.mean_share} if found["key_mean"] else {}
         else:
             heads, loss = fewer_heads(read_heads(model, index), fields, statistics, setting)
             state, found = write_grouped(heads)
@@ -281,6 +289,11 @@ def convert_layer(
         computed |= state
     state = {name: tensor.to(model.dtype, copy=True).contiguous() for name, tensor in state.items()}
     return NewLayer(state, {**fields, **found}, loss if lossy else 0.0, **chosen)
+
+
+def makes_mean(config: GQAConfig, heads: Heads, setting: Setting) -> bool:
+    """Return whether a lossy layer that becomes MLA keeps the mean of its keys beside the cache."""
+    return setting.key_mean and turns_back(config) and keeps_mean(heads)
 
 
 def read_latent_source(model: GQAForCausalLM, index: int, statistics: Statistics) -> LatentSource:

@@ -23,7 +23,7 @@ from modeling_gqa.conversion.allocation import (
 )
 from modeling_gqa.conversion.divergence import predicted_states
 from modeling_gqa.conversion.fitting import fit
-from modeling_gqa.conversion.layers.latent import ALPHAS, GAINS
+from modeling_gqa.conversion.layers.latent import ALPHAS, GAINS, MEAN_SHARES
 from modeling_gqa.conversion.sequential import (
     ROTARY_STEP,
     LatentChoice,
@@ -185,7 +185,7 @@ def test_trying_sizes_leaves_the_text_as_it_was(kind):
 @pytest.mark.parametrize("total", [21, 120])
 @pytest.mark.parametrize("refit", [True, False])
 def test_a_layer_becomes_mla_in_the_way_that_leaves_least(total, refit):
-    """No other gain, alpha or P beside the chosen one leaves less on documents held out; R + P is what was given."""
+    """No other share of the mean, gain, alpha or P beside the chosen one leaves less on documents held out; R + P is what was given."""
     model, setting = random_model("mha"), replace(FITTED, divide_cache=True, refit=refit)
     fields = layer_fields(target_config(model.config, "mla", cache_size=total))[0]
     with torch.no_grad(), streams(model, CALIBRATION) as text:
@@ -203,8 +203,11 @@ def test_a_layer_becomes_mla_in_the_way_that_leaves_least(total, refit):
         assert least <= min(
             error(choice._replace(factor=choice.factor * step)) for step in (ROTARY_STEP, 1 / ROTARY_STEP)
         )
-        first = LatentChoice(gain=choice.gain)
-        assert error(first) <= min(error(LatentChoice(gain=gain)) for gain in GAINS)
+        assert (new.mean_share, new.key_mean) == (choice.mean_share, True)
+        plain = LatentChoice(mean_share=choice.mean_share)
+        assert error(plain) <= min(error(LatentChoice(mean_share=share)) for share in MEAN_SHARES)
+        first = plain._replace(gain=choice.gain)
+        assert error(first) <= min(error(plain._replace(gain=gain)) for gain in GAINS)
         assert least <= min(error(first._replace(alpha=alpha)) for alpha in ALPHAS)
         assert [len(text.states[number]) for number in text.states] == [2] * len(CALIBRATION)
 

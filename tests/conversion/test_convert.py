@@ -148,6 +148,7 @@ def test_the_report_of_an_automatic_search():
         "gain": None,
         "alpha": None,
         "key_mean": None,
+        "mean_share": None,
         "learning_rate": None,
         "ridge": None,
     }
@@ -173,6 +174,7 @@ def test_the_report_of_an_automatic_search():
         "gain": None,
         "alpha": None,
         "key_mean": None,
+        "mean_share": None,
         "learning_rate": None,
         "ridge": 0,
     }
@@ -319,7 +321,7 @@ def test_layers_are_fitted_on_what_the_converted_ones_before_give(kind, sizes, f
     ((_, statistics),) = collect(first, LONG_CALIBRATION, [2])
     fields = layer_fields(target(model, kind, **sizes))[2]
     layer = done["layers"][2]
-    choice = LatentChoice(layer["gain"], layer["alpha"]) if kind == "mla" else NOT_CHOSEN
+    choice = LatentChoice(layer["mean_share"], layer["gain"], layer["alpha"]) if kind == "mla" else NOT_CHOSEN
     unfitted = convert_layer(model, 2, fields, statistics, Setting(regroup=False), True, choice)
     name = "model.layers.2.self_attn."
     for key, x in unfitted.state.items():

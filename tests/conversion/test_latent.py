@@ -77,7 +77,7 @@ LOSSY: dict[str, tuple[str, dict[str, Any], int, int]] = {
 }
 
 
-@pytest.mark.parametrize("chosen", [LatentChoice(1.0, 1.0), LatentChoice(0.5, 0.3)], ids=["plain", "chosen"])
+@pytest.mark.parametrize("chosen", [LatentChoice(), LatentChoice(gain=0.5, alpha=0.3)], ids=["plain", "chosen"])
 @pytest.mark.parametrize("name", LOSSY)
 @torch.no_grad()
 def test_the_loss_is_the_error_measured(name, chosen, monkeypatch):

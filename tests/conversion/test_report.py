@@ -190,7 +190,7 @@ REPORT = {
     "polish": {"learning_rate": 1e-4, "tokens": 765, "kl_before": 0.375, "kl_after": 0.3125},
     "layers": [
         {"layer": i, "from": "mha", "to": "mla", "loss": 0.5, "learning_rate": rate, "ridge": 0.1, "error": 0.0625}
-        | {"gain": 0.5 if rate else 0.0, "alpha": 1.0, "key_mean": None}
+        | {"gain": 0.5 if rate else 0.0, "alpha": 1.0, "key_mean": None, "mean_share": None}
         for i, rate in enumerate((None, 1e-4, 1e-3))
     ],
     "text": {"calibration_tokens": 999, "sequence_length": 64},

@@ -19,6 +19,9 @@ from .moments import DAMPING, Moments, square_root
 # powers to which the mean rotation's length is taken. With 1 a score is nearest on average, with 0 it keeps its size.
 ALPHAS = (1.0, 0.55, 0.3)
 GAINS = (1.0, 0.5, 0.0)
+# Shares of their mean by which keys count where rotary components are chosen and the mean is kept beside the cache.
+# With 0 no component is spent on it, but keys far from the mean, as the first token's, then lose more.
+MEAN_SHARES = (1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ def to_latent(
     alpha: float = ALPHAS[0],
     gain: float = GAINS[0],
     key_mean: bool = False,
+    mean_share: float = MEAN_SHARES[0],
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], float]:
     """Convert a layer to MLA; for MQA with `rank` and `size` D that is exact.
 
@@ -118,13 +122,14 @@ def to_latent(
         alpha: weight of the keys' errors against the values' in the latent.
         gain: of the queries of unrotated keys; see `query_turn`.
         key_mean: whether the mean of the keys is kept exactly, as `GQAKeyMean`, where the layer has a place for it.
+        mean_share: one of `MEAN_SHARES`, where it is.
 
     Returns:
         The parameters of a `LatentAttention`, the configuration fields of its layer, and the loss in the metric of the
         layer's output: what is no longer rotated, and keys and values outside the latent.
     """
-    centered = replace(moments, plane_mean=torch.zeros_like(moments.plane_mean)) if key_mean else moments
-    rotary, turn = rotary_key(centered, size), query_turn(heads, moments, gain)
+    counted = replace(moments, plane_mean=mean_share * moments.plane_mean) if key_mean else moments
+    rotary, turn = rotary_key(counted, size), query_turn(heads, moments, gain)
     keys = unrotated_keys(heads, rotary)
     mean = lost_mean(moments, rotary) if key_mean and keys.shape[1] == heads.k.shape[1] else None
     mean = mean if mean is not None and mean.any() else None
