@@ -158,6 +158,7 @@ class GQAHeadLinear(nn.Module):
 
     def __init__(self, heads: int, in_features: int, out_features: int):
         super().__init__()
+        self.heads = heads
         self.weight = nn.Parameter(torch.empty(heads * out_features, in_features))
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))  # as in nn.Linear
 

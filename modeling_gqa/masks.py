@@ -264,6 +264,29 @@ def causal_documents(
     return {kind: documents if wide or kind != "sliding_attention" else None for kind in none}
 
 
+def flash_documents(
+    config: GQAConfig,
+    inputs_embeds: torch.Tensor,
+    attention_mask: Any,
+    past_key_values: Cache | None,
+    restarts: torch.Tensor | None,
+) -> dict[str, Any]:
+    """What tells flash attention where packed documents begin, in the names of transformers; arguments as above.
+
+    It has no mask, and transformers looks for documents in the positions of a single row alone.
+    """
+    backend = config._attn_implementation or "eager"
+    apart = attention_mask is None and past_key_values is None and restarts is not None
+    if not apart or "flash" not in backend or backend.startswith("paged|"):
+        return {}
+    if (documents := packed_documents(restarts.expand(inputs_embeds.shape[0], -1), None)) is None:
+        return {}
+    begins = nn.functional.pad(documents.diff(dim=-1) != 0, (1, 0), value=True).flatten().nonzero().flatten()
+    ends = nn.functional.pad(begins, (0, 1), value=documents.numel()).int()  # (documents + 1,)
+    longest = int(ends.diff().max())
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
 def _mask_of(
     config: GQAConfig,
     backend: str,

@@ -46,7 +46,7 @@ from .layers import (
     refuse_without_tokens,
     rms_norm,
 )
-from .masks import causal_documents, model_masks
+from .masks import causal_documents, flash_documents, model_masks
 
 # The class that computes each attention kind; `attention.py` says how to add one.
 ATTENTION_CLASSES: dict[str, type[Attention]] = {
@@ -324,6 +324,7 @@ class GQAModel(GQAPreTrainedModel):
         held = PagedPositions(inputs_embeds.dtype, kwargs) if paged else made
         # With the cache that was given: transformers looks for packed documents only where there is none.
         arguments = self.layer_arguments(inputs_embeds, attention_mask, position_ids, past_key_values, held)
+        kwargs = flash_documents(self.config, inputs_embeds, attention_mask, past_key_values, position_ids) | kwargs
         past_key_values = past_key_values if made is None else made
         hidden_states = self.embedding_multiplier(inputs_embeds)
         for layer, own in zip(self.layers, arguments, strict=False):  # early exit runs fewer than all layers

@@ -1,5 +1,6 @@
 """The model beside its attention: Auto classes, heads, backends, masks, packed documents, training, wrapped weights."""
 
+import itertools
 import re
 from contextlib import nullcontext
 
@@ -8,7 +9,7 @@ import torch
 import transformers
 from pairs import all_pairs
 from small_models import MODELS, make_batch, make_config, make_model
-from transformers import DynamicCache
+from transformers import DynamicCache, modeling_flash_attention_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 HEADS = {
@@ -95,6 +96,37 @@ def test_eager_and_sdpa_have_the_same_gradients(model_name):
         results.append(gradients(model))
     for name, gradient in results[0].items():
         assert_close(results[1][name], gradient, 1e-9)
+
+
+@pytest.mark.parametrize("model_name", ["gqa", "mla", "mixed", "mixed-window"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_flash_attention_is_told_of_packed_documents(rows, model_name, monkeypatch):
+    """transformers' flash attention, with a kernel of its own kind written here, keeps documents apart in each row."""
+
+    def kernel(query, key, value, cu_seqlens_q, cu_seqlens_k, scale, window, longest):
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k) and longest == 7
+        parts = []
+        for start, end in itertools.pairwise(cu_seqlens_q.tolist()):
+            q, k, v = (x[start:end].transpose(0, 1) for x in (query, key, value))
+            mask = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+            mask = mask.triu(1 - window) if window else mask
+            k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
+            scores = (q @ k.mT * scale).masked_fill(~mask, -torch.inf)
+            parts.append((scores.softmax(-1) @ v).transpose(0, 1))
+        return torch.cat(parts)
+
+    def options(softmax_scale=None, sliding_window=None, max_seqlen_q=None, **others):
+        return {"scale": softmax_scale, "window": sliding_window, "longest": max_seqlen_q}
+
+    found = (kernel, kernel, None, None, None), (options, options)
+    monkeypatch.setattr(modeling_flash_attention_utils, "lazy_import_flash_attention", lambda *_, **__: found)
+    model = make_model(model_name)
+    ids = make_batch(batch=rows, length=12)["input_ids"]
+    packed = {"position_ids": torch.cat((torch.arange(5), torch.arange(7))).expand(rows, -1), "use_cache": False}
+    with torch.no_grad():
+        expected = model(ids, **packed).logits
+        model.config._attn_implementation = "flash_attention_2"
+        assert_close(model(ids, **packed).logits, expected, 1e-4)
 
 
 @pytest.mark.parametrize("model_name", ["gqa", "mla", "mixed", "mixed-window"])

@@ -20,7 +20,7 @@ import torch
 from ..attention import Attention
 from ..layers import GQARMSNorm
 from .layers.moments import product
-from .steps import centred, observed, relative_muon, step_at
+from .steps import centred, observed, relative_muon, step_at, training_dtype
 from .streams import FOLDS, Passage, Streams, folds
 
 # Ridges that are tried: shares of the mean of the diagonal of x x^T that are added to the diagonal. The less text there
@@ -322,7 +322,7 @@ def refine(
 
     def output(example: Example) -> torch.Tensor:
         x, arguments, *_ = example
-        with torch.autocast(x.device.type, dtype) if dtype != computed else nullcontext():
+        with torch.autocast(x.device.type, training_dtype(dtype)) if dtype != computed else nullcontext():
             return norm(attention(x, **arguments)[0].to(computed))
 
     with torch.no_grad(), observed(attention) as seen:
@@ -333,7 +333,7 @@ def refine(
         trained: dict[torch.Tensor, float] = {
             x: sizes[x] for name, x in attention.named_parameters() if not name.startswith("o_proj.")
         }
-        optimizer = relative_muon(trained, heads)
+        optimizer = relative_muon(trained, attention, heads)
         for step, example in enumerate(islice(chain([first], rest), number)):
             _, _, target, weight = example
             with torch.enable_grad():

@@ -21,7 +21,7 @@ from ..modeling_gqa import GQAForCausalLM
 from .divergence import last_hidden_state, predicted_positions
 from .fitting import pieces
 from .losses import prediction_losses
-from .steps import centred, observed, relative_muon, step_at
+from .steps import centred, observed, relative_muon, step_at, training_dtype
 from .streams import scratch
 
 # Learning rates, relative as in `steps.centred`. After one that does not help, the next goes on from the best weights.
@@ -94,7 +94,7 @@ def polish(
         order, every = run.order(seed), math.ceil(steps / JUDGED)
         done, kept, taken, weights = 0, 0, None, run.copy()
         for rate in LEARNING_RATES:
-            optimizer = relative_muon(run.sizes)
+            optimizer = relative_muon(run.sizes, attentions)
             for step in show_progress(f"polishing at a rate of {rate:g}")(range(done + 1, steps + 1)):
                 run.step(next(order), optimizer, rate * (1 - (step - 1) / steps))
                 if step % every == 0 or step == steps:
@@ -140,7 +140,7 @@ class Run:
         """Return the sum over the predicted tokens of a piece of KL(source || model), and their number."""
         device = self.source.device
         half = self.source.dtype != torch.promote_types(self.source.dtype, torch.float32)
-        with torch.autocast(device.type, self.source.dtype) if half else nullcontext():
+        with torch.autocast(device.type, training_dtype(self.source.dtype)) if half else nullcontext():
             piece = self.pieces[number]
             inputs = {name: x.to(device) for name, x in piece.inputs.items()}
             logits = self.model(**inputs, use_cache=self.rounds).logits

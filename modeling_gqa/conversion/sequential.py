@@ -220,7 +220,7 @@ def best_latent(
 ) -> tuple[LatentChoice, NewLayer]:
     """Make MLA of layer `index` in the way that leaves the least error of the stream on documents held out.
 
-    The mean's share, gain, alpha and, where the sum R + P in `fields` is divided anew, P are chosen in turn. P begins as
+    Mean share, gain, alpha and, where the sum R + P in `fields` is divided anew, P are chosen in turn. P begins as
     `divided` has it, and grows or else shrinks by `ROTARY_STEP` as long as that helps. Each trial has the fit of the
     output projection where the setting has it. Returns the choice, and the new layer, not yet fitted.
     """

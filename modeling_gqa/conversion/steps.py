@@ -7,12 +7,13 @@ steps by the spectral norm of weights). All singular values of a step of Muon's 
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from ..common.batches import hooks
 from ..common.muon import MuonAdamW
-from ..layers import GQARMSNorm
+from ..layers import GQAHeadLinear, GQARMSNorm
 
 MOMENTUM = 0.8  # of Muon: with the 0.95 of pretraining the first gradients count until the end
 # Larger matrices are taken apart by head: whole, Muon's products would take longer than the rest of a step.
@@ -45,8 +46,10 @@ class Seen:
 
 @contextmanager
 def observed(module: torch.nn.Module) -> Iterator[dict[torch.nn.Linear, Seen]]:
-    """Yield what the linear layers of `module` see meanwhile."""
-    seen = {layer: Seen() for layer in module.modules() if isinstance(layer, torch.nn.Linear)}
+    """Yield what the linear layers of `module` see meanwhile, those of each head together."""
+    seen: dict[Any, Seen] = {
+        layer: Seen() for layer in module.modules() if isinstance(layer, torch.nn.Linear | GQAHeadLinear)
+    }
     with hooks(*(layer.register_forward_hook(counts) for layer, counts in seen.items())):
         yield seen
 
@@ -66,8 +69,9 @@ def centred(module: torch.nn.Module, seen: Mapping[torch.nn.Linear, Seen]) -> It
     sizes |= {norm.weight: (norm.weight.detach() + norm.offset).square().mean().sqrt().item() for norm in norms}
     means: dict[torch.nn.Linear, torch.Tensor] = {}
     for layer, counts in seen.items():
-        power_in, power_out = counts.powers(centre=layer.bias is not None)
-        if layer.bias is not None:
+        biased = getattr(layer, "bias", None) is not None
+        power_in, power_out = counts.powers(centre=biased)
+        if biased:
             means[layer] = counts.sums[0] / counts.tokens
             sizes[layer.bias] = (power_out / layer.out_features) ** 0.5
         sizes[layer.weight] = (power_out / power_in) ** 0.5 if power_in else 0.0
@@ -88,18 +92,28 @@ def centred(module: torch.nn.Module, seen: Mapping[torch.nn.Linear, Seen]) -> It
         move_bias(-1)
 
 
-def relative_muon(sizes: Mapping[torch.Tensor, float], heads: int = 1) -> MuonAdamW:
+def relative_muon(sizes: Mapping[torch.Tensor, float], module: torch.nn.Module, heads: int = 1) -> MuonAdamW:
     """Return Muon for matrices and Adam (1412.6980) for biases and norms: a group for each parameter, with its size.
 
-    `sizes` as `centred` yields them; the parameters need gradients from now on. A matrix with more than `WIDE` rows and
-    columns is taken apart into `heads` parts of its rows, if these are equal.
+    `sizes` as `centred` yields them for `module`; the parameters need gradients from now on. Maps of each head are
+    matrices of their own. A matrix with more than `WIDE` rows and columns is taken apart into `heads` parts of its
+    rows, if these are equal.
     """
+    by_head: dict[torch.Tensor, int] = {
+        layer.weight: layer.heads for layer in module.modules() if isinstance(layer, GQAHeadLinear)
+    }
     groups = []
     for x, size in sizes.items():
         apart = x.ndim == 2 and min(x.shape) > WIDE and len(x) % heads == 0
-        options = {"muon": x.ndim == 2, "momentum": MOMENTUM, "rms": None, "parts": heads if apart else 1}
+        parts = by_head.get(x, heads if apart else 1)
+        options = {"muon": x.ndim == 2, "momentum": MOMENTUM, "rms": None, "parts": parts}
         groups.append({"params": [x.requires_grad_(True)], "size": size, **options})
     return MuonAdamW(groups, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def training_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of products while gradients are computed: in float16 these would become zeros."""
+    return torch.bfloat16 if dtype == torch.float16 else dtype
 
 
 def step_at(optimizer: MuonAdamW, rate: float) -> None:

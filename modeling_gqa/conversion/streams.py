@@ -53,7 +53,7 @@ class Scratch(MutableMapping[int, Any]):
     def __init__(self, file: IO[bytes], device: torch.device) -> None:
         self.file, self.device = file, device
         self.memory: dict[int, Any] = {}
-        self.places: dict[int, tuple[int, int]] = {}  # start and length in bytes
+        self.places: dict[int, tuple[int, int, int]] = {}  # start, length, and room there in bytes
         self.room, self.end = IN_MEMORY, 0
 
     def __setitem__(self, number: int, value: Any) -> None:
@@ -64,9 +64,9 @@ class Scratch(MutableMapping[int, Any]):
             return
         content = BytesIO()
         torch.save(value, content)
-        start, room = self.places.get(number, (0, 0))
+        start, _, room = self.places.get(number, (0, 0, 0))
         if content.tell() > room:
-            start, self.end = self.end, self.end + content.tell()
+            start, room, self.end = self.end, content.tell(), self.end + content.tell()
         try:
             self.file.seek(start)
             self.file.write(content.getbuffer())
@@ -76,12 +76,12 @@ class Scratch(MutableMapping[int, Any]):
                 f"temporary files cannot be written to {gettempdir()} ({error.strerror}): set TMPDIR to a folder with "
                 "more room"
             ) from error
-        self.places[number] = (start, content.tell())
+        self.places[number] = (start, content.tell(), room)
 
     def __getitem__(self, number: int) -> Any:
         if number in self.memory:
             return self.memory[number]
-        start, length = self.places[number]
+        start, length, _ = self.places[number]
         self.file.seek(start)
         content = BytesIO(self.file.read(length))
         # Only what this process wrote is read, so pickled objects are safe.

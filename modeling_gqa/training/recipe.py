@@ -214,6 +214,11 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
         return bool(self.eval_tasks or self.eval_data)
 
     @property
+    def order_seed(self) -> int:
+        """The seed of the order of the text."""
+        return self.seed if self.data_seed is None else self.data_seed
+
+    @property
     def tokens_per_step(self) -> int:
         batches = self.train_batch_size * self.gradient_accumulation_steps * self.world_size
         return batches * self.sequence_length
@@ -229,9 +234,12 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
     def set_epochs(self, sequences: int) -> None:
         """Set `max_steps` where the length is given in passes over so many sequences."""
         if self.max_steps <= 0:
-            batches = math.ceil(sequences / (self.train_batch_size * self.world_size))
-            updates = math.ceil(batches / self.gradient_accumulation_steps)
-            self.max_steps = math.ceil(self.num_train_epochs * updates)
+            self.max_steps = math.ceil(self.num_train_epochs * self.updates(sequences))
+
+    def updates(self, sequences: int) -> int:
+        """Return the number of steps of one pass over so many sequences; the last may be smaller."""
+        batches = math.ceil(sequences / (self.train_batch_size * self.world_size))
+        return math.ceil(batches / self.gradient_accumulation_steps)
 
     def check_numbers(self) -> None:
         """Raise `ValueError` for a number that is not finite or outside its bounds."""

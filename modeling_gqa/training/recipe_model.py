@@ -126,7 +126,13 @@ def schedule_options(recipe: Recipe, steps: int) -> dict[str, Any]:
         decay = options.get("num_decay_steps", DECAY_SHARE)
         if not (isinstance(decay, int | float) and 0 <= decay < math.inf):
             raise ValueError(f"num_decay_steps is {decay!r}; it must be a number of steps, or a share below 1")
-        options["num_decay_steps"] = math.ceil(decay * steps) if decay < 1 else decay
+        warm = recipe.get_warmup_steps(steps)
+        options["num_decay_steps"] = min(math.ceil(decay * steps), max(steps - warm, 0)) if decay < 1 else decay
+        if decay >= 1 and recipe.max_steps > 0 and warm + decay > steps:
+            raise UserError(
+                f"warmup_steps and num_decay_steps are {warm:,} and {decay:,}, and the run has {steps:,} steps: make "
+                "one of them smaller, or a share below 1"
+            )
     return options
 
 
@@ -143,6 +149,8 @@ def check_training(recipe: Recipe, config: PreTrainedConfig) -> None:
         if recipe.tokens_per_parameter:
             recipe.set_steps(recipe.tokens_per_parameter * model.num_parameters())
         steps = max(recipe.max_steps, 1)
+        if recipe.lr_scheduler_type == SchedulerType.CONSTANT and recipe.get_warmup_steps(steps):
+            warn("lr_scheduler_type constant leaves warmup_steps out: constant_with_warmup takes them")
         optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(recipe, model)
         optimizer = optimizer_class([torch.zeros(1, 1, requires_grad=True)], **options)
         get_scheduler(

@@ -24,8 +24,9 @@ from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.paths import is_in
 
 from ..common.atomic import read_object
-from ..common.console import Interrupted, failed_to_write, is_main, say
+from ..common.console import Interrupted, failed_to_write, is_main, say, warn
 from ..common.progress import progress_bars
+from ..common.tables import with_prefix
 from ..conversion.targets import describe_layers
 from ..data.blocks import CheckedStream, PackedBlocks, check_blocks, load_blocks, read_blocks, write_blocks
 from ..data.source import Source, Split, load_split, open_source, split_source
@@ -100,7 +101,7 @@ def open_run(recipe: Recipe, values: dict[str, Any], config: PreTrainedConfig) -
     # Trainer would upload at every save, and save the token; `save_run` uploads the finished repository.
     upload = (recipe.hub_token or "") if recipe.push_to_hub else None
     recipe.push_to_hub, recipe.hub_token = False, None
-    source, output = open_source(recipe, recipe.data_seed or recipe.seed), Path(recipe.output_dir)
+    source, output = open_source(recipe, recipe.order_seed), Path(recipe.output_dir)
     folder = RunFolder(output) if is_main() else None
     checkpoint: Path | None = None
     mark: dict[str, Any] = {}
@@ -165,6 +166,13 @@ def announce(run: OpenRun, recipe: Recipe, model: Any) -> None:
     say(f"Text    {run.source.name}; {size} of {recipe.sequence_length} tokens, {len(run.validation):,} for validation")
     if recipe.script == "pretrain":
         say(f"Length  {describe_length(recipe, model, recipe.max_steps)}")
+        if isinstance(run.train, PackedBlocks):
+            tokens = len(run.train) * recipe.sequence_length / recipe.updates(len(run.train))
+            if tokens < 0.95 * recipe.tokens_per_step:
+                warn(
+                    f"the text ends within a step, which is then smaller: steps have {tokens:,.0f} tokens on average, "
+                    f"so the run trains on {with_prefix(tokens * recipe.max_steps)} tokens"
+                )
     say(f"Run     {recipe.output_dir}, on {recipe.world_size} x {recipe.device.type}")
     if recipe.resume:
         where = f"Resuming from {run.checkpoint}" if run.checkpoint else None

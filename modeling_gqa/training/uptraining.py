@@ -37,7 +37,10 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
 
     script = "uptrain"
     unused = UNUSED | dict.fromkeys(("preset", "model_overrides", "init_from"), "the student is the model")
-    unused |= {"dry_run": "uptraining is not estimated"}
+    unused |= {
+        "dry_run": "uptraining is not estimated",
+        "label_smoothing_factor": "the teacher's predictions are learned",
+    }
     alternatives = ((*Recipe.budgets, "num_train_epochs"),)
 
     # Fields of pretraining with other defaults: the model is already trained.
@@ -96,7 +99,10 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
         source = f", a conversion of `{public_name(self.teacher)}`,"
         if results.get("result_step") == 0:
             return f"`{self.model_name}`{source} as it was, which uptraining with `modeling_gqa` did not improve"
-        return f"`{self.model_name}`{source} uptrained with `modeling_gqa` on {results['tokens_seen']:,} tokens"
+        tokens = results["tokens_seen"]
+        if "result_step" in results:  # the best weights, and not the last
+            tokens = results["result_step"] * results["tokens_per_step"]
+        return f"`{self.model_name}`{source} uptrained with `modeling_gqa` on {tokens:,} tokens"
 
     def method(self) -> str:
         return METHOD.format(self, 1 - self.kl_weight)

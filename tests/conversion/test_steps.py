@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from modeling_gqa.conversion import steps
-from modeling_gqa.conversion.steps import centred, observed, relative_muon, step_at
+from modeling_gqa.conversion.steps import centred, observed, relative_muon, step_at, training_dtype
+from modeling_gqa.layers import GQAHeadLinear
 
 
 def layers() -> tuple[nn.ModuleList, torch.Tensor]:
@@ -66,13 +67,33 @@ def test_a_layer_that_computes_nothing_is_not_trained():
             assert sizes[layer.weight] == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_are_not_computed_in_float16(dtype):
+    assert training_dtype(dtype) == (torch.bfloat16 if dtype == torch.float16 else dtype)
+
+
+def test_maps_of_heads_step_as_linear_layers_do():
+    """A step changes the outputs of each head as much as those of a linear layer of as many numbers."""
+    torch.manual_seed(1)
+    module, x = nn.ModuleList((GQAHeadLinear(8, 16, 20), nn.Linear(16, 20, bias=False))), torch.randn(3, 8, 50, 16)
+    with torch.no_grad(), observed(module) as seen:
+        before = [layer(x) for layer in module]
+    with centred(module, seen) as sizes:
+        optimizer = relative_muon(sizes, module)
+        with torch.enable_grad():
+            sum((layer(x) * torch.randn_like(y)).sum() for layer, y in zip(module, before, strict=True)).backward()
+        step_at(optimizer, 0.01)
+        changes = [((layer(x) - y).norm() / y.norm()).item() for layer, y in zip(module, before, strict=True)]
+    assert changes[0] == pytest.approx(changes[1], rel=0.2) and changes[0] > 0.006
+
+
 @pytest.mark.parametrize(("shape", "parts"), [((12, 9), 3), ((12, 8), 1), ((8, 12), 1), ((10, 9), 1), ((12,), 1)])
 def test_wide_matrices_step_by_head(shape, parts, monkeypatch):
     """More than `WIDE` rows and columns, and rows for all heads; each part's singular values are the step's size."""
     monkeypatch.setattr(steps, "WIDE", 8)
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.zeros(shape))
-    optimizer = relative_muon({parameter: 0.5}, heads=3)
+    optimizer = relative_muon({parameter: 0.5}, nn.Module(), heads=3)
     parameter.grad = torch.randn(shape)
     step_at(optimizer, 0.1)
     assert parameter.grad is None and optimizer.param_groups[0]["parts"] == parts

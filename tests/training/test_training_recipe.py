@@ -93,6 +93,7 @@ def test_one_length(write, values, options, length):
     ("schedule", "message"),
     [
         ({"num_decay_steps": -1}, "num_decay_steps is -1; it must be"),
+        ({"num_decay_steps": 10}, "warmup_steps and num_decay_steps are 0 and 10, and the run has 9 steps"),
         ({"num_decay_steps": "a"}, "num_decay_steps is 'a'; it must be"),
         ({"num_stable_steps": 3}, "num_stable_steps has no effect here"),
     ],

@@ -21,7 +21,7 @@ ALPHAS = (1.0, 0.55, 0.3)
 GAINS = (1.0, 0.5, 0.0)
 # Shares of their mean by which keys count where rotary components are chosen and the mean is kept beside the cache.
 # With 0 no component is spent on it, but keys far from the mean, as the first token's, then lose more.
-MEAN_SHARES = (1.0, 0.0)
+MEAN_SHARES = (0.0, 1.0)
 
 
 @dataclass(frozen=True)

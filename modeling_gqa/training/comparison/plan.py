@@ -106,7 +106,7 @@ class Comparison:
         """Train the tokenizer that all runs share, unless the recipe names one."""
         recipe = self.pretraining
         if not recipe.tokenizer:
-            source = open_source(recipe, recipe.data_seed or recipe.seed)
+            source = open_source(recipe, recipe.order_seed)
             text, split = text_of(source, recipe), lambda: split_source(source, recipe)
             write_tokenizer(self.folder / "tokenizer", text, split, self.candidates[0].config.vocab_size)
 
