@@ -504,7 +504,7 @@ REFUSALS = [
     ({"kl_weight": -1}, "kl_weight is -1.0; it must lie between 0 and 1"),
     ({"trainable": "mlp"}, "trainable"),
     ({"preset": "tiny-mha"}, "preset has no effect here: the student is the model"),
-    ({"label_smoothing_factor": 0.1}, "label_smoothing_factor has no effect here: the teacher's predictions are learned"),
+    ({"label_smoothing_factor": 0.1}, "label_smoothing_factor has no effect here: the teacher's predictions"),
     ({"model_overrides": {"hidden_size": 3}}, "model_overrides has no effect here: the student is the model"),
     ({"tokens": "2000"}, "max_steps and tokens are both given"),
     ({"tokens": "20", "max_steps": None}, "tokens leaves 20 tokens, and a step takes 256"),
