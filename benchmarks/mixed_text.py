@@ -15,8 +15,6 @@ import json
 import re
 import shutil
 import struct
-import subprocess
-import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -24,7 +22,19 @@ from html import unescape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from .real import LONGEST_BOOK, SHORTEST, cache_folder, describe, digest, made, real_text, repeated, sampled, sections
+from .real import (
+    LONGEST_BOOK,
+    SHORTEST,
+    cache_folder,
+    debian_package,
+    describe,
+    digest,
+    made,
+    real_text,
+    sampled,
+    sections,
+    wheel,
+)
 
 GENSIM = "gensim==4.4.0"
 TESTED = "gensim/test/test_data"
@@ -47,10 +57,10 @@ def mixed_text() -> Path:
                 shutil.copy(path, whole)
             with (real_text() / "calibration.jsonl").open(encoding="utf-8") as file:
                 kinds = {"documentation": [json.loads(row)["text"] for row in file]}
-            wheel = gensim_wheel(Path(temporary))
-            kinds["wikipedia"] = [part for _, text in articles(wheel) for part in sections(text)]
+            gensim = wheel(GENSIM, Path(temporary))
+            kinds["wikipedia"] = [part for _, text in articles(gensim) for part in sections(text)]
             # A report is shorter than a section, and ten are about one.
-            reports = wheel.read(NEWS).decode("utf-8", "replace").splitlines()
+            reports = gensim.read(NEWS).decode("utf-8", "replace").splitlines()
             kinds["news"] = ["\n\n".join(reports[start : start + 10]) for start in range(0, len(reports), 10)]
             kinds["novels"] = [part for novel in novels(Path(temporary)) for part in sections(novel)]
             rows = [row for parts in kinds.values() for row in sampled(parts, SHARE)]
@@ -60,16 +70,9 @@ def mixed_text() -> Path:
     return folder
 
 
-def gensim_wheel(folder: Path) -> zipfile.ZipFile:
-    """Return the wheel of gensim, downloaded to `folder`."""
-    repeated([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", ".", GENSIM], cwd=folder)
-    (wheel,) = folder.glob("gensim-*.whl")
-    return zipfile.ZipFile(wheel)
-
-
-def articles(wheel: zipfile.ZipFile) -> Iterator[tuple[str, str]]:
+def articles(gensim: zipfile.ZipFile) -> Iterator[tuple[str, str]]:
     """Yield title and text of each article, without redirections."""
-    dump = bz2.decompress(wheel.read(WIKIPEDIA)).decode("utf-8")
+    dump = bz2.decompress(gensim.read(WIKIPEDIA)).decode("utf-8")
     for title, text in re.findall(r"<title>(.*?)</title>.*?<text[^>]*>(.*?)</text>", dump, flags=re.DOTALL):
         if ":" not in title and not text.lower().startswith("#redirect"):
             yield unescape(title), wiki_text(unescape(text))
@@ -90,10 +93,7 @@ def wiki_text(page: str) -> str:
 
 def novels(folder: Path) -> Iterator[str]:
     """Yield each novel, with an empty line between paragraphs; the package of R is unpacked in `folder`."""
-    repeated(["bash", "-c", f"apt-get download {NOVELS} || (apt-get update && apt-get download {NOVELS})"], cwd=folder)
-    (package,) = folder.glob(f"{NOVELS}_*.deb")
-    subprocess.run(["dpkg-deb", "-x", package, folder / NOVELS], check=True)
-    (database,) = (folder / NOVELS).rglob("data/Rdata.rdb")
+    (database,) = debian_package(NOVELS, folder).rglob("data/Rdata.rdb")
     data = database.read_bytes()
     while data:  # each vector of lines is its size, 4 bytes, and compressed by zlib
         unpacking = zlib.decompressobj()
@@ -113,7 +113,7 @@ def main() -> None:
     if options.wikitext2:
         tested = set(re.findall(r"^ = ([^=].*?) = $", options.wikitext2.read_text("utf-8"), flags=re.M))
         with TemporaryDirectory() as temporary:
-            titles = {title for title, text in articles(gensim_wheel(Path(temporary))) if len(text) >= SHORTEST}
+            titles = {title for title, text in articles(wheel(GENSIM, Path(temporary))) if len(text) >= SHORTEST}
         print(f"articles: {len(titles)}, of {len(tested)} tested ones {sorted(tested & titles) or 'none'}")
     print("\n".join(describe(mixed_text())))
 

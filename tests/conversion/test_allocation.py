@@ -113,13 +113,17 @@ def test_a_layer_without_smaller_sizes_stays_whatever_it_is():
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 def test_a_window_counts_what_it_keeps(kind):
-    """Of 64 tokens a window keeps 4, so that the layers without one become smaller, and the budget is kept."""
+    """Of 64 tokens a window keeps 4, so that the layers without one become smaller, and the budget is kept.
+
+    With three quarters of the cache MLA loses about 1e-5 in each layer, so that half of it is asked about.
+    """
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     model = random_model("mha", sliding_window=4, layer_types=types, max_position_embeddings=64)
     layer = cached_numbers(model.config.per_layer_config[0]) * 2  # bytes
     assert mean_bytes(model.config, torch.bfloat16) == layer + 2 * layer * 4 // 64
-    config = allocate(model, kind, layer // 2, CALIBRATION, dtype=torch.bfloat16)
-    assert mean_bytes(config, torch.bfloat16) <= layer // 2
+    for budget in (layer * 3 // 4, layer // 2):
+        config = allocate(model, kind, budget, CALIBRATION, dtype=torch.bfloat16)
+        assert mean_bytes(config, torch.bfloat16) <= budget
     first, second, third = (cached_numbers(layer) for layer in config.per_layer_config)
     assert min(first, third) > second
 

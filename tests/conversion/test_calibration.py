@@ -144,6 +144,18 @@ def test_scratch_is_a_mapping_that_uses_its_room_again(in_memory, tmp_path, monk
         assert 3 not in files and len(files) == 2
 
 
+def test_scratch_takes_no_more_room_with_each_layer(tmp_path, monkeypatch):
+    """A batch's states are two tensors, three and two again in every layer."""
+    monkeypatch.setattr(streams, "IN_MEMORY", 0)
+    with open(tmp_path / "file", "w+b") as file:
+        files, ends = Scratch(file, torch.device("cpu")), []
+        for _ in range(4):
+            for number in (2, 3, 2):
+                files[0] = tuple(torch.rand(number, 500).unbind())
+            ends.append(files.end)
+    assert ends[0] == ends[-1]
+
+
 def test_a_full_disk_is_said(monkeypatch):
     """A full temporary folder is named in one line."""
     monkeypatch.setattr(streams, "IN_MEMORY", 0)

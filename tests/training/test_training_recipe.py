@@ -89,6 +89,18 @@ def test_one_length(write, values, options, length):
     assert (recipe.max_steps, recipe.num_train_epochs) == length
 
 
+@pytest.mark.parametrize(("seeds", "order"), [({}, 42), ({"data_seed": 0}, 0), ({"data_seed": 7, "seed": 3}, 7)])
+def test_the_seed_of_the_text_may_be_0(write, seeds, order):
+    assert load_recipe([write(max_steps=1, **seeds)])[0].order_seed == order
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+def test_a_constant_rate_leaves_warmup_out(write, warmup, capsys):
+    recipe, _ = load_recipe([write(max_steps=9, lr_scheduler_type="constant", warmup_steps=warmup)])
+    check_training(recipe, load_config(recipe))
+    assert ("constant_with_warmup takes them" in capsys.readouterr().err) == bool(warmup)
+
+
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [

@@ -429,6 +429,8 @@ def test_a_training_that_ends_badly_goes_back_to_its_best_checkpoint(here, pair,
     results = here(tmp_path / "run", **options, **rates)
     assert warnings(capsys.readouterr().err)[-1].endswith("The result has the weights of step 4")
     assert (results["result_step"], results["stopped_step"]) == (4, 8)
+    tokens = 4 * results["tokens_per_step"]
+    assert f"on {tokens:,} tokens" in (tmp_path / "run" / "final" / "README.md").read_text()
     assert results["kl"] < results["initial_kl"] < results["last_kl"]
     assert {path.name for path in (tmp_path / "run").glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-8"}
     ours, theirs = (load_file(tmp_path / "run" / name / "model.safetensors") for name in ("final", "checkpoint-4"))
