@@ -38,6 +38,8 @@ State = dict[str, torch.Tensor]
 LatentSource = tuple[Heads, Moments]
 # Factor between two sizes P that are tried for a layer, and tokens on which ways to make MLA of it are compared.
 ROTARY_STEP, TRIAL_TOKENS = 1.4, 8192
+# Share by which a way's error must be lower than that of the ways before it: rounding shall not decide between equals.
+TIE = 1e-4
 # Fields that say with which frequencies a layer rotates.
 ROTATION_FIELDS = ("rope_frequency_indices", "rope_frequency_dim")
 
@@ -221,7 +223,8 @@ def best_latent(
     """Make MLA of layer `index` in the way that leaves the least error of the stream on documents held out.
 
     Mean share, gain, alpha and, where the sum R + P in `fields` is divided anew, P are chosen in turn. P begins as
-    `divided` has it, and grows or else shrinks by `ROTARY_STEP` as long as that helps. Each trial has the fit of the
+    `divided` has it, and grows or else shrinks by `ROTARY_STEP` as long as that helps. Of ways that are equal but for
+    `TIE` the first is taken. Each trial has the fit of the
     output projection where the setting has it. Returns the choice, and the new layer, not yet fitted.
     """
     source = read_latent_source(text.model, index, statistics)
@@ -233,12 +236,18 @@ def best_latent(
     def error(choice: LatentChoice) -> float:
         return fit(text, index, new_attention(text.model, index, made(choice)), setting.refit, TRIAL_TOKENS).error
 
-    shares = MEAN_SHARES if makes_mean(text.model.config, source[0], setting) else MEAN_SHARES[:1]
-    best = min((LatentChoice(mean_share=share) for share in shares), key=error)
-    best = min((best._replace(gain=gain) for gain in GAINS), key=error)
-    best = min((best._replace(alpha=alpha) for alpha in ALPHAS), key=error)
+    def better(choice: LatentChoice, best: LatentChoice) -> bool:
+        return error(choice) < error(best) * (1 - TIE)
+
+    best = LatentChoice()
+    trials: dict[str, Sequence[float]] = {"mean_share": MEAN_SHARES, "gain": GAINS, "alpha": ALPHAS}
+    if not makes_mean(text.model.config, source[0], setting):
+        del trials["mean_share"]
+    for name, values in trials.items():
+        for choice in [best._replace(**{name: value}) for value in values[1:]]:
+            best = choice if better(choice, best) else best
     for step in (ROTARY_STEP, 1 / ROTARY_STEP) if setting.divide_cache else ():
-        while error(further := best._replace(factor=best.factor * step)) < error(best):
+        while better(further := best._replace(factor=best.factor * step), best):
             best = further
         if best.factor != 1:
             break
