@@ -20,7 +20,6 @@ from transformers import Cache
 from .attention_functions import FEW_TOKENS
 from .cache_formats import CacheQuantization, CodedFormat, Levels, RowFormat, Tile
 from .cache_layers import GrowingLayer, HeldTokens, PositionedCache
-from .configuration_checks import CHANGING
 from .layers import multiply_by_head, plane_angles, rotate
 
 # Tokens of all rows whose numbers are read at once: enough to hide what each operation costs, few enough for the
@@ -258,12 +257,6 @@ def rounds_cache(config: Any) -> bool:
     return getattr(config, "cache_quantization", None) is not None
 
 
-def turns_back(config: Any) -> bool:
-    """Whether a key that is stored can be turned back, which frequencies that change with the length do not allow."""
-    ropes = (config.rope_parameters, getattr(config, "sliding_rope_parameters", None))
-    return not any(rope and rope["rope_type"] in CHANGING for rope in ropes)
-
-
 def quantized_layer(cache: Cache | None, layer_idx: int) -> QuantizedLayer | None:
     """Return the layer of `cache` if its numbers are rounded, else `None`."""
     layer: Any = cache.layers[layer_idx] if cache is not None and layer_idx < len(cache.layers) else None
@@ -397,8 +390,8 @@ class CacheBasis:
         """The constants (B or 1, G, T, D) of both tensors at places that `rotation` belongs to."""
         rotated = plain = None
         if self.rotary_constant is not None and self.held is not None and self.held.position_embeddings is not None:
-            constant = self.rotary_constant[None, :, None].expand(-1, -1, rotation[0].shape[1], -1)
-            rotated = rotate(constant, *rotation)
+            rows, places = rotation[0].shape[:2]
+            rotated = rotate(self.rotary_constant[None, :, None].expand(rows, -1, places, -1), *rotation)
         if self.plain_constant is not None:
             plain = self.plain_constant[None, :, None]
         return (plain, rotated) if self.rotary_place else (rotated, plain)

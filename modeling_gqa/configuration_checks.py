@@ -389,9 +389,7 @@ def check_latent(layer: "GQAConfig"):
             f"key_mean=True with qk_nope_head_dim={nope}: the key that all tokens share has {layer.rotary_dim} rotated "
             "dimensions, and the query needs as many that are not rotated"
         )
-    ropes = (layer.rope_parameters, layer.sliding_rope_parameters)
-    changing = next((x["rope_type"] for x in ropes if x and x["rope_type"] in CHANGING), None)
-    if layer.key_mean and changing:
+    if layer.key_mean and (changing := changing_rope(layer)):
         raise ValueError(
             f"key_mean=True does not go with rope_type={changing!r} in any layer, because its frequencies change with "
             "the length"
@@ -410,6 +408,12 @@ def check_latent(layer: "GQAConfig"):
         rank, largest = getattr(layer, name), min(compressed, heads * produced)
         if rank is not None and rank > largest:
             warnings.warn(f"{name}={rank} is larger than the {largest} dimensions that it compresses", stacklevel=2)
+
+
+def changing_rope(config: "GQAConfig") -> str | None:
+    """Return the rope type of `config` whose frequencies change with the length of the text, `None` without one."""
+    ropes = (config.rope_parameters, config.sliding_rope_parameters)
+    return next((rope["rope_type"] for rope in ropes if rope and rope["rope_type"] in CHANGING), None)
 
 
 def check_normed(layer: "GQAConfig"):

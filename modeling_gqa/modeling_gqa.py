@@ -16,8 +16,9 @@ from .attention import Attention, GroupedAttention
 from .attention_latent import LatentAttention
 from .cache_formats import CACHE_BUFFERS
 from .cache_layers import GrowingLayer, PositionedCache, grow_in_place, rows_of
-from .cache_quantized import GQAQuantizedCache, rounds_cache, turns_back
+from .cache_quantized import GQAQuantizedCache, rounds_cache
 from .compatibility import CACHE, attempt, can_return_tuple, optional
+from .configuration_checks import changing_rope
 from .configuration_gqa import GQAConfig
 from .integrations import (
     PagedPositions,
@@ -398,7 +399,9 @@ class GQAModel(GQAPreTrainedModel):
         held = cache.hold(position_ids, inputs_embeds.shape[0])
         attentions: list[Any] = [layer.get_submodule("self_attn") for layer in self.layers]
         rotated = {}
-        if turns_back(self.config) and (self.keeps_key_mean or any(x.constants()[0] is not None for x in attentions)):
+        if changing_rope(self.config) is None and (
+            self.keeps_key_mean or any(x.constants()[0] is not None for x in attentions)
+        ):
             for size, rotary in self.rotary_emb.items():
                 rotation = rotary(inputs_embeds, cache.held_positions)
                 angles = plane_angles(*rotation) if self.keeps_key_mean else None
@@ -600,9 +603,9 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
 
         Arguments as for transformers' method of this name. `generate_batch` and the context manager end here too.
         """
-        if self._longrope_lengths():
+        if changing := changing_rope(self.config):
             raise ValueError(
-                "continuous batching computes requests together, and rope_type='longrope' has other frequencies for "
+                f"continuous batching computes requests together, and rope_type={changing!r} has other frequencies for "
                 "long texts than for short ones: use generate"
             )
         manager = getattr(self, "_cached_continuous_batching_manager", None)

@@ -3,7 +3,8 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
@@ -22,7 +23,7 @@ A SOURCE is a folder with a checkpoint in safetensors, a GGUF file, or a model's
 nothing in it (but evaluate --card its README.md) and read no file outside it. A TARGET is the folder to write. It is
 written aside and renamed at the end, so TARGET is complete or untouched. A TARGET that exists is refused; --force
 replaces a checkpoint or an empty folder, and nothing else. Exit codes: 0 done, 1 an error that the message explains,
-2 wrong usage, 129, 130 or 143 stopped by a signal.
+2 wrong usage, 129, 130, 141 or 143 stopped by a signal.
 """
 FORCE = "Replace the checkpoint at TARGET once the new one is complete."
 WRITES = """A run writes into --output-dir, and tokens into datasets' cache. It deletes only what manifest.json lists
@@ -148,6 +149,20 @@ COMMANDS = {
 }
 
 
+@contextmanager
+def quiet_pipe() -> Iterator[None]:
+    """End the process without a word, as the signal would, where nobody reads what it prints."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + 13)  # of SIGPIPE
+
+
+@quiet_pipe()
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run the command that `argv`, or `sys.argv`, holds; ends the process by its exit code."""
     argv = sys.argv[1:] if argv is None else argv

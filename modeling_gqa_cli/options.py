@@ -64,7 +64,7 @@ class NewAttention:
 class HowToConvert:
     _argument_group_name = "Method"
 
-    method: Method = option("How heads are merged; auto tries settings and needs --text. Default: lowrank.", "lowrank")
+    method: Method = option("How heads are merged; auto tries settings on --text. Default: lowrank.", "lowrank")
     regroup: bool | None = switch("Choose which heads to merge. --no-regroup: neighbours.")
     refit: bool | None = switch("Fit each output projection on the text. Default: with --text.")
     key_mean: bool | None = switch("MLA: keep the keys' mean beside the cache. Default, but with --for vllm.")

@@ -27,6 +27,7 @@ from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from modeling_gqa import GQAConfig
 from modeling_gqa.attention_latent import PLUGIN, LatentAttention
 from modeling_gqa.cache_formats import CACHE_BUFFERS
+from modeling_gqa.configuration_checks import CHANGING
 from modeling_gqa.integrations import refuse_uneven
 from modeling_gqa.layers import GQAHeadLinear, GQAKeyMean
 
@@ -96,6 +97,7 @@ class GQAForCausalLM(TransformersForCausalLM):
 
     def recursive_replace(self):
         """Replace the projections of attention by vLLM's, divided by heads, and let vLLM replace the rest."""
+        self._refuse_changing_rope()
         if not self.pp_group.is_first_rank:  # vLLM keeps what is before the layers where embeddings are tied
             self.model.embedding_multiplier = nn.Identity()
         for index, layer in enumerate(self.model.layers):
@@ -118,6 +120,19 @@ class GQAForCausalLM(TransformersForCausalLM):
             # Attention over the latent reads this projection's weight, so an adapter of it would do nothing: vLLM
             # refuses adapters of modules that it takes for a fusion of none.
             self.packed_modules_mapping["kv_b_proj"] = []
+
+    def _refuse_changing_rope(self) -> None:
+        """Raise `ValueError` where requests could be so long that the frequencies of those beside them change."""
+        config, longest = self.config, self.vllm_config.model_config.max_model_len
+        for rope in (config.rope_parameters, config.sliding_rope_parameters):
+            if rope and (kind := rope["rope_type"]) in CHANGING:
+                dynamic = kind == "dynamic"
+                most = config.max_position_embeddings if dynamic else rope["original_max_position_embeddings"]
+                if longest > most:
+                    raise ValueError(
+                        f"vLLM computes requests together, and rope_type={kind!r} has other frequencies for texts of "
+                        f"more than {most} tokens: serve it with max_model_len={most} at most, and not {longest}"
+                    )
 
     def _divide(self, attention: nn.Module, sizes: GQAConfig, prefix: str) -> None:
         latent = isinstance(attention, LatentAttention)

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, DynamicLayer, Llama
 from modeling_gqa import GQAForCausalLM, GQAQuantizedCache, costs
 from modeling_gqa.attention import rotate
 from modeling_gqa.cache_formats import BASES, FORMATS, STEPS, CodedFormat, RowFormat, orthogonal_matrix
-from modeling_gqa.cache_quantized import TILE, QuantizedLayer, turns_back
+from modeling_gqa.cache_quantized import TILE, QuantizedLayer
+from modeling_gqa.configuration_checks import changing_rope
 from modeling_gqa.layers import select_frequencies
 from modeling_gqa.modeling_gqa import ATTENTION_CLASSES
 
@@ -151,7 +152,7 @@ class Oracle(DynamicLayer):
             batch, _, new, _ = x.shape
             constant = torch.zeros_like(x)
             # A key is not turned back where frequencies change with the length.
-            if constants[number] is not None and (number != place[0] or turns_back(self.attention.config)):
+            if constants[number] is not None and (number != place[0] or changing_rope(self.attention.config) is None):
                 constant = constants[number][None, :, None].expand(batch, -1, new, -1)
                 if number == place[0]:
                     constant = rotate(constant, *(part[:, start : start + new] for part in self.rotation))
@@ -232,6 +233,18 @@ def test_a_model_attends_to_the_rounded_numbers(model_name, backend, constants, 
     torch.testing.assert_close(found[mask], expected[mask], rtol=1e-4, atol=1e-4)
     exact = decode(model, batch, DynamicCache(config=model.config), sizes)
     assert (expected - exact)[mask].abs().max() > 0.01 * exact[mask].std()
+
+
+@pytest.mark.parametrize("means", [False, True])
+@pytest.mark.parametrize("padding", ["left", "right"])
+def test_heads_that_rotate_in_part_have_constants_at_the_places_of_each_row(padding, means):
+    rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    model = model_with_constants("gqa", means, rope_parameters=rope)
+    batch, sizes = make_batch(length=30, padding=padding), (17, 13)
+    found = decode(model, batch, GQAQuantizedCache(model.config), sizes)
+    expected = decode(model, batch, held_exactly(model, batch, 4), sizes)
+    mask = batch["attention_mask"].bool()
+    torch.testing.assert_close(found[mask], expected[mask], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["mla", "mla-q-lora"])

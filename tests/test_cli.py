@@ -1102,6 +1102,26 @@ def test_a_process_of_its_own(checkpoints, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["inspect", "--help"], ["convert", "SOURCE", "TARGET", "--attention-kind", "mqa"]]
+)
+def test_a_reader_that_leaves(arguments, checkpoints, tmp_path):
+    """Nothing is said of it, and what was to be written is written."""
+    names = {"SOURCE": str(checkpoints / "mha"), "TARGET": str(tmp_path / "out")}
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run(
+        [sys.executable, "-m", "modeling_gqa_cli", *(names.get(x, x) for x in arguments)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE,
+        text=True, cwd=Path(__file__).parents[1], timeout=120,
+    )  # fmt: skip
+    os.close(writer)
+    converts = "TARGET" in arguments
+    assert process.returncode == (0 if converts else 141)
+    assert "Broken pipe" not in process.stderr and "error: " not in process.stderr
+    assert (tmp_path / "out" / "config.json").is_file() == converts
+
+
 # What runs before the command, the package that is then missing, and what is said of the file that needs it.
 MISSING = {
     "rich": ("rich", "error: this needs rich, which"),

@@ -218,9 +218,10 @@ def test_the_options_given_are_not_changed():
     assert dataclasses.asdict(given) == before
 
 
-def test_frequencies_that_change_with_the_length_are_refused():
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_frequencies_that_change_with_the_length_are_refused(kind):
     """Those of a short request would be the ones of the longest beside it."""
-    rope = {"rope_type": "longrope", "rope_theta": 100.0, **ROPES["longrope"]}
+    rope = {"rope_type": kind, "rope_theta": 100.0, **ROPES[kind]}
     model = make_model("gqa", rope_parameters=rope)
-    with pytest.raises(ValueError, match="longrope"):
+    with pytest.raises(ValueError, match=kind):
         model.init_continuous_batching()

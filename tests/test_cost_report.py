@@ -7,7 +7,8 @@ from itertools import chain, cycle, pairwise, repeat
 import command
 import pytest
 import torch
-from small_models import MODELS, make_config
+from small_models import MODELS, make_config, make_model
+from transformers import Gemma3Config
 
 from modeling_gqa import GQAConfig, costs
 from modeling_gqa.common import console
@@ -93,6 +94,30 @@ def test_names_are_printable(tmp_path):
 def test_a_kind_replaces_those_of_all_layers():
     (_, mla) = in_json("tiny-mixed", "--attention-kind", "mla")["models"]
     assert {layer["attention_kind"] for layer in mla["layers"]} == {"mla"}
+
+
+def test_sizes_of_a_cache_with_bits_by_layer_stay(tmp_path):
+    """Its blocks of channels belong to them; other fields may change."""
+    blocks = {"layers": [{"key_bits": [[64, 4]], "value_bits": [[64, 2]]}] * 2}
+    make_model(
+        "gqa", num_hidden_layers=2, head_dim=32, num_key_value_heads=2, cache_quantization=blocks
+    ).config.save_pretrained(tmp_path)
+    assert "bits for the layers of its cache" in refused(tmp_path, "--num-key-value-heads", 1)
+    assert "bits for the layers of its cache" in refused(tmp_path, "--attention-kind", "mla")
+
+
+def test_the_text_part_of_a_multimodal_model_is_reported(tmp_path):
+    """A Gemma 3 that reads images, by its config.json alone."""
+    text = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    Gemma3Config(text_config=text).save_pretrained(tmp_path)
+    model, _ = find_model(str(tmp_path))
+    assert model.config.hidden_size == 64 and model.config.num_hidden_layers == 2
 
 
 def test_windows_and_room(tmp_path):

@@ -114,7 +114,7 @@ def open_checkpoint(
     """
     if is_gguf(source):
         return _open_gguf(source, dtype, companions, ignore_fields)
-    folder, complete = Path(source), download or Path(source).is_dir()
+    folder, complete = Path(source), download or Path(source).exists()
     if complete:
         folder = local_folder(source)
     else:

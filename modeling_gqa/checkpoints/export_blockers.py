@@ -193,6 +193,7 @@ def misreadings(config: GQAConfig, family: str) -> list[str]:
     granite_biases = family == "granite" and (config.mlp_bias or any(config.projection_biases))
     phrases = {
         f"{VLLM} takes the factors of long texts (rope_type='longrope') for short ones too": rope_type == "longrope",
+        f"{VLLM} has no frequencies beyond max_position_embeddings (rope_type='dynamic')": rope_type == "dynamic",
         f"{VLLM} drops the bias of o_proj": family == "qwen3" and config.projection_biases[2],
         f"{SGLANG} drops the biases of gate_proj, up_proj and down_proj": family == "llama" and config.mlp_bias,
         f"{SGLANG} drops all biases of a Granite": granite_biases,

@@ -44,7 +44,8 @@ CHOSEN_FREQUENCIES = (
 CARD = """# {title}
 
 `{source}` as transformers' {name}.
-
+"""
+MISREAD = """
 **Do not serve this with an engine's own class of {name}**: {reasons}. The engine does not say so, and
 other text comes out. transformers computes it as it is, and so does vLLM with `--model-impl transformers`.
 """
@@ -178,13 +179,13 @@ def export_checkpoint(
 
 
 def _write_card(folder: Path, title: str, config: GQAConfig, stock: PreTrainedConfig, source: Path) -> None:
-    """Save a model card where the model is not to be run everywhere; `source` is the folder that it was made from."""
-    if reasons := "; ".join(misreadings(config, stock.model_type)):
+    """Save a model card where the folder `source` that it was made from has a licence, or engines misread the model."""
+    reasons, kept = "; ".join(misreadings(config, stock.model_type)), cards.kept_metadata(source / "README.md")
+    if reasons or kept:
         name = type(stock).__name__.removesuffix("Config")
-        metadata = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-        metadata |= cards.kept_metadata(source / "README.md")
-        text = CARD.format(title=title, source=source.resolve().name, name=name, reasons=reasons)
-        cards.write_card(folder, metadata, text)
+        metadata = {"library_name": "transformers", "pipeline_tag": "text-generation", **kept}
+        text = CARD.format(title=title, source=source.resolve().name, name=name)
+        cards.write_card(folder, metadata, text + MISREAD.format(name=name, reasons=reasons) * bool(reasons))
 
 
 def _stock_config(config: GQAConfig, family: str) -> PreTrainedConfig:

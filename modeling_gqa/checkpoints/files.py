@@ -80,7 +80,7 @@ def local_folder(source: str | Path) -> Path:
             f"{source} is a file: give the folder of a checkpoint, a .gguf file, or a model's name on the Hub"
         )
     refuse_missing(source)
-    patterns = ["model*.safetensors", "*.json", *COMPANIONS]
+    patterns = ["model*.safetensors", "*.json", "README.md", *COMPANIONS]
     try:
         # Some repositories have folders with the weights in another format; of files in folders only those are wanted
         # that end in .jinja.

@@ -118,6 +118,29 @@ def _why_not_byte_level(parts: dict[str, Any]) -> str | None:
         for field in ("lstrip", "rstrip", "single_word"):
             if added[field]:
                 return f"its token {added['content']!r} has {field}=True"
+    if not model["merges"]:
+        return "it has no merges"
+    if text := split_otherwise([added["content"] for added in parts["added_tokens"]]):
+        return f"{text!r} holds two of its added tokens that overlap, of which llama.cpp takes the longer one"
+    return None
+
+
+def split_otherwise(tokens: list[str]) -> str | None:
+    """Return a text in which the first of two `tokens` that overlap is not the longest; `None` where there is none.
+
+    transformers takes the first in a text, and the longest of those that begin there; llama.cpp the longest of all.
+    """
+    begun: dict[str, list[str]] = {}  # tokens by what they begin with
+    for token in tokens:
+        for end in range(1, len(token)):
+            begun.setdefault(token[:end], []).append(token)
+    for token in tokens:
+        for start in range(1, len(token)):
+            for other in begun.get(token[start:], ()):
+                text = token[:start] + other
+                longer = any(text.startswith(x) for x in tokens if len(x) > len(token))
+                if other != token and len(other) >= len(token) and not longer:
+                    return text
     return None
 
 

@@ -319,6 +319,3 @@ def _frequency_factors(stock: PreTrainedConfig) -> LazyTensor:
     planes = torch.arange(len(frequencies), dtype=torch.float64) / len(frequencies)
     factors = (stock.rope_parameters["rope_theta"] ** -planes / frequencies.double()).float()
     return LazyTensor(tuple(factors.shape), factors.dtype, lambda: factors)
-
-
-# -- The tokenizer

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.paths import is_in
 
+from ..common import cards
 from ..common.atomic import read_object, written_aside
 from ..common.progress import BySize, Progress
 from ..configuration_gqa import GQAConfig
@@ -175,6 +176,13 @@ def import_checkpoint(
     model = meta_model(GQAForCausalLM, checkpoint.config)
     with new_checkpoint(target, force) as aside:
         write_checkpoint(aside, model, checkpoint.tensors, checkpoint.folder, progress, max_shard_size)
+        card = checkpoint.folder / "README.md"
+        if cards.kept_metadata(card):
+            name, metadata = cards.made_from(str(source), card, checkpoint.config)
+            title = Path(target).resolve().name
+            cards.write_card(
+                aside, metadata, f"# {title}\n\n{name} with its weights as they were, for `modeling_gqa`.\n"
+            )
     return checkpoint.config
 
 

@@ -10,6 +10,7 @@ from yaml import YAMLError
 
 from modeling_gqa_cli.errors import INSTALL
 from modeling_gqa_cli.paths import within
+from modeling_gqa_vllm.kernels import stored
 
 from ..configuration_gqa import GQAConfig
 from .atomic import write_text
@@ -20,7 +21,7 @@ WITH_PLUGIN = """
 vLLM 0.32 or 0.33 caches the latent of this model's MLA where the package is installed beside it ({install}):
 {latent} a token and layer{largest}. """
 ALIKE = "Without the package, `--trust-remote-code` serves the model with expanded keys and values: {expanded}."
-DIFFERENT = "Without the package vLLM does not serve it, because its layers differ."
+REFUSED = "Without the package vLLM does not serve it, because {reason}."
 
 
 def card_metadata(config: GQAConfig) -> dict[str, Any]:
@@ -58,13 +59,25 @@ def serving_note(config: GQAConfig) -> str:
     layers = [layer for layer in config.per_layer_config if layer.attention_kind == "mla"]
     if not layers:
         return ""
-    layer = max(layers, key=lambda layer: layer.kv_lora_rank + layer.qk_rope_head_dim)
-    largest = " at most" if config.is_heterogeneous else ""
+    layer, largest = layers[0], " at most" if config.is_heterogeneous else ""
+    numbers = max(own.kv_lora_rank + own.qk_rope_head_dim for own in map(stored, layers))
     # vLLM pads values to the size of the keys.
-    numbers = layer.kv_lora_rank + layer.qk_rope_head_dim, 2 * layer.num_attention_heads * layer.qk_head_dim
-    latent, expanded = (f"{2 * number:,} bytes in bfloat16 ({number:,} numbers)" for number in numbers)
-    note = WITH_PLUGIN.format(install=INSTALL.format(extras=""), latent=latent, largest=largest)
-    return "\n" + note + (DIFFERENT if config.is_heterogeneous else ALIKE.format(expanded=expanded))
+    expanded = 2 * layer.num_attention_heads * layer.qk_head_dim
+    reasons = {
+        "its layers differ": config.is_heterogeneous,
+        "it keeps the mean of its keys beside the cache": bool(layer.key_mean),
+        "its values are larger than its keys": layer.v_head_dim > layer.qk_head_dim,
+    }
+    note = WITH_PLUGIN.format(install=INSTALL.format(extras=""), latent=in_bfloat16(numbers), largest=largest)
+    for reason, holds in reasons.items():
+        if holds:
+            return "\n" + note + REFUSED.format(reason=reason)
+    return "\n" + note + ALIKE.format(expanded=in_bfloat16(expanded))
+
+
+def in_bfloat16(numbers: int) -> str:
+    """Return the size of so many numbers in words."""
+    return f"{2 * numbers:,} bytes in bfloat16 ({numbers:,} numbers)"
 
 
 def write_card(folder: Path, metadata: dict[str, Any], text: str) -> None:

@@ -1,6 +1,7 @@
 """What all commands print: lines, and errors in one line."""
 
 import errno
+import os
 import re
 import shutil
 import signal
@@ -20,9 +21,18 @@ from modeling_gqa_cli.errors import UserError, is_main, missing_package, printab
 
 __all__ = ["Interrupted", "err", "is_main", "out", "printable", "say", "stop", "user_errors", "warn"]
 
+
+class Screen(Console):
+    """A console whose reader may leave, as `head` does: the rest is not printed, and the command goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+
+
 # Paths may hold brackets and colons, so markup and emoji are off.
-out = Console(soft_wrap=False, markup=False, emoji=False)
-err = Console(stderr=True, markup=False, emoji=False)
+out = Screen(soft_wrap=False, markup=False, emoji=False)
+err = Screen(stderr=True, markup=False, emoji=False)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # How tokenizers, safetensors and torch report that a file could not be written; each has an exception class of its own.
 WRITE_FAILURES = re.compile(r"\(os error \d+\)|PytorchStreamWriter|inline_container|iostream error")
@@ -80,6 +90,8 @@ def user_errors(
         if (said := missing_package(error)) is None:
             raise
         stop(said)
+    except BrokenPipeError:  # which `main` answers
+        raise
     except OSError as error:
         where = error.filename2 or error.filename  # of a copy, the one that is written
         said = ": ".join(str(part) for part in (where, error.strerror) if part) or str(error)
@@ -126,7 +138,7 @@ def name_options(message: str, argv: Sequence[str]) -> str:
     """Return a message in which a field that `argv` sets is named as its option: `--max-steps`, not `max_steps`."""
     given = {argument.partition("=")[0].replace("-", "_") for argument in argv if argument.startswith("--")}
     return re.sub(
-        r"(?<![\w./-])[a-z0-9]+(_[a-z0-9]+)+\b",
+        r"(?<![\w./-])[a-z0-9]+(_[a-z0-9]+)+\b|^[a-z]+\b",
         lambda field: "--" + field[0].replace("_", "-") if f"__{field[0]}" in given else field[0],
         message,
     )

@@ -19,12 +19,12 @@ from transformers.initialization import no_init_weights
 from modeling_gqa_cli.errors import UserError
 
 from ..attention import Attention
-from ..cache_quantized import turns_back
 from ..checkpoints.checkpoint import meta_model, own_tensors
 from ..checkpoints.files import LazyTensor
 from ..checkpoints.stock_tensors import own_names
 from ..common.batches import Batch
 from ..common.progress import Progress
+from ..configuration_checks import changing_rope
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import ATTENTION_CLASSES, GQAForCausalLM
 from .fitting import LEARNING_RATES, TRIAL_STEPS, Fit, examples, fit, refine, steps
@@ -302,7 +302,7 @@ def convert_layer(
 
 def makes_mean(config: GQAConfig, heads: Heads, setting: Setting) -> bool:
     """Return whether a lossy layer that becomes MLA keeps the mean of its keys beside the cache."""
-    return setting.key_mean and turns_back(config) and keeps_mean(heads)
+    return setting.key_mean and changing_rope(config) is None and keeps_mean(heads)
 
 
 def read_latent_source(model: GQAForCausalLM, index: int, statistics: Statistics) -> LatentSource:

@@ -19,9 +19,9 @@ import torch
 from modeling_gqa_cli.errors import UserError
 
 from ..cache_formats import STEPS, CodedFormat, orthogonal_matrix
-from ..cache_quantized import turns_back
 from ..common.batches import MODEL_INPUTS, Batch, evaluating
 from ..common.progress import Progress
+from ..configuration_checks import changing_rope
 from ..configuration_gqa import GQAConfig
 from ..costs.counts import POSITION_BYTES, CostedModel
 from ..layers import rotate, select_frequencies
@@ -198,7 +198,7 @@ def cache_statistics(
     Raises:
         UserError: no document has more than `skipped` tokens, or activations or gradients are not finite.
     """
-    takes_out = turns_back(model.config)  # a constant out of what is rotated
+    takes_out = changing_rope(model.config) is None  # a constant out of what is rotated
     sums: list[Any] = [[0.0] * 4 for _ in model.model.layers]  # of x^T x and g^T g, for both tensors
     required = [x for x in model.parameters() if x.requires_grad]
     tokens, generator = 0, torch.Generator(model.device).manual_seed(0)

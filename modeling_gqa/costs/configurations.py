@@ -15,6 +15,7 @@ from modeling_gqa_cli.paths import CONFIGURATION, refuse_missing
 from ..checkpoints.families import find_family, translate
 from ..checkpoints.files import read_json
 from ..configuration_gqa import GQAConfig
+from ..configuration_overrides import SIZE_FIELDS
 from . import CostedModel
 
 PRESETS = {
@@ -78,8 +79,12 @@ def read_fields(fields: Mapping[str, Any]) -> GQAConfig:
     try:
         if model_type == GQAConfig.model_type:
             return GQAConfig.from_dict(dict(fields))
-        find_family(model_type)
-        return translate(CONFIG_MAPPING[model_type].from_dict(dict(fields)))
+        if model_type == "gemma3":  # the part that reads text
+            config = CONFIG_MAPPING[model_type].from_dict(dict(fields)).text_config
+        else:
+            find_family(model_type)
+            config = CONFIG_MAPPING[model_type].from_dict(dict(fields))
+        return translate(config)
     except UserError:
         raise
     except Exception as error:  # each configuration class checks its own way
@@ -96,6 +101,12 @@ def changed(model: CostedModel | None, fields: Mapping[str, Any]) -> CostedModel
     """
     try:
         values = model.config.to_dict() if model else {}
+        coded = "layers" in (values.get("cache_quantization") or {})
+        if model and coded and "cache_quantization" not in fields and not fields.keys().isdisjoint(SIZE_FIELDS):
+            raise UserError(
+                f"{model.name} has bits for the layers of its cache (cache_quantization), which layers of other sizes "
+                "cannot have: give the model that it was made from"
+            )
         if "attention_kind" in fields:  # which is that of all layers
             values.pop("per_layer_config", None)
         config = GQAConfig.from_dict(values, **fields) if model else GQAConfig(**fields)

@@ -361,6 +361,8 @@ def load_recipe(
     values = read_values(argv, recipe_class, prog or f"modeling-gqa {recipe_class.script}")
     try:
         return recipe_class(**values), values
+    except json.JSONDecodeError as error:  # of TrainingArguments, which reads fields that are dictionaries
+        raise UserError(f"{error.doc!r} is no JSON object: {error}") from error
     except Exception as error:  # TrainingArguments reads files, asks packages and devices: each has its own classes
         raise UserError(error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}") from error
 

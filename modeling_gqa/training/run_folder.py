@@ -59,6 +59,8 @@ class RunFolder:
     def open(self) -> None:
         """Become the only writer, and remove what a killed process had not finished writing."""
         path = self.path.absolute()
+        if path.is_file():
+            raise UserError(f"{self.path} is a file: give a folder to write to")
         own = (path / MANIFEST, path / LOCK, path, *path.parents)
         self.made = [item for item in own if not os.path.lexists(item)]
         self.path.mkdir(parents=True, exist_ok=True)

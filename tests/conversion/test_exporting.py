@@ -265,6 +265,10 @@ ALONE = {
         {"rope_parameters": LONG},
         r"smollm3 and granitemoehybrid: vLLM 0.32 takes the factors of long texts .* for short ones",
     ),
+    "dynamic": (
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 4.0}},
+        r"smollm3 and granitemoehybrid: vLLM 0.32 has no frequencies beyond max_position_embeddings",
+    ),
     "qwen3-biases": ({"qk_norm": True, "attention_bias": True}, "qwen3: vLLM 0.32 drops the bias of o_proj"),
     "ministral3": (
         {"rope_parameters": YARN | SCALING},
@@ -298,9 +302,15 @@ def test_what_engines_would_read_otherwise_is_exported_for_transformers_alone(na
 
 
 def test_a_card_says_no_more_than_there_is_to_say(tmp_path):
-    """There is none where every engine computes the model; of the source's card it keeps the licence."""
+    """There is none where every engine computes the model and the source has no licence; a licence is kept."""
     exported(own_model(attention_kind="mla"), tmp_path / "norm")
     assert not (tmp_path / "norm" / "stock" / "README.md").exists()
+    (tmp_path / "norm" / "own" / "README.md").write_text("---\nlicense: cc-by-nc-4.0\n---\n")
+    export_checkpoint(tmp_path / "norm" / "own", tmp_path / "norm" / "stock", force=True)
+    assert metadata_load(tmp_path / "norm" / "stock" / "README.md")["license"] == "cc-by-nc-4.0"
+    assert "Do not serve" not in (tmp_path / "norm" / "stock" / "README.md").read_text()
+    import_checkpoint(tmp_path / "norm" / "stock", tmp_path / "norm" / "again")
+    assert metadata_load(tmp_path / "norm" / "again" / "README.md")["license"] == "cc-by-nc-4.0"
     folder = tmp_path / "biases"
     own_model(attention_kind="mla", output_bias=True).save_pretrained(folder / "own")
     (folder / "own" / "README.md").write_text("---\nlicense: mit\n---\n")

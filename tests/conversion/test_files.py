@@ -44,8 +44,14 @@ def test_a_name_is_found_in_the_offline_cache(tmp_path, monkeypatch):
 
 
 def test_what_is_fetched_from_the_hub(monkeypatch):
-    """Only safetensors, JSON, tokenizer and licence files are downloaded, and no folder but that of chat templates."""
-    wanted = ["config.json", "model-1.safetensors", "LICENSE.txt", "additional_chat_templates/tool.v2.jinja"]
+    """Safetensors, JSON, tokenizer, licence and card are downloaded, and no folder but that of chat templates."""
+    wanted = [
+        "config.json",
+        "model-1.safetensors",
+        "LICENSE.txt",
+        "README.md",
+        "additional_chat_templates/tool.v2.jinja",
+    ]
     others = ["pytorch_model.bin", "onnx/config.json", "original/tokenizer.model", "model_fp16/model.safetensors"]
 
     def fetch(source, **patterns):
@@ -53,8 +59,10 @@ def test_what_is_fetched_from_the_hub(monkeypatch):
 
     monkeypatch.setattr(files, "snapshot_download", fetch)
     assert str(local_folder("org/name")) == "+".join(wanted)
-    with pytest.raises(UserError, match=r"test_files.py is a file: give the folder"):
-        local_folder(__file__)
+    monkeypatch.setattr(checkpoint, "hf_hub_download", lambda *_, **__: pytest.fail("the Hub was asked"))
+    for function in (local_folder, partial(checkpoint.open_checkpoint, download=False)):
+        with pytest.raises(UserError, match=r"test_files.py is a file: give the folder"):
+            function(__file__)
 
 
 MISSING = ["runs/mal", "runs/mla/finl", "./runs/ml", "/no/such/folder", "has space", "~/nothing", "runs/modl.gguf"]

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from modeling_gqa import GQAConfig, GQAForCausalLM
 from modeling_gqa.checkpoints import gguf_writing
-from modeling_gqa.checkpoints.gguf_vocabulary import LLAMA3_WORDS, read_vocabulary
+from modeling_gqa.checkpoints.gguf_vocabulary import LLAMA3_WORDS, read_vocabulary, split_otherwise
 from modeling_gqa.conversion import UserError, export_checkpoint, import_checkpoint, load_source
 from modeling_gqa.data.tokenizer import CHAT_TEMPLATE, train_tokenizer
 
@@ -315,6 +315,22 @@ def test_transformers_reads_the_weights_of_a_gemma(tmp_path):
     tokens = torch.randint(307, (3, 40))
     with torch.no_grad():
         torch.testing.assert_close(again(tokens).logits, ours(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text"),
+    [
+        (["ab", "bcd"], "abcd"),  # transformers takes the first, llama.cpp the longest
+        (["aba", "abac"], "ababac"),
+        (["bcd", "ab"], "abcd"),
+        (["abc", "bcd"], "abcd"),  # of equal length
+        (["abcd", "cd"], None),
+        (["  ", "   ", "    "], None),
+        (["<|im_start|>", "<|im_end|>", "<|endoftext|>"], None),
+    ],
+)
+def test_added_tokens_that_overlap_are_found(tokens, text):
+    assert split_otherwise(tokens) == text
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch):

@@ -6,8 +6,9 @@ from itertools import pairwise
 import pytest
 import torch
 from huggingface_hub import metadata_load
-from small_models import make_batch, make_model
+from small_models import make_batch, make_config, make_model
 
+from modeling_gqa.common.cards import serving_note
 from modeling_gqa.common.tables import runs
 from modeling_gqa.conversion import UserError, divergence
 from modeling_gqa.conversion.divergence import compare_predictions, layer_errors, predicted_states
@@ -22,6 +23,8 @@ from modeling_gqa.conversion.report import (
     write_conversion_card,
     write_report,
 )
+
+UNROTATED = {"rope_frequency_indices": [], "rope_frequency_dim": 6}
 
 
 def packed_batch(batch: int = 2, length: int = 13) -> dict[str, torch.Tensor]:
@@ -255,6 +258,22 @@ def test_card_without_measurement_says_so(tmp_path):
         and str(tmp_path) not in card
         and tmp_path.name in card
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "numbers", "said"),
+    [
+        ({}, 28, "with expanded keys and values: 384 bytes"),
+        ({"key_mean": True}, 34, "does not serve it, because it keeps the mean of its keys"),
+        ({"qk_rope_head_dim": 0, "v_head_dim": 10, **UNROTATED}, 30, "with expanded keys and values"),
+        ({"v_head_dim": 40}, 28, "does not serve it, because its values are larger than its keys"),
+    ],
+)
+def test_a_card_says_what_engines_cache(fields, numbers, said):
+    """vLLM's cache holds angles for the mean of the keys, and zeros where there is no rotary key."""
+    config = make_config("mla", kv_lora_rank=22, qk_nope_head_dim=10, **{"qk_rope_head_dim": 6} | fields)
+    note = serving_note(config)
+    assert f"({numbers} numbers) a token and layer" in note and said in note
 
 
 def test_report_is_strict_json(tmp_path):

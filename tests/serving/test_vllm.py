@@ -83,6 +83,15 @@ def test_a_norm_over_all_heads_is_refused_on_two_ranks(tmp_path):
         serve(save_model("gqa-olmo", tmp_path), PROMPTS, 4, tensor_parallel_size=2)
 
 
+def test_lengths_at_which_frequencies_change_are_refused(tmp_path):
+    """Those of a short request would be the ones of the longest beside it."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+    model = save_model("gqa", tmp_path, rope_parameters=rope, max_position_embeddings=64)
+    with pytest.raises(RuntimeError, match="serve it with max_model_len=64 at most"):
+        serve(model, PROMPTS, 4, max_model_len=128)
+    assert serve(model, PROMPTS[2:4], 8, max_model_len=64)["tokens"] == generate(model, PROMPTS[2:4], 8)
+
+
 @pytest.mark.parametrize("name", ["mla", "mla-576", "mla-ranks", "mla-window"])
 def test_an_fp8_cache_gives_the_tokens_of_a_cache_that_rounds(name, tmp_path, monkeypatch):
     """Greedy tokens of `generate` over latents that are rounded to float8_e4m3fn; a number takes one byte."""

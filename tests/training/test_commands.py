@@ -59,6 +59,23 @@ def test_an_error_names_a_field_as_the_user_wrote_it(option, length, tmp_path, c
         assert capsys.readouterr().err.startswith(f"error: {name} is {length}")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--tokens", "5Q"), "--tokens is 5Q"),
+        (("--model-overrides", "{hidden"), "'{hidden' is no JSON object: "),
+        (("--output-dir", "FILE"), "FILE is a file: give a folder to write to"),
+    ],
+)
+def test_wrong_values_are_one_line(options, said, tmp_path, capsys):
+    (tmp_path / "file").write_text("kept")
+    argv = [x.replace("FILE", str(tmp_path / "file")) for x in ("--output-dir", str(tmp_path / "run"), *options)]
+    with pytest.raises(SystemExit):
+        run_script("pretrain", ["tiny", "--preset", "tiny-gqa", *ON_CPU, *argv], "modeling-gqa pretrain", pretrain)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: " + said.replace("FILE", str(tmp_path / "file")))
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 @pytest.mark.parametrize("preset", [name for name in preset_names() if name != "tiny-gqa"])
 def test_the_run_folder_is_named_after_the_preset(preset):
     recipe, values = load_recipe([preset.rpartition("-")[0], "--preset", preset, *ON_CPU])
