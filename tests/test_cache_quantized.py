@@ -239,7 +239,7 @@ def test_a_model_attends_to_the_rounded_numbers(model_name, backend, constants, 
 @pytest.mark.parametrize("padding", ["left", "right"])
 def test_heads_that_rotate_in_part_have_constants_at_the_places_of_each_row(padding, means):
     rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
-    model = model_with_constants("gqa", means, rope_parameters=rope)
+    model = model_with_constants("gqa", means, head_dim=16, rope_parameters=rope)
     batch, sizes = make_batch(length=30, padding=padding), (17, 13)
     found = decode(model, batch, GQAQuantizedCache(model.config), sizes)
     expected = decode(model, batch, held_exactly(model, batch, 4), sizes)

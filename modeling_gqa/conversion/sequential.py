@@ -244,7 +244,8 @@ def best_latent(
     if not makes_mean(text.model.config, source[0], setting):
         del trials["mean_share"]
     for name, values in trials.items():
-        for choice in [best._replace(**{name: value}) for value in values[1:]]:
+        best, *others = (best._replace(**{name: value}) for value in values)
+        for choice in others:
             best = choice if better(choice, best) else best
     for step in (ROTARY_STEP, 1 / ROTARY_STEP) if setting.divide_cache else ():
         while better(further := best._replace(factor=best.factor * step), best):

@@ -26,6 +26,7 @@ from modeling_gqa.conversion.fitting import fit
 from modeling_gqa.conversion.layers.latent import ALPHAS, GAINS, MEAN_SHARES
 from modeling_gqa.conversion.sequential import (
     ROTARY_STEP,
+    TIE,
     LatentChoice,
     assemble,
     best_latent,
@@ -204,15 +205,16 @@ def test_a_layer_becomes_mla_in_the_way_that_leaves_least(total, refit):
 
         least = fit(text, 0, new_attention(model, 0, new), refit, 1000).error
         assert least == error(choice)
-        assert least <= min(
+        nearly = 1 - TIE  # of ways that are equal but for this the first is taken
+        assert least * nearly <= min(
             error(choice._replace(factor=choice.factor * step)) for step in (ROTARY_STEP, 1 / ROTARY_STEP)
         )
         assert (new.mean_share, new.key_mean) == (choice.mean_share, True)
         plain = LatentChoice(mean_share=choice.mean_share)
-        assert error(plain) <= min(error(LatentChoice(mean_share=share)) for share in MEAN_SHARES)
+        assert error(plain) * nearly <= min(error(LatentChoice(mean_share=share)) for share in MEAN_SHARES)
         first = plain._replace(gain=choice.gain)
-        assert error(first) <= min(error(plain._replace(gain=gain)) for gain in GAINS)
-        assert least <= min(error(first._replace(alpha=alpha)) for alpha in ALPHAS)
+        assert error(first) * nearly <= min(error(plain._replace(gain=gain)) for gain in GAINS)
+        assert least * nearly <= min(error(first._replace(alpha=alpha)) for alpha in ALPHAS)
         assert [len(text.states[number]) for number in text.states] == [2] * len(CALIBRATION)
 
 
