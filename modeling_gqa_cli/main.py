@@ -195,6 +195,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
+@quiet_pipe()
 def run_script(name: str, argv: list[str], prog: str, script: Callable[..., None] | None = None) -> NoReturn:
     """Run a training script; ends the process by its exit code.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from modeling_gqa_cli.errors import UserError, one_line
@@ -221,15 +221,11 @@ def read_config(folder: Path) -> PreTrainedConfig:
         )
     if fields.get("transformers_weights") is not None:
         raise UserError(f"{path} names other weights (transformers_weights): call them {WEIGHTS}, and remove the field")
-    config_class: type[PreTrainedConfig] = GQAConfig
-    if model_type != GQAConfig.model_type:
-        from .families import find_family
+    from .families import stock_class, text_part
 
-        find_family("gemma3_text" if model_type == "gemma3" else model_type)
-        config_class = CONFIG_MAPPING[model_type]
+    config_class = GQAConfig if model_type == GQAConfig.model_type else stock_class(model_type)
     try:
-        config: Any = config_class.from_pretrained(folder)
-        return config.text_config if model_type == "gemma3" else config  # images have no place in a checkpoint here
+        return text_part(config_class.from_pretrained(folder))
     except Exception as error:  # each class checks its own way, or not at all
         raise UserError(f"{path} is not valid: {one_line(error)}") from error
 

@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedConfig
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
 from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
@@ -407,6 +407,17 @@ def find_family(model_type: str) -> Family:
             f"these can be imported: {', '.join(FAMILIES)}"
         )
     return FAMILIES[model_type]
+
+
+def stock_class(model_type: str) -> type[PreTrainedConfig]:
+    """Return the configuration class of a family, or of a Gemma 3 that reads images; see `find_family`."""
+    find_family("gemma3_text" if model_type == "gemma3" else model_type)
+    return CONFIG_MAPPING[model_type]
+
+
+def text_part(config: Any) -> PreTrainedConfig:
+    """Return the configuration of what reads text: images have no place in a checkpoint here."""
+    return config.text_config if config.model_type == "gemma3" else config
 
 
 def refuse_fields(config: PreTrainedConfig, family: Family, ignored: Collection[str] = ()) -> None:

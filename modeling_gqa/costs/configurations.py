@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import CONFIG_MAPPING
 
 from modeling_gqa_cli.errors import UserError, did_you_mean, one_line
 from modeling_gqa_cli.paths import CONFIGURATION, refuse_missing
 
-from ..checkpoints.families import find_family, translate
+from ..checkpoints.families import stock_class, text_part, translate
 from ..checkpoints.files import read_json
 from ..configuration_gqa import GQAConfig
 from ..configuration_overrides import SIZE_FIELDS
@@ -79,12 +78,7 @@ def read_fields(fields: Mapping[str, Any]) -> GQAConfig:
     try:
         if model_type == GQAConfig.model_type:
             return GQAConfig.from_dict(dict(fields))
-        if model_type == "gemma3":  # the part that reads text
-            config = CONFIG_MAPPING[model_type].from_dict(dict(fields)).text_config
-        else:
-            find_family(model_type)
-            config = CONFIG_MAPPING[model_type].from_dict(dict(fields))
-        return translate(config)
+        return translate(text_part(stock_class(model_type).from_dict(dict(fields))))
     except UserError:
         raise
     except Exception as error:  # each configuration class checks its own way
