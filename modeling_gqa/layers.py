@@ -206,8 +206,8 @@ def key_mean_size(layer: GQAConfig) -> int:
 
 def plane_angles(cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Cosines and then sines of n planes, (B, T, 2 n), from those of all their dimensions, (B, T, 2 n) each."""
-    planes = cos.shape[-1] // 2
-    return torch.cat((cos[..., :planes], sin[..., :planes]), dim=-1)
+    size = cos.shape[-1]
+    return torch.where(torch.arange(size, device=cos.device) < size // 2, cos, sin)  # autocast joins no float16
 
 
 def multiply_by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -280,8 +280,8 @@ def select_frequencies(
     """Cosine and sine (B, T, 2 n) of the n planes `indices` of those given (B, T, P), all of them for `None`."""
     if indices is None:
         return position_embeddings
-    cos, sin = (x.index_select(-1, indices) for x in position_embeddings)  # (B, T, n)
-    return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)  # (B, T, 2 n)
+    cos, sin = (x.index_select(-1, indices.repeat(2)) for x in position_embeddings)
+    return cos, sin
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:

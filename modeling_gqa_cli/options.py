@@ -70,8 +70,8 @@ class HowToConvert:
     key_mean: bool | None = switch("MLA: keep the keys' mean beside the cache. Default, but with --for vllm.")
     refine: int | None = option("Passes of gradient steps in each layer. Default with --text: 2.")
     polish: int | None = option(
-        "Tokens to train all layers on at the end, by KL. Default where fitted: twice --calibration-tokens, 8 times on "
-        "a GPU, if memory allows."
+        "Tokens to train all layers on at the end, by KL. Default with --text, but for --method mean: twice "
+        "--calibration-tokens, 8 times on a GPU, if memory allows."
     )
     seed: int = option("Seed of what is drawn, and of the text's order. Default: 0.", 0)
 

@@ -17,6 +17,8 @@ from .parser import Parser, option
 from .paths import CONFIGURATION
 
 SCRIPTS = ("pretrain", "uptrain", "compare")
+# Options that name a text and say what holds for it alone.
+TEXT = ("data_files", "dataset_name", "dataset_config_name", "dataset_split", "license")
 
 
 def filled(help: str, default: Iterable[Any] = (), **more: Any) -> Any:
@@ -279,10 +281,13 @@ def read_values(argv: list[str], recipe_class: Any, prog: str) -> dict[str, Any]
     for group in recipe_class.alternatives:
         if chosen := {way for way in group if is_set(told[way])}:
             values |= {way: defaults[way] for way in group if way not in chosen}
+    if is_set(told.get("data_files")) or is_set(told.get("dataset_name")):
+        values |= {name: told[name] for name in TEXT}  # the recipe's are those of its own text
     if is_set(told.get("init_from")) and not is_set(told["tokenizer"]):
         values["tokenizer"] = defaults["tokenizer"]  # the model's own, and not that of the recipe's model
-    if values.get("init_from") and os.path.exists(start := os.path.expanduser(values["init_from"])):
-        values["init_from"] = os.path.abspath(start)  # so that the run can be resumed from another folder
+    for role in ("init_from", "student", "teacher"):
+        if values.get(role) and os.path.exists(path := os.path.expanduser(values[role])):
+            values[role] = os.path.abspath(path)  # so that the run can be resumed from another folder
     name = values.get("preset") or values.get("init_from") or path.stem
     output = values["output_dir"] or str(Path("runs") / path.stem)
     values["output_dir"] = os.path.expanduser(output.replace("{preset}", public_name(name)))

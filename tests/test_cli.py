@@ -677,12 +677,20 @@ def test_a_rounded_conversion_of_a_model_with_windows(checkpoints, corpus, tmp_p
 def test_the_size_may_be_a_share(checkpoints, corpus, tmp_path):
     run("convert", checkpoints / "mha", tmp_path / "gqa", "--attention-kind", "gqa", "--cache-share", 0.5)
     assert GQAConfig.from_pretrained(tmp_path / "gqa").num_key_value_heads == HEADS // 2
+    two = {"1": {"attention_kind": "gqa", "num_key_value_heads": 2}}
+    make_model("mha", **SMALL, per_layer_config=two).save_pretrained(tmp_path / "two")
+    run("convert", tmp_path / "two", tmp_path / "less", "--attention-kind", "gqa", "--cache-share", 0.5)
+    heads = [layer.num_key_value_heads for layer in GQAConfig.from_pretrained(tmp_path / "less").per_layer_config]
+    assert heads == [2 if index == 1 else HEADS // 2 for index in range(LAYERS)]
     before = contents(tmp_path)
     text, bits = ("--text", corpus), ("--cache-bits", "auto")
     for more, refused in (
         (("gqa", "--cache-share", 0.3), "leaves 1.8 key/value heads"),
         (("mqa", "--cache-share", 0.5), "--cache-share has nothing to choose for mqa"),
         (("mla", "--cache-share", 1.5), "--cache-share=1.5 must be between 0 and 1"),
+        (("mla", "--cache-share", 0.005), "--cache-share=0.005 leaves no room for a latent and a rotary key: 3 is the"),
+        (("gqa", "--num-key-value-heads", 2, "--no-key-mean"), "--no-key-mean has no effect on gqa"),
+        (("mla", "--cache-size", 12, "--regroup"), "--regroup has no effect on mla"),
         (("mla", "--cache-share", 0.5, "--kv-lora-rank", 8), "leave --kv-lora-rank out"),
         (("mla", "--cache-share", 0.5, "--cache-size", 8), "--cache-size and --cache-share say the same"),
         (("mla", "--cache-share", 0.5, *bits), "--cache-bits needs --text"),

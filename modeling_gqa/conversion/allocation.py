@@ -54,7 +54,6 @@ KL_TOKENS = 4096
 # A loss in the last layer counts this number of times one in the first, part of which the layers after it mend when
 # they are converted. Measured on SmolLM2-135M: the whole conversion gained 1.3 to 4 times what a layer alone did.
 LAST_BY_FIRST = 3.0
-FITTED = Setting(refit=True)
 
 
 class SizeChoice(NamedTuple):
@@ -80,6 +79,11 @@ def allocate(
     *,
     layers: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
+    method: str = "auto",
+    regroup: bool | None = None,
+    refit: bool | None = None,
+    key_mean: bool = True,
+    seed: int = 0,
     progress: Progress = iter,
 ) -> GQAConfig:
     """Return the target configuration whose cache takes at most `bytes_per_token` bytes in all layers together.
@@ -96,6 +100,8 @@ def allocate(
         calibration: batches of model inputs; each layer is tried on the first of them.
         layers: indices of the layers that may change; `None` for all.
         dtype: of the cache; `None` for the model's.
+        method, regroup, refit, key_mean, seed: those of the conversion that follows, as for `convert_model`; layers are
+            tried by its first setting, without gradient steps.
         progress: wraps the iteration over the layers.
 
     Raises:
@@ -120,7 +126,8 @@ def allocate(
     model, dtype = as_own(model), dtype or model.dtype
     smallest_target(model.config, attention_kind, bytes_per_token, layers=layers, dtype=dtype)  # or it is refused
     fields, chosen = layer_fields(model.config), chosen_layers(model.config, layers)
-    choices = measured_choices(model, attention_kind, chosen, calibration, progress)
+    setting = Setting.start(method, regroup, refit, key_mean=key_mean, seed=seed)
+    choices = measured_choices(model, attention_kind, chosen, calibration, setting, progress)
     length = model.config.max_position_embeddings
     kept = [layer.visible_tokens(length) / length for layer in CostedModel(model.config).layers]
     for index, sizes in choices.items():
@@ -176,7 +183,12 @@ def layer_sizes(config: GQAConfig, index: int, kind: str, factor: float = 1.0) -
 
 @torch.no_grad()
 def measured_choices(
-    model: GQAForCausalLM, kind: str, layers: Sequence[int], calibration: Sequence[Batch], progress: Progress
+    model: GQAForCausalLM,
+    kind: str,
+    layers: Sequence[int],
+    calibration: Sequence[Batch],
+    setting: Setting,
+    progress: Progress,
 ) -> dict[int, list[SizeChoice]]:
     """Return the sizes that each layer may have, smallest first; the last is the present one, without loss."""
     config, choices = model.config, {}
@@ -188,7 +200,7 @@ def measured_choices(
             smaller: list[SizeChoice] = []
             if index in layers and layer_sizes(config, index, kind):
                 weight = LAST_BY_FIRST ** (index / max(config.num_hidden_layers - 1, 1))
-                smaller = [x._replace(loss=weight * x.loss) for x in tried_sizes(text, index, kind, ends)]
+                smaller = [x._replace(loss=weight * x.loss) for x in tried_sizes(text, index, kind, setting, ends)]
             else:
                 text.advance_both(index)
             if index in layers:
@@ -197,7 +209,9 @@ def measured_choices(
     return choices
 
 
-def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.Tensor]) -> list[SizeChoice]:
+def tried_sizes(
+    text: Streams, index: int, kind: str, setting: Setting, ends: Mapping[int, torch.Tensor]
+) -> list[SizeChoice]:
     """Return the smaller sizes of layer `index`, smallest first, and send the source through the layer.
 
     `ends` are the source's `predicted_states` by number of the batch, for the batches that a loss is measured on.
@@ -207,16 +221,16 @@ def tried_sizes(text: Streams, index: int, kind: str, ends: Mapping[int, torch.T
     source = read_latent_source(model, index, statistics) if kind == "mla" else None
 
     def tried(fields: Fields) -> tuple[float, Attention]:
-        new = convert_layer(model, index, own | fields, statistics, FITTED, True, choice, source)
+        new = convert_layer(model, index, own | fields, statistics, setting, True, choice, source)
         attention = new_attention(model, index, new)
-        return max(fit(text, index, attention).error, torch.finfo(torch.float32).tiny), attention
+        return max(fit(text, index, attention, setting.refit).error, torch.finfo(torch.float32).tiny), attention
 
     # With this size, which not all layers have, rounding alone is left: no measure for the sizes below it.
     exact = sum(exact_latent_sizes(model.config.per_layer_config[index])) if kind == "mla" else 0
     some, choice = spread([numbers for numbers in sizes if numbers != exact] or list(sizes)), NOT_CHOSEN
     probe = some[:3][-1]  # whose loss is far above the noise of rounding
     if kind == "mla":
-        choice, _ = best_latent(text, index, own | sizes[probe], statistics, replace(FITTED, divide_cache=True))
+        choice, _ = best_latent(text, index, own | sizes[probe], statistics, replace(setting, divide_cache=True))
         sizes = layer_sizes(model.config, index, kind, choice.factor)
     errors = {numbers: tried(sizes[numbers]) for numbers in some}
     error, attention = errors[probe]

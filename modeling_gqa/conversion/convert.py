@@ -33,8 +33,6 @@ CANDIDATE_TOKENS = 16384
 # What `NewLayer` says of how a layer was converted, as in `conversion.json`.
 CHOSEN = ("loss", "gain", "alpha", "key_mean", "mean_share", "learning_rate", "ridge")
 METHODS = ("lowrank", "auto", "mean")
-# Methods whose output projections are fitted on text where nothing else is said; "mean" is the GQA paper's.
-FITTED_METHODS = ("lowrank", "auto")
 
 
 def convert_model(
@@ -139,18 +137,9 @@ def convert_model(
         raise UserError(f"method={method!r} merges heads, and to MLA none are merged: choose auto or lowrank")
     if all(layer.num_key_value_heads == 1 for layer in after):
         regroup = regroup or False  # one group holds all heads, however they are ordered
-    fitted = bool(calibration) and (method in FITTED_METHODS if refit is None else refit)
-    setting = Setting(
-        method="lowrank" if method == "auto" else method,
-        metric="full" if calibration else "identity",
-        regroup=method in FITTED_METHODS if regroup is None else regroup,
-        by_layer=bool(calibration),
-        divide_cache=divide_cache,
-        key_mean=key_mean,
-        refit=fitted,
-        refine=PASSES * fitted if refine is None else refine,
-        seed=seed,
-    )
+    same: Any = {"divide_cache": divide_cache, "key_mean": key_mean, "seed": seed}
+    setting = Setting.start(method, regroup, refit, bool(calibration), **same)
+    setting = replace(setting, refine=PASSES * setting.refit if refine is None else refine)
     with scratch(model.device) as source_states:
         search = Search(model, target_config, calibration, selection, source_states, LayerStore(folder), show_progress)
         if method == "auto" and lossy and selection:

@@ -17,6 +17,7 @@ from ..common.batches import MODEL_INPUTS, Batch, evaluating, hooks
 from ..common.progress import Progress
 from ..configuration_gqa import GQAConfig
 from ..modeling_gqa import GQADecoderLayer, GQAForCausalLM, GQAModel
+from .targets import as_ours
 
 # Logits are computed for this number of tokens at a time; more no longer fit into the processor's caches, and take
 # twice as long.
@@ -59,7 +60,7 @@ def compare_predictions(
     """Compare two models' predictions of the next token of the same document.
 
     Args:
-        source: the causal language model to compare with.
+        source: the causal language model to compare with, of this package or of a family that it imports.
         converted: another one with the same vocabulary.
         batches: `input_ids` (B, T), optionally `attention_mask` (B, T), 0 for padding, and `position_ids` (B, T), 0 at
             the first token of a document, which is not predicted.
@@ -72,7 +73,8 @@ def compare_predictions(
         likely in both; `tokens`, the number of tokens predicted.
 
     Raises:
-        UserError: there is nothing to predict, logits are not finite, or a model is spread over devices.
+        UserError: there is nothing to predict, logits are not finite, a model is spread over devices, or of a family
+            that is not imported.
 
     Example:
         ```python
@@ -89,6 +91,8 @@ def compare_predictions(
         ```
     """
     require_one_device(source, converted)
+    for model in (source, converted):
+        as_ours(model.config)  # or its logits may not be those of its output layer
     totals = torch.zeros(4, dtype=torch.float64)
     tokens = 0
     with evaluating(source, converted):

@@ -49,6 +49,8 @@ def engine_caches(config: GQAConfig, stored: torch.dtype) -> Iterator[EngineCach
         return
     whole = min(WHOLE, len(layers) // 2)
     rounded = range(whole, len(layers) - whole)
+    if not rounded:
+        return
     for dtype, bits in TURBOQUANT.items():
         size = full
         for index in rounded:

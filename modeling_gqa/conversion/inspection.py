@@ -54,7 +54,7 @@ def conversions(config: GQAConfig, dtype: torch.dtype) -> dict[str, dict[str, An
             enter(f"gqa with {number} key/value heads", "gqa", num_key_value_heads=number)
     if all(layer.attention_kind != "mla" and layer.num_key_value_heads == 1 for layer in layers):
         enter("mla of the same cache size", "mla")
-    elif all(layer.attention_kind != "mla" and not layer.qk_norm for layer in layers):
+    elif all(layer.attention_kind != "mla" for layer in layers):
         sizes = {exact_latent_sizes(layer) for layer in layers}
         if len(sizes) == 1:  # of layers that differ, no one pair of sizes is right
             rank, rope = sizes.pop()

@@ -23,13 +23,14 @@ from ..common.progress import ShowProgress
 from ..configuration_gqa import GQAConfig
 from ..costs import cache_bytes_per_token, count_parameters
 from ..modeling_gqa import GQAForCausalLM
-from .convert import FITTED_METHODS, convert_model
+from .convert import convert_model
 from .divergence import compare_predictions, layer_errors
 from .layer_store import choose_target, layers_folder, resumable_folder
 from .memory import GIB, Memory, count_memory
 from .options import Goal, Options, expected_target, find_goal, layers_after
 from .report import FORMAT_VERSION, Report, vllm_kernels, write_conversion_card, write_report
 from .rounded import choose_size, rounded_conversion
+from .sequential import FITTED_METHODS
 from .targets import describe, mean_bytes
 from .text import read_text, text_length
 
@@ -232,9 +233,11 @@ class Job(Options):
             from .allocation import allocate
 
             progress = show_progress("choosing sizes")
-            own: dict[str, Any] = {"layers": self.layers, "dtype": checkpoint.dtype, "progress": progress}
+            own: dict[str, Any] = {name: how[name] for name in ("refit", "key_mean", "seed")} | merged
+            own |= {"layers": self.layers, "dtype": checkpoint.dtype, "progress": progress}
             return allocate(model, self.attention_kind, goal.budget or 0, calibration, **own)
 
+        merged: dict[str, Any] = {"method": self.method, "regroup": self.regroup}
         how: dict[str, Any] = {
             **{"refit": self.refit, "divide_cache": goal.options.divides_cache, "seed": self.seed},
             "key_mean": self.engine is None if self.key_mean is None else self.key_mean,
@@ -252,14 +255,13 @@ class Job(Options):
             target,
             calibration,
             selection=batches.get("selection"),
-            method=self.method,
-            regroup=self.regroup,
             refine=self.refine,
             polish=0 if self.cache_bits else self.polish or 0,
             polish_text=batches.get("polish", ()),
             share_weights=True,
             folder=folder,
             show_progress=show_progress,
+            **merged,
             **how,
         )
         return converted, done | {"candidates": tried + done["candidates"]}

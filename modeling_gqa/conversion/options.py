@@ -30,6 +30,7 @@ from .targets import (
     latent_fields,
     latent_input,
     layer_fields,
+    layer_head_dim,
     lossy_layers,
     mean_bytes,
     target_config,
@@ -74,6 +75,10 @@ class Options(declared.Running, declared.Text, declared.HowToConvert, declared.N
             )
         if self.budget is not None and not self.text:
             raise UserError("--budget needs --text: without it no layer's loss is known")
+        for name, kinds in (("regroup", ("gqa", "mqa")), ("key_mean", ("mla",))):
+            if (value := getattr(self, name)) is not None and self.attention_kind not in kinds:
+                option = spelled(name if value else f"no_{name}")
+                raise UserError(f"{option} has no effect on {self.attention_kind}: leave it out")
         for name in ("refit", "refine", "polish"):
             if getattr(self, name) and not self.text:
                 raise UserError(f"{spelled(name)} needs --text: the layers are fitted on it")
@@ -200,10 +205,14 @@ def with_shared_size(options: Options, config: GQAConfig, dtype: torch.dtype) ->
     if options.attention_kind == "mla":
         options.cache_size = max(int(share * max(map(cached_numbers, layers))), 1)
     elif options.attention_kind == "gqa":
-        heads = share * max(layer.num_key_value_heads for layer in layers)
+        present = [cached_numbers(layer) / (2 * layer_head_dim(layer)) for layer in layers]  # in key/value heads
+        heads = share * max(present)
         if heads < 1 or heads != int(heads):
             raise UserError(f"--cache-share={share:g} leaves {heads:g} key/value heads: choose one for a whole number")
         options.num_key_value_heads = int(heads)
+        if min(present) <= heads:  # in layers that would not shrink
+            chosen = zip(chosen_layers(config, options.layers), present, strict=True)
+            options.layers = [index for index, number in chosen if number > heads]
     else:
         raise UserError(f"--cache-share has nothing to choose for {options.attention_kind}: give gqa or mla")
     return options
@@ -235,17 +244,19 @@ def sized_target(options: Options, config: GQAConfig, dtype: torch.dtype) -> GQA
     """Return the result's configuration by the sizes that were given."""
     sizes = {name: getattr(options, name) for name in SIZES if name not in ("cache_bytes", "cache_share")}
     given, unit = f"--cache-size={options.cache_size}", 1
+    if options.cache_share is not None:
+        given = f"--cache-share={options.cache_share:g}"
     if options.cache_bytes is not None:
         given, unit = f"--cache-bytes={options.cache_bytes}", dtype.itemsize
         sizes["cache_size"] = options.cache_bytes // unit
     try:
         target = target_config(config, options.attention_kind, layers=options.layers, **sizes)
     except UserError as error:
-        if options.cache_bytes is None:
+        if options.cache_bytes is None and options.cache_share is None:
             raise
-        # The user gave bytes, so the message names them.
+        # The message names what the user gave.
         said = str(error).replace(f"cache_size={sizes['cache_size']}", given)
-        raise UserError(f"{said} (a number takes {unit} bytes)") from error
+        raise UserError(f"{said} (in numbers per token and layer, of {dtype.itemsize} bytes each)") from error
     refuse_larger(options, config, sizes["cache_size"], given, unit)
     return target
 

@@ -40,6 +40,8 @@ LatentSource = tuple[Heads, Moments]
 ROTARY_STEP, TRIAL_TOKENS = 1.4, 8192
 # Share by which a way's error must be lower than that of the ways before it: rounding shall not decide between equals.
 TIE = 1e-4
+# Methods whose output projections are fitted on text where nothing else is said; "mean" is the GQA paper's.
+FITTED_METHODS = ("lowrank", "auto")
 # Fields that say with which frequencies a layer rotates.
 ROTATION_FIELDS = ("rope_frequency_indices", "rope_frequency_dim")
 
@@ -114,6 +116,21 @@ class Setting:
     refit: bool = False
     refine: int = 0
     seed: int = 0
+
+    @classmethod
+    def start(
+        cls, method: str, regroup: bool | None, refit: bool | None, text: bool = True, **others: Any
+    ) -> "Setting":
+        """Return the setting that a conversion begins with, by the options of `convert_model`."""
+        fitted = method in FITTED_METHODS
+        return cls(
+            method="lowrank" if method == "auto" else method,
+            metric="full" if text else "identity",
+            by_layer=text,
+            regroup=fitted if regroup is None else regroup,
+            refit=text and (fitted if refit is None else refit),
+            **others,
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields as `conversion.json` names them."""

@@ -168,6 +168,11 @@ def grouped_fields(config: GQAConfig, index: int, kind: str, key_value_heads: in
             f"num_key_value_heads={fixed} does not divide the {heads} query heads: choose one of {divisors}"
         )
     fields: Fields = {"attention_kind": kind, "num_key_value_heads": fixed}
+    if layer.attention_kind != "mla" and fixed > (now := layer.num_key_value_heads) and fixed % now:
+        raise UserError(
+            f"num_key_value_heads={fixed} loses something in layer {index} and caches more than its {now}: choose a "
+            f"multiple of {now}, or fewer"
+        )
     if layer.attention_kind == "mla":
         check_before_norms(layer, index)
         fields |= dict.fromkeys(
@@ -239,9 +244,9 @@ def latent_sizes(
             raise UserError(f"cache_size={cache_size} and the sizes it is made of are both given: leave one out")
         if cache_size < 3:
             raise UserError(f"cache_size={cache_size} leaves no room for a latent and a rotary key: 3 is the least")
-        rope = min(cache_size // 4 * 2 or 2, most)
+        rope = min(max(cache_size // 4 * 2 or 2, -(-(cache_size - latent_input(layer)) // 2) * 2), most)
         rank = cache_size - rope
-        if not planes:  # there is no more to hold, and P does not grow
+        if rope == most:  # then the exact size is enough, and P does not grow
             rank = min(rank, exact_latent_sizes(layer)[0])
     elif rank is None and key_heads == 1 and layer.attention_kind != "mla":
         rope = 2 * planes if rope is None else rope
@@ -253,10 +258,9 @@ def latent_sizes(
     given = [f"{name}={value}" for name, value in sizes.items() if value is not None]
     largest = max(layer.hidden_size, 2 * key_heads * head_dim)
     if given and rank > largest:
-        at_most = largest + (rope if cache_size is not None else 0)
         raise UserError(
             f"{' and '.join(given)}: a latent of {rank} is larger than layer {index}'s input, and than all its "
-            f"keys and values: choose at most {at_most}"
+            f"keys and values: choose at most {largest}"
         )
     if rope % 2 or rope > most:
         raise UserError(

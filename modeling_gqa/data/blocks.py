@@ -165,9 +165,10 @@ def check_blocks(folder: Path, options: TextOptions, name: str, batch: int) -> N
     for part in parts_of(options):
         count, wanted = len(load_blocks(folder, part)), batch if part == "train" else 1
         if count < wanted:
+            other = "batch" if part == "train" else "larger validation_fraction"
             raise UserError(
                 f"{name} is too short: {count} sequences of {options.sequence_length} tokens for {part}, and at least "
-                f"{wanted} are needed; give more text, or a smaller sequence_length or batch"
+                f"{wanted} are needed; give more text, or a smaller sequence_length or {other}"
             )
 
 

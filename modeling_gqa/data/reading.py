@@ -102,7 +102,7 @@ def parsed(text: str, path: Path, first: int = 1) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}, line {first + error.lineno - 1} is not JSON: {error.msg}") from None
-    except RecursionError as error:
+    except (RecursionError, ValueError) as error:  # too deep, or a number of too many digits
         raise UserError(f"{path}, line {first} is not JSON: {error}") from None
 
 

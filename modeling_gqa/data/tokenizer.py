@@ -104,12 +104,17 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         raise UserError(f"cannot load the tokenizer {name}: {one_line(error)}") from error
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of tokens, counting those that have no text between the first and the last."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
     """Raise `UserError` where the tokenizer does not fit the model."""
-    if len(tokenizer) > config.vocab_size:
+    if (size := vocabulary_size(tokenizer)) > config.vocab_size:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens and the model's vocab_size is {config.vocab_size};"
-            f" set --model-overrides '{{\"vocab_size\": {len(tokenizer)}}}'"
+            f"the tokenizer has {size} tokens and the model's vocab_size is {config.vocab_size};"
+            f" set --model-overrides '{{\"vocab_size\": {size}}}'"
         )
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-text token (eos_token), and documents must end with one")

@@ -4,6 +4,7 @@ The limits hold for mistakes of a model: endless loops, memory, files. They are 
 user's files and use the network. Give code that you do not trust a container of its own.
 """
 
+import math
 import os
 import signal
 import subprocess
@@ -49,7 +50,7 @@ def run_program(program: str) -> Outcome:
     Returns:
         "passed" if the program came to its last line, "timed out" if it took too long, else "failed".
     """
-    numbers = int(SECONDS) + 2, MEMORY, FILE_SIZE, 0, 0
+    numbers = math.ceil(SECONDS) + 1, MEMORY, FILE_SIZE, 0, 0
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
             [sys.executable, "-I", "-B", "-c", LIMITED % PASSED, *map(str, numbers)],

@@ -160,23 +160,28 @@ class Tasks:
                     written = write_functions(lm, problems)
                 found[name] = human_eval(problems, written, show_progress("running programs"))
                 continue
-            results: Results = {}
-            if name == "wikitext2":
-                windows = token_windows(subject.tokenizer, self.text, self.sequence_length)[: self.limit]
-                losses = window_losses(model, windows, show_progress(f"{name} of {subject.name}"))
-                keys = [hashlib.sha256(window.numpy().tobytes()).hexdigest() for window in windows]
-                check_finite(name, losses, model.dtype)
-                results[name] = TaskResult({"perplexity": perplexity_score(losses)}, len(windows), keys, WIKITEXT)
-                # A page can be longer than what memory holds the logits of.
-                own = wrapped(model, subject.tokenizer, batch_size=1, max_length=self.sequence_length)
-                by_lm_eval = run_lm_eval(own, self.lm_tasks[name], self.limit)
-                results["wikitext"] = by_lm_eval[name]
-            else:
-                results = run_lm_eval(lm, self.lm_tasks[name], self.limit)
+            try:
+                if name == "wikitext2":
+                    results = self.wikitext2(model, subject, show_progress)
+                else:
+                    results = run_lm_eval(lm, self.lm_tasks[name], self.limit)
+            except OverflowError as error:  # of an exponential
+                raise UserError(f"the perplexity of {name} is beyond the largest number") from error
             for task, result in results.items():
                 check_finite(task, [score.value for score in result.scores.values()], model.dtype)
             found |= results
         return found
+
+    def wikitext2(self, model: Any, subject: Subject, show_progress: ShowProgress) -> Results:
+        """Return the perplexity by the papers' protocol, and lm-eval's."""
+        windows = token_windows(subject.tokenizer, self.text, self.sequence_length)[: self.limit]
+        losses = window_losses(model, windows, show_progress(f"wikitext2 of {subject.name}"))
+        keys = [hashlib.sha256(window.numpy().tobytes()).hexdigest() for window in windows]
+        check_finite("wikitext2", losses, model.dtype)
+        found = TaskResult({"perplexity": perplexity_score(losses)}, len(windows), keys, WIKITEXT)
+        # A page can be longer than what memory holds the logits of.
+        lm = wrapped(model, subject.tokenizer, batch_size=1, max_length=self.sequence_length)
+        return {"wikitext2": found, "wikitext": run_lm_eval(lm, self.lm_tasks["wikitext2"], self.limit)["wikitext2"]}
 
 
 def find_tasks(

@@ -1,6 +1,7 @@
 """What the Trainer calls meanwhile: speed and MFU, a whole step before SIGTERM ends a run, and the lines of the log."""
 
 import signal
+import threading
 import time
 from typing import Any
 
@@ -104,7 +105,8 @@ class SaveOnSigterm(TrainerCallback):
         self.previous: Any = signal.SIG_DFL
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.previous = signal.signal(signal.SIGTERM, self.request)
+        if threading.current_thread() is threading.main_thread():  # others cannot ask for signals
+            self.previous = signal.signal(signal.SIGTERM, self.request)
 
     def request(self, signum: int, frame: Any) -> None:
         self.requested = True

@@ -14,7 +14,7 @@ from modeling_gqa_cli.errors import UserError
 
 from ..checkpoints.checkpoint import open_checkpoint
 from ..checkpoints.files import local_folder
-from ..data.tokenizer import load_tokenizer
+from ..data.tokenizer import load_tokenizer, vocabulary_size
 
 if TYPE_CHECKING:
     from .uptraining import UptrainRecipe
@@ -42,8 +42,6 @@ def choose_parameters(model: PreTrainedModel, trainable: str) -> None:
 
 def load_pair(recipe: "UptrainRecipe") -> tuple[PreTrainedModel, PreTrainedModel | None]:
     """Load student and teacher, which is `None` where the recipe names its logits; raises `UserError`."""
-    if recipe.n_gpu > 1:
-        raise UserError("one process drives one GPU: start it with torchrun, or set CUDA_VISIBLE_DEVICES")
     if Path(recipe.student).resolve() == Path(recipe.teacher).resolve():
         raise UserError(f"student and teacher are the same model, {recipe.student}: name the one that it was made from")
     student = load_model("student", recipe.student, recipe, recipe.trainable)
@@ -122,10 +120,10 @@ def check_tokenizers(recipe: "UptrainRecipe", config: PreTrainedConfig) -> None:
     """Raise `UserError` unless the tokenizer is the one that student and teacher were trained with."""
     name = recipe.tokenizer or recipe.student
     tokenizer = load_tokenizer(name)
-    if len(tokenizer) > config.vocab_size:
+    if (size := vocabulary_size(tokenizer)) > config.vocab_size:
         raise UserError(
-            f"the tokenizer {name} has {len(tokenizer)} tokens and the student's vocab_size is {config.vocab_size};"
-            " give the one that it was trained with"
+            f"the tokenizer {name} has {size} tokens and the student's vocab_size is {config.vocab_size}; give the one "
+            "that it was trained with"
         )
     if any(local_folder(recipe.teacher).glob("tokenizer*")):
         vocabulary = load_tokenizer(recipe.teacher).get_vocab()

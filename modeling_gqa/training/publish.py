@@ -146,6 +146,7 @@ def public_recipe(value: Any) -> Any:
     """Return a recipe, or a value in one, in which paths are replaced by their last parts."""
     if isinstance(value, dict):
         files = {"data_files": [Path(name).name for name in value["data_files"]]} if "data_files" in value else {}
+        files |= {key: value[key] for key in ("sample_prompt",) if key in value}  # no path
         return {key: public_recipe(item) for key, item in value.items()} | files
     if isinstance(value, list):
         return [public_recipe(item) for item in value]
@@ -156,7 +157,7 @@ def load_in_clean_process(folder: Path, prompt: str) -> str:
     """Load the repository in a process that cannot import the package, and return the text that the model writes."""
     with tempfile.TemporaryDirectory() as cache:
         process = subprocess.run(
-            [sys.executable, "-I", str(Path(__file__).with_name("sample.py")), str(folder.resolve()), prompt],
+            [sys.executable, "-I", str(Path(__file__).with_name("sample.py")), "--", str(folder.resolve()), prompt],
             env={**os.environ, "HF_MODULES_CACHE": cache, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -236,7 +237,10 @@ def write_run_card(folder: Path, recipe: Recipe, config: GQAConfig, split: Split
         transformers=transformers.__version__,
         torch=torch.__version__,
     )
-    cards.write_card(folder, run_metadata(recipe, config, split.source), text)
+    metadata = run_metadata(recipe, config, split.source)
+    if "evaluation" in results:  # of the same weights, before this session
+        metadata |= cards.kept_metadata(Path(recipe.output_dir) / "final" / CARD_FILE, ["model-index"])
+    cards.write_card(folder, metadata, text)
 
 
 def run_metadata(recipe: Recipe, config: GQAConfig, source: Source) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +68,7 @@ FREE_ON_RESUME = {
     "log_on_each_node", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "hub_always_push",
     "torch_empty_cache_steps", "enable_jit_checkpoint", "keep_best", "eval_tasks", "eval_data", "eval_limit",
     "log_attention_logits",
-    "init_from",  # where the model lies; its weights are compared themselves
+    "init_from", "student", "teacher", "model_overrides",  # the models' weights and fields are compared themselves
 }  # fmt: skip
 UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}  # of tokens
 # What sets the length of a run. A resumption may change it where the schedule does not depend on it until near the end.
@@ -76,6 +77,7 @@ EXTENDABLE = ("constant", "constant_with_warmup", "inverse_sqrt", "warmup_stable
 # Bounds: TrainingArguments accepts more, and training then fails when it has begun, or at its end.
 NUMBERS: list[tuple[tuple[str, ...], Callable[[float], bool], str]] = [
     (("sequence_length",), lambda number: number >= 2, "at least 2"),
+    (("max_steps",), lambda number: number >= 1 or number == -1, "at least 1"),
     (
         (
             "max_eval_blocks", "per_device_train_batch_size", "per_device_eval_batch_size", "save_total_limit",
@@ -190,6 +192,12 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
         for name in ("optim_args", "optim_target_modules"):
             if self.muon and getattr(self, name):
                 raise ValueError(f"{name} has no effect with muon: set muon false, or leave {name} out")
+        if self.fp16 and self.device.type == "cpu":
+            raise ValueError("fp16 has no effect on CPUs: leave it out, or give bf16")
+        if not self.dataset_name:
+            for name in ("dataset_config_name", "dataset_split"):
+                if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+                    raise ValueError(f"{name} has no effect without dataset_name: leave it out")
         if self.push_to_hub and not self.publish:
             raise ValueError("push_to_hub uploads final/, which publish false does not write: leave one of them out")
         if self.evaluates and not self.publish:
@@ -207,6 +215,11 @@ class Recipe(ModelOptions, PretrainOptions, RunningOptions, TextOptions, TrainOp
             if self.dry_run and getattr(self, name):
                 raise ValueError(f"dry_run does not measure what {name} changes: leave one of them out")
         check_trackers(self.report_to, self.output_dir)
+
+    @property
+    def n_gpu(self) -> int:
+        """The number of GPUs that a process drives: one at most, where transformers would copy the model to all."""
+        return min(super().n_gpu, 1)
 
     @property
     def evaluates(self) -> bool:
@@ -380,7 +393,9 @@ def as_object(name: str, value: dict | str | None) -> dict[str, Any]:
 
 def parse_tokens(text: str) -> float:
     """Return a number of tokens such as 500000, 500M, 2.5B or 1e9; raises `ValueError`."""
-    number, factor = text.strip().replace("_", "").replace(",", ""), 1.0
+    number, factor = text.strip().replace("_", ""), 1.0
+    if re.fullmatch(r"\d{1,3}(,\d{3})+", number):  # no decimal comma
+        number = number.replace(",", "")
     if number and number[-1].upper() in UNITS:
         number, factor = number[:-1], UNITS[number[-1].upper()]
     try:

@@ -120,6 +120,8 @@ def schedule_options(recipe: Recipe, steps: int) -> dict[str, Any]:
     Raises `ValueError` where it is neither that nor a number of steps.
     """
     options = as_object("lr_scheduler_kwargs", recipe.lr_scheduler_kwargs)
+    if options and recipe.lr_scheduler_type in (SchedulerType.CONSTANT, SchedulerType.CONSTANT_WITH_WARMUP):
+        raise ValueError("lr_scheduler_kwargs has no effect on a constant rate: leave it out")
     if recipe.lr_scheduler_type == SchedulerType.WARMUP_STABLE_DECAY:
         if "num_stable_steps" in options:
             raise ValueError("num_stable_steps has no effect here: the rate is kept until num_decay_steps from the end")

@@ -11,7 +11,7 @@ from ..data.blocks import PackedBlocks
 RESULTS, FORMAT_VERSION = "results.json", 1
 NON_FINITE = "non-finite"  # what a run says that has diverged
 # What a resumption that has nothing left to train keeps as it was.
-TIMING = ("training_seconds", "sealing_seconds", "tokens_per_second", "mfu")
+KEPT = ("training_seconds", "sealing_seconds", "tokens_per_second", "mfu", "evaluation")
 # The numbers of a finished run, which docs/pretraining.md explains; what was not measured is left out.
 Results = dict[str, Any]
 
@@ -56,12 +56,17 @@ def printed_lines(results: Results) -> list[str]:
     return [f"{label:<{width}}  {value}" for label, value in rows]
 
 
-def bytes_per_token(data: PackedBlocks, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Return how many bytes of text a token of these sequences stands for; one that ends a text stands for none."""
-    ids = data.blocks[:, 0]
+def bytes_per_token(data: PackedBlocks, tokenizer: PreTrainedTokenizerBase) -> float | None:
+    """Return how many bytes of text a token of these sequences stands for; one that ends a text stands for none.
+
+    `None` where the tokenizer did not know some of the text, or the sequences hold none.
+    """
+    ids, unknown = data.blocks[:, 0], tokenizer.unk_token_id
+    if unknown not in (None, tokenizer.bos_token_id, tokenizer.eos_token_id) and (ids == unknown).any():
+        return None
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     # A character that is cut at an end of a sequence is decoded as several others.
-    return sum(len(text.strip("\ufffd").encode()) for text in texts) / ids.size
+    return sum(len(text.strip("\ufffd").encode()) for text in texts) / ids.size or None
 
 
 def bigram_loss(train: PackedBlocks, validation: PackedBlocks, vocab_size: int) -> float:

@@ -174,6 +174,8 @@ def announce(run: OpenRun, recipe: Recipe, model: Any) -> None:
                     f"so the run trains on {with_prefix(tokens * recipe.max_steps)} tokens"
                 )
     say(f"Run     {recipe.output_dir}, on {recipe.world_size} x {recipe.device.type}")
+    if recipe.world_size == 1 < (gpus := torch.cuda.device_count()):
+        say(f"This process drives one of {gpus} GPUs; torchrun --nproc_per_node {gpus} -m training.pretrain drives all")
     if recipe.resume:
         where = f"Resuming from {run.checkpoint}" if run.checkpoint else None
         say(where or "No checkpoint had been saved yet: starting from step 0")
@@ -408,9 +410,8 @@ def compare_recipes(values: dict[str, Any], config: PreTrainedConfig) -> bool:
         raise UserError(f"{folder / SAVED_RECIPE} or {SAVED_MODEL} is damaged: {error}") from error
     ours = json.loads(config.to_json_string(use_diff=False))
     pairs = [(key, saved.get(key, value), value) for key, value in values.items() if key not in FREE_ON_RESUME]
-    pairs += [
-        (f"model {key}", model.get(key), ours.get(key)) for key in sorted({*model, *ours} - {"transformers_version"})
-    ]
+    compared = sorted({*model, *ours} - {"transformers_version", "_name_or_path"})
+    pairs += [(f"model {key}", model.get(key), ours.get(key)) for key in compared]
     differing = {key: f"{key} ({then!r} then, {now!r} now)" for key, then, now in pairs if then != now}
     if differing.keys() - LENGTHS:
         raise UserError(

@@ -36,7 +36,7 @@ from .attention_logits import largest_logits
 from .callbacks import Bar, Lines, Resumed, SaveOnSigterm, Throughput, any_process
 from .recipe import Recipe
 from .recipe_model import schedule_options
-from .results import FORMAT_VERSION, NON_FINITE, RESULTS, TIMING, Results, bigram_loss, bytes_per_token
+from .results import FORMAT_VERSION, KEPT, NON_FINITE, RESULTS, Results, bigram_loss, bytes_per_token
 from .run_folder import RunFolder, what_is_kept
 
 
@@ -131,7 +131,9 @@ class PretrainTrainer(Trainer):
                 steps = self.state.max_steps - self.state.global_step
                 logs["seconds_left"] = steps * self.args.tokens_per_step / speed
             if self.args.log_attention_logits:
+                began = time.perf_counter()
                 logs.update(self.attention_logits())
+                self.throughput.left_out += time.perf_counter() - began
         super().log(logs, *args, **kwargs)
 
     def attention_logits(self) -> dict[str, float]:
@@ -149,12 +151,13 @@ class PretrainTrainer(Trainer):
         # Trainer averages batches of unequal token counts; every token counts the same here.
         loss = output.metrics.pop(f"{prefix}_token_loss")
         output.metrics.update({f"{prefix}_loss": loss, f"{prefix}_perplexity": perplexity(loss)})
-        output.metrics[f"{prefix}_bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
+        if self.bytes_per_token:
+            output.metrics[f"{prefix}_bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
         return output
 
     @cached_property
-    def bytes_per_token(self) -> float:
-        """Bytes of text that a token of the validation sequences stands for."""
+    def bytes_per_token(self) -> float | None:
+        """Bytes of text that a token of the validation sequences stands for; `None` where that is not known."""
         return bytes_per_token(self.eval_dataset, self.processing_class)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -233,8 +236,8 @@ class PretrainTrainer(Trainer):
             "format_version": FORMAT_VERSION,
             "validation_loss": metrics["eval_loss"],
             "validation_perplexity": metrics["eval_perplexity"],
-            "validation_bits_per_byte": metrics["eval_bits_per_byte"],
-            "bytes_per_token": self.bytes_per_token,
+            **bits_per_byte(metrics),
+            **({"bytes_per_token": self.bytes_per_token} if self.bytes_per_token else {}),
             "validation_blocks": len(self.eval_dataset),
             "steps": state.global_step,
             "tokens_seen": state.num_input_tokens_seen,
@@ -252,7 +255,7 @@ class PretrainTrainer(Trainer):
             results["bigram_loss"] = bigram_loss(self.train_dataset, self.eval_dataset, model.config.vocab_size)
         earlier = read_object(Path(recipe.output_dir) / RESULTS) or {}
         if self.nothing_left and earlier.get("steps") == results["steps"]:
-            results |= {name: earlier[name] for name in TIMING if name in earlier}
+            results |= {name: earlier[name] for name in KEPT if name in earlier}
         return results
 
     def further_results(self, metrics: dict[str, float]) -> Results:
@@ -295,6 +298,12 @@ def mean_losses(prediction: EvalPrediction) -> dict[str, float]:
     """
     tokens, *sums = np.asarray(prediction.predictions, dtype=np.float64).sum(axis=0)
     return {name: float(x / tokens) for name, x in zip(("token_loss", "kl", "teacher_loss"), sums, strict=False)}
+
+
+def bits_per_byte(metrics: dict[str, float]) -> Results:
+    """Return the entry of `results.json` for an evaluation in which bits per byte are known; none elsewhere."""
+    found = metrics.get("eval_bits_per_byte")
+    return {} if found is None else {"validation_bits_per_byte": found}
 
 
 def perplexity(loss: float) -> float:

@@ -24,7 +24,7 @@ from .recipe import UNUSED, Recipe
 from .results import Results
 from .run_folder import is_whole
 from .teacher_logits import FIELDS
-from .trainer import PretrainTrainer, perplexity
+from .trainer import PretrainTrainer, bits_per_byte, perplexity
 
 METHOD = """- Parameters trained: {0.trainable}. The loss is {0.kl_weight:g} times the KL divergence from the teacher
   and {1:g} times the next-token loss.
@@ -65,6 +65,8 @@ class UptrainRecipe(UptrainOptions, Recipe):  # type: ignore[misc]
         if not 0 <= self.kl_weight <= 1:
             raise ValueError(f"kl_weight is {self.kl_weight}; it must lie between 0 and 1")
         super().__post_init__()
+        if self.teacher_top_k != type(self).teacher_top_k and not self.teacher_logits:
+            raise ValueError("teacher_top_k has no effect without teacher_logits: leave it out")
         for name in ("eval_steps", "save_steps"):
             # As transformers would; a resumption then compares equal numbers of steps.
             if self.max_steps > 0 and 0 < (getattr(self, name) or 0) < 1:
@@ -231,7 +233,7 @@ class UptrainTrainer(PretrainTrainer):
             **self.further_results(best),
             "validation_loss": best["eval_loss"],
             "validation_perplexity": best["eval_perplexity"],
-            "validation_bits_per_byte": best["eval_bits_per_byte"],
+            **bits_per_byte(best),
             "result_step": step,
             f"last_{name}": last,
         }

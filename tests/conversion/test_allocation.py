@@ -1,6 +1,5 @@
 """Sizes by layer within a budget, and what they are measured by."""
 
-from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from modeling_gqa.conversion import UserError, allocate, compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.allocation import (
-    FITTED,
     SizeChoice,
     kl_alone,
     layer_sizes,
@@ -28,6 +26,7 @@ from modeling_gqa.conversion.sequential import (
     ROTARY_STEP,
     TIE,
     LatentChoice,
+    Setting,
     assemble,
     best_latent,
     convert_layer,
@@ -92,6 +91,24 @@ def test_a_budget_is_kept_and_well_spent(kind, uniform, dtype):
     assert sizes(config) != sizes(equal)
     if dtype == torch.bfloat16:
         assert relative_losses(model, config) < relative_losses(model, equal)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("mla", {"key_mean": False, "refit": False}), ("gqa", {"method": "mean", "regroup": True, "seed": 3})],
+    ids=str,
+)
+def test_sizes_are_tried_as_the_conversion_makes_them(kind, options, monkeypatch):
+    used = set()
+
+    def spy(model, index, fields, statistics, setting, *others):
+        used.add(setting)
+        return convert_layer(model, index, fields, statistics, setting, *others)
+
+    monkeypatch.setattr("modeling_gqa.conversion.allocation.convert_layer", spy)
+    allocate(uneven_model(), kind, 1500, CALIBRATION, **options)
+    expected = {"regroup": True, "refit": True, **options} if kind == "mla" else {"refit": False, **options}
+    assert used == {Setting(**expected)}
 
 
 def test_layers_that_may_not_change_are_counted():
@@ -166,7 +183,7 @@ def test_what_one_layer_does_to_the_predictions(kind, index):
     with torch.no_grad(), streams(model, CALIBRATION) as text:
         for before in range(index):
             text.advance_both(before)
-        new = convert_layer(model, index, fields[index], text.collect(index), FITTED, True)
+        new = convert_layer(model, index, fields[index], text.collect(index), Setting(refit=True), True)
         attention = new_attention(model, index, new)
         fit(text, index, attention, trial=1000)
         ends = {number: predicted_states(model, batch) for number, batch in enumerate(CALIBRATION[:2])}
@@ -181,7 +198,9 @@ def test_what_one_layer_does_to_the_predictions(kind, index):
 def test_trying_sizes_leaves_the_text_as_it_was(kind):
     """The losses of a layer are the same whichever layers before it were tried, and fall with the size."""
     model = random_model("mha")
-    measured = partial(measured_choices, model, kind, calibration=CALIBRATION, progress=iter)
+    measured = partial(
+        measured_choices, model, kind, calibration=CALIBRATION, setting=Setting(refit=True), progress=iter
+    )
     alone, together = measured([2])[2], measured([0, 1, 2])[2]
     assert [choice.loss for choice in alone] == pytest.approx([choice.loss for choice in together], rel=1e-4)
     assert alone[0].loss > alone[len(alone) // 2].loss > alone[-1].loss == 0
@@ -191,7 +210,7 @@ def test_trying_sizes_leaves_the_text_as_it_was(kind):
 @pytest.mark.parametrize("refit", [True, False])
 def test_a_layer_becomes_mla_in_the_way_that_leaves_least(total, refit):
     """Nothing else beside what is chosen leaves less on documents held out; R + P is what was given."""
-    model, setting = random_model("mha"), replace(FITTED, divide_cache=True, refit=refit)
+    model, setting = random_model("mha"), Setting(divide_cache=True, refit=refit)
     fields = layer_fields(target_config(model.config, "mla", cache_size=total))[0]
     with torch.no_grad(), streams(model, CALIBRATION) as text:
         statistics = text.collect(0)
@@ -220,8 +239,8 @@ def test_a_layer_becomes_mla_in_the_way_that_leaves_least(total, refit):
 
 def test_sizes_are_divided_as_is_best_at_one():
     """At the third of the sizes that are tried P is what `best_latent` finds there; the others have the same factor."""
-    model, setting = random_model("mha"), replace(FITTED, divide_cache=True)
-    choices = measured_choices(model, "mla", [0], CALIBRATION, iter)[0][:-1]
+    model, setting = random_model("mha"), Setting(refit=True, divide_cache=True)
+    choices = measured_choices(model, "mla", [0], CALIBRATION, Setting(refit=True), iter)[0][:-1]
     rotary = {choice.numbers: choice.fields["qk_rope_head_dim"] for choice in choices}
     probe = spread(sorted(rotary))[2]
     with torch.no_grad(), streams(model, CALIBRATION) as text:

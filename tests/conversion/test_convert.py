@@ -19,11 +19,13 @@ from attention_oracle import (
 )
 from small_models import make_batch, make_config, make_model
 from stock_models import own_model, stock_config, stock_model
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from benchmarks.layerwise import collect
 from modeling_gqa.conversion import METHODS, UserError, allocate, compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.convert import Search
 from modeling_gqa.conversion.fitting import PASSES
+from modeling_gqa.conversion.inspection import conversions
 from modeling_gqa.conversion.layer_store import LayerStore
 from modeling_gqa.conversion.sequential import NOT_CHOSEN, LatentChoice, Setting, convert_layer
 from modeling_gqa.conversion.streams import FIRST_SHARE
@@ -47,17 +49,29 @@ def same_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 # -- the source and what is not attention
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("kind", "sizes"), [("mqa", {}), ("mha", {}), ("mla", MLA)], ids=["mqa", "mha", "mla"])
 def test_the_source_is_untouched_and_nothing_is_shared(kind, sizes, dtype):
     """Overwriting the result leaves the source's tensors as they were, in every dtype."""
     model = in_dtype(random_model("gqa", attention_bias=True), dtype)
     before, mode = state_copy(model), model.training
-    other, _ = convert_model(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", refit=True)
+    other, _ = convert_model(model, target(model, kind, **sizes), CALIBRATION, method="lowrank", refit=True, polish=64)
     for parameter in other.parameters():
-        assert parameter.dtype == dtype and parameter.requires_grad
+        assert parameter.dtype == dtype and parameter.requires_grad and parameter.isfinite().all()
         parameter.data.fill_(1.0)
     assert same_state(before, model.state_dict()) and model.training == mode
+
+
+def test_a_model_whose_logits_are_changed_behind_its_output_layer_is_not_compared():
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    other = Gemma2ForCausalLM(Gemma2Config(vocab_size=101, num_key_value_heads=1, head_dim=16, **sizes))
+    with pytest.raises(UserError, match="gemma2"):
+        compare_predictions(other, other, CALIBRATION)
+
+
+def test_a_normed_layer_can_be_mla_exactly():
+    found = conversions(random_model("gqa", qk_norm=True).config, torch.float32)
+    assert "mla with R = 28 and P = 28" in found["exact"]
 
 
 def test_candidates_do_not_write_to_the_source(monkeypatch):

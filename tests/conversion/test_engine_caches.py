@@ -60,5 +60,6 @@ def test_which_flags_a_model_takes_and_how_many_bytes():
     four, three = "turboquant_4bit_nc", "turboquant_3bit_nc"
     assert sizes(**grouped) == {"fp8": 768, four: 4 * 256 + 2 * 2 * (32 + 6), three: 4 * 256 + 2 * 2 * (24 + 6)}
     assert list(sizes(**grouped, head_dim=24)) == ["fp8"]
+    assert list(sizes(**grouped, num_hidden_layers=4)) == ["fp8"]  # of which TurboQuant rounds none
     assert list(sizes(**grouped, sliding_window=8)) == ["fp8"]
     assert sizes(attention_kind="mla", kv_lora_rank=40, qk_rope_head_dim=8) == {"fp8": 6 * 48}

@@ -4,6 +4,7 @@ Shapes: N tokens, E hidden size, H query heads, m heads of a group, D head size,
 """
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from attention_oracle import (
 )
 
 from modeling_gqa.conversion import convert_model, target_config
-from modeling_gqa.conversion.layers.heads import permute_heads, read_heads, write_grouped
+from modeling_gqa.conversion.layers.heads import read_heads, write_grouped
 
 pytestmark = pytest.mark.usefixtures("one_layer_alone")
 
@@ -264,7 +265,11 @@ def test_equal_heads_with_norms_merge_without_loss():
 def shuffled(model, order: list[int]):
     """The same model with its key/value heads, and the queries that read them, in another order."""
     for index in range(3):
-        state, _ = write_grouped(permute_heads(read_heads(model, index), order))
+        heads = read_heads(model, index)
+        queries = torch.arange(len(heads.q)).view(-1, heads.groups)[order].flatten()
+        moved = {name: getattr(heads, name)[order] for name in ("k", "k_bias", "v", "v_bias")}
+        moved |= {name: getattr(heads, name)[queries] for name in ("q", "q_bias", "o")}
+        state, _ = write_grouped(replace(heads, **moved))
         model.model.layers[index].self_attn.load_state_dict({name: x.clone() for name, x in state.items()})
     return model
 

@@ -12,6 +12,7 @@ from transformers import GraniteForCausalLM
 from modeling_gqa import GQAForCausalLM
 from modeling_gqa.conversion import allocate, compare_predictions, convert_model, target_config
 from modeling_gqa.conversion.allocation import measured_choices
+from modeling_gqa.conversion.sequential import Setting
 from modeling_gqa.conversion.targets import cached_numbers
 from modeling_gqa.conversion.transform_coding import cache_means, cache_statistics
 
@@ -85,7 +86,9 @@ def test_conversions_are_alike(kind, sizes, options):
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 def test_sizes_by_layer_are_alike(kind):
     model, plain = pair("mha")
-    found, expected = (measured_choices(each, kind, [0, 2], CALIBRATION, iter) for each in (model, plain))
+    found, expected = (
+        measured_choices(each, kind, [0, 2], CALIBRATION, Setting(refit=True), iter) for each in (model, plain)
+    )
     for index, choices in found.items():
         losses = [choice.loss for choice in choices]
         assert losses == pytest.approx([choice.loss for choice in expected[index]], rel=1e-3, abs=1e-9)

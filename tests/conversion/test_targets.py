@@ -41,7 +41,14 @@ TARGETS = {
     "cache-shared-equally": ("mha", {}, "mla", {"cache_size": 40}, [("mla", 6, 20, 20)] * 3),
     "cache-odd": ("mha", {}, "mla", {"cache_size": 23}, [("mla", 6, 13, 10)] * 3),
     "cache-least": ("mha", {}, "mla", {"cache_size": 3}, [("mla", 6, 1, 2)] * 3),
-    "cache-beyond-all-rotation": ("gqa", {}, "mla", {"cache_size": 70}, [("mla", 6, 42, 28)] * 3),
+    "cache-beyond-all-rotation": ("gqa", {}, "mla", {"cache_size": 70}, [("mla", 6, 28, 28)] * 3),
+    "cache-of-layers-that-differ": (
+        "gqa",
+        {"per_layer_config": {"1": {"attention_kind": "mha"}}},
+        "mla",
+        {"cache_size": 60},
+        [("mla", 6, 28, 28), ("mla", 6, 30, 30), ("mla", 6, 28, 28)],
+    ),
     "cache-partial": ("gqa", {"rope_parameters": PARTIAL}, "mla", {"cache_size": 40}, [("mla", 6, 24, 16)] * 3),
     "rotary-as-large-as-the-latent": ("mha", {}, "mla", {"kv_lora_rank": 31}, [("mla", 6, 31, 30)] * 3),
     "both": ("mha", {}, "mla", {"kv_lora_rank": 31, "qk_rope_head_dim": 4}, [("mla", 6, 31, 4)] * 3),
@@ -56,11 +63,11 @@ def test_sizes_follow(name):
     before = source.to_dict()
     config = target_config(source, kind, **arguments)
     assert sizes(config) == expected and source.to_dict() == before
-    for layer in config.per_layer_config:
+    for layer, own in zip(config.per_layer_config, source.per_layer_config, strict=True):
         if layer.attention_kind == "mla":
             assert layer.latent_norm is False and layer.rope_interleave is False and layer.v_head_dim == 14
-            rotary = 8 if fields else 14
-            complete = layer.qk_rope_head_dim == rotary * source.num_key_value_heads
+            rotary = 8 if "rope_parameters" in fields else 14
+            complete = layer.qk_rope_head_dim == rotary * own.num_key_value_heads
             assert layer.qk_nope_head_dim == (14 - rotary if complete else 14)
     kept = ("hidden_size", "intermediate_size", "vocab_size", "layer_types", "num_attention_heads", "eos_token_id")
     assert all(getattr(config, name) == getattr(source, name) for name in kept)
@@ -98,6 +105,13 @@ REFUSED = {
         "gqa",
         {"num_key_value_heads": 4},
         "num_key_value_heads=4 does not divide the 6 query heads: choose one of 1, 2, 3, 6",
+    ),
+    "more-heads-with-loss": (
+        "gqa",
+        {},
+        "gqa",
+        {"num_key_value_heads": 3},
+        "num_key_value_heads=3 loses something in layer 0 and caches more than its 2: choose a multiple of 2, or fewer",
     ),
     "no-head": ("mha", {}, "gqa", {"num_key_value_heads": 0}, "num_key_value_heads=0 must be at least 1"),
     "negative-rank": ("mha", {}, "mla", {"kv_lora_rank": -2}, "kv_lora_rank=-2 must be at least 1"),
@@ -222,13 +236,14 @@ def test_a_model_of_an_unknown_kind_is_not_exported_as_another(monkeypatch):
         export_config(make_config("mha", attention_kind="tied", num_key_value_heads=6))
 
 
-def test_the_largest_cache_size_is_the_one_that_the_error_names():
-    """One more number than that is refused, and the error says what the most is."""
+def test_the_largest_latent_is_the_one_that_the_error_names():
+    """One more number than that is refused, and the error says what the most is; a cache grows to the exact one."""
     config = GQAConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, attention_kind="mqa")
-    with pytest.raises(UserError, match=r"choose at most 80$"):
-        target_config(config, "mla", cache_size=81)
-    layer = target_config(config, "mla", cache_size=80).per_layer_config[0]
-    assert layer.kv_lora_rank + layer.qk_rope_head_dim == 80
+    with pytest.raises(UserError, match=r"choose at most 64$"):
+        target_config(config, "mla", kv_lora_rank=65)
+    assert target_config(config, "mla", kv_lora_rank=64).per_layer_config[0].kv_lora_rank == 64
+    layer = target_config(config, "mla", cache_size=81).per_layer_config[0]
+    assert (layer.kv_lora_rank, layer.qk_rope_head_dim) == exact_latent_sizes(config.per_layer_config[0]) == (16, 16)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"hidden_size": 26}, {"partial_rotary_factor": 0.5}], ids=str)

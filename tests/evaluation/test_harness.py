@@ -162,6 +162,15 @@ def test_scores_that_are_not_finite_are_refused(tasks, models_folder):
         tasks.run(model, subject)
 
 
+@pytest.mark.parametrize("name", ["wikitext2", "lambada"])
+def test_a_perplexity_beyond_all_numbers_is_an_error(name, data, models_folder):
+    subject = open_subject(str(models_folder / "ours"))
+    model = subject.load(torch.float32, "cpu")
+    model.lm_head.weight.data.mul_(1e6)
+    with pytest.raises(UserError, match=f"the perplexity of {name} is beyond the largest number"):
+        find_tasks([name], data, sequence_length=WINDOW, limit=2).run(model, subject)
+
+
 def test_a_group_of_lm_eval(tasks, models_folder, results):
     """Its items are those of its tasks, and so is the mean; its differences are not of single items."""
     from lm_eval.api.group import Group

@@ -92,6 +92,18 @@ def test_the_plan_of_a_model():
     assert plan("gqa", recipe, ended).needed == [Trial("gqa", rate, 5) for rate in RATES]
 
 
+@pytest.mark.parametrize("vertex", [2.0, NAN, math.inf])
+def test_a_vertex_that_is_worse_than_the_sweep_is_not_taken(vertex):
+    recipe, losses = CompareRecipe(learning_rates=RATES, seeds=2), dict(zip(RATES, (1.5, 1.0, 1.4), strict=True))
+    ended = {Trial("mla", rate, 42).name: loss for rate, loss in losses.items()}
+    (first, _) = plan("mla", recipe, ended).needed
+    assert first.learning_rate not in RATES
+    found = plan("mla", recipe, ended | {first.name: vertex})
+    assert (found.rate, found.seeds) == (RATES[1], {42: 1.0})
+    assert found.needed == [Trial("mla", RATES[1], 43)]
+    assert plan("mla", recipe, ended | {first.name: 1.0}).rate == first.learning_rate
+
+
 def test_the_plan_where_all_fail():
     recipe = CompareRecipe(learning_rates=RATES)
     found = plan("mla", recipe, {Trial("mla", rate, 42).name: NAN for rate in RATES})
@@ -148,6 +160,7 @@ WRONG = {
     "heads": ({"options": {"num": 1}}, "unknown option --num"),
     "rates": ({"learning_rates": [1e-3, 2e-3]}, "a sweep needs at least 3"),
     "rate": ({"learning_rates": [0, 1e-3, 2e-3]}, "must be positive"),
+    "digits": ({"learning_rates": [1e-3, 1.001e-3, 2e-3]}, "two that are equal in three digits"),
     "seeds": ({"seeds": 0}, "seeds is 0; it must be at least 1"),
     "seed": ({"seed": 2**32}, "seed is 4294967296"),
     "one kind": ({"kinds": {"a": {}}}, "a comparison needs two"),

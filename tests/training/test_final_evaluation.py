@@ -66,6 +66,15 @@ def test_a_resumption_evaluates_what_it_is_told_to(train, yardsticks, capsys):
     assert "word_perplexity" in capsys.readouterr().out
 
 
+def test_a_resumption_without_tasks_keeps_the_scores(train, yardsticks):
+    folder = train("--eval-tasks", "lambada", "--eval-data", yardsticks, "--eval-limit", 3)
+    before, card = json.loads((folder / "results.json").read_text()), metadata_load(folder / "final" / "README.md")
+    train("--resume")
+    for place in (folder, folder / "final"):
+        assert json.loads((place / "results.json").read_text())["evaluation"] == before["evaluation"]
+    assert metadata_load(folder / "final" / "README.md")["model-index"] == card["model-index"]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -116,6 +116,10 @@ def test_the_card_says_what_was_held_out(tmp_path, texts, said):
     assert said in (tmp_path / "README.md").read_text()
 
 
+def test_a_prompt_may_begin_as_an_option_does(finished):
+    assert publish.load_in_clean_process(finished[0] / "final", "---").startswith("---")
+
+
 def test_broken_repository_is_noticed(finished, tmp_path):
     shutil.copytree(finished[0] / "final", tmp_path / "final")
     (tmp_path / "final" / "layers.py").unlink()
@@ -148,7 +152,7 @@ def test_resume_and_overwrite_refusals(script, finished):
     model = json.dumps(MODEL | {"vocab_size": 301})
     with pytest.raises(UserError, match="another recipe: ") as error:
         pretrain([*run, "--resume", "--learning_rate", "0.5", "--model_overrides", model])
-    for key in ("learning_rate (0.003 then, 0.5 now)", "model_overrides", "model vocab_size (300 then, 301 now)"):
+    for key in ("learning_rate (0.003 then, 0.5 now)", "model vocab_size (300 then, 301 now)"):
         assert key in str(error.value)
     assert (output / "final" / "model.safetensors").is_file() and (output / "checkpoint-21").is_dir()
 

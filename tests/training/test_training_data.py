@@ -19,6 +19,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from training_texts import MODEL, make_texts
 from transformers import EvalPrediction, PreTrainedTokenizerFast
 
+from modeling_gqa import GQAConfig
 from modeling_gqa.checkpoints.gguf_vocabulary import LLAMA3_WORDS
 from modeling_gqa.data import blocks as data_blocks
 from modeling_gqa.data import packing, reading
@@ -33,9 +34,9 @@ from modeling_gqa.data.blocks import (
 )
 from modeling_gqa.data.packing import pack
 from modeling_gqa.data.source import BOUNDARY, Source, cut_text, load_split, open_source, split_source
-from modeling_gqa.data.tokenizer import LONGEST_WORD, train_tokenizer
+from modeling_gqa.data.tokenizer import LONGEST_WORD, check_tokenizer, train_tokenizer
 from modeling_gqa.training.recipe import Recipe
-from modeling_gqa.training.results import bigram_loss
+from modeling_gqa.training.results import bigram_loss, bytes_per_token
 from modeling_gqa.training.trainer import losses_of_sequences, mean_losses
 from modeling_gqa_cli.errors import UserError
 from training.pretrain import pretrain
@@ -336,6 +337,17 @@ def test_tokenizer_is_lossless_and_repeatable(tokenizer):
     assert len(documents) == 40 and all(ids[-1] == tokenizer.eos_token_id and ends for ids, ends in documents)
 
 
+def test_bytes_per_token_are_not_known_of_text_that_the_tokenizer_does_not_know():
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 1, "alpha": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>", unk_token="[UNK]")
+    for ids, expected in (([2, 2, 1, 2], (len("alpha alpha alpha")) / 4), ([2, 0, 1, 2], None), ([1, 1, 1, 1], None)):
+        blocks = PackedBlocks(np.array([[ids, [0, 1, 2, 0]]], dtype=np.int32))
+        assert bytes_per_token(blocks, tokenizer) == expected
+    tokenizer.unk_token = "</s>"  # as GPT-2's, which stands for no text that is not known
+    assert bytes_per_token(PackedBlocks(np.array([[[2, 1], [0, 1]]], dtype=np.int32)), tokenizer) == len("alpha") / 2
+
+
 def test_bigram_loss_by_counting():
     draw = np.random.default_rng(0)
     blocks = [np.stack([draw.integers(0, 5, (n, 8)), np.tile([0, 1, 2, 0, 1, 2, 3, 4], (n, 1))], 1) for n in (30, 9)]
@@ -379,6 +391,7 @@ BAD_FILES = {
     "blank": (b" \n ", "holds no text"),
     "short": (b"too little", "is too short"),
     "long" * 100: (None, "nothing to read at"),
+    "number.jsonl": (b'{"text": "a", "n": ' + b"9" * 5000 + b"}", "line 1 is not JSON: Exceeds the limit"),
     "column.jsonl": (b'{"content": "a"}', "no text in column 'text' (found: content); set text_column"),
 }
 
@@ -402,6 +415,10 @@ def test_tokenizer_must_fit(tmp_path, corpus, tokenizer):
         pretrain(arguments(tmp_path, data_files=[str(corpus)], model_overrides={**MODEL, "vocab_size": 200}))
     with pytest.raises(UserError, match="cannot load the tokenizer nowhere"):
         pretrain(arguments(tmp_path, data_files=[str(corpus)], tokenizer="nowhere"))
+    words = models.WordLevel({"[UNK]": 0, "</s>": 1, "alpha": 2, "of": 305}, unk_token="[UNK]")
+    gaps = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="</s>", unk_token="[UNK]")
+    with pytest.raises(UserError, match="has 306 tokens and the model's vocab_size is 300"):
+        check_tokenizer(gaps, GQAConfig(vocab_size=300))
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     with pytest.raises(UserError, match="no end-of-text token"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from modeling_gqa.training import recipe as recipes
 from modeling_gqa.training.recipe import load_recipe, trackers_in
@@ -65,6 +65,10 @@ def test_kinds_of_yaml_values(write):
         ({"gradient_checkpointing": True, "dry_run": True}, [], "dry_run does not measure what gradient_checkpointing"),
         ({"dataset_name": "a/b", "data_files": ["x"]}, [], "data_files and dataset_name are both given"),
         ({"use_liger_kernel": True}, [], "use_liger_kernel has no effect"),
+        ({"max_steps": 0}, [], "max_steps is 0; it must be at least 1"),
+        ({"fp16": True}, [], "fp16 has no effect on CPUs"),
+        ({"dataset_split": "test"}, [], "dataset_split has no effect without dataset_name"),
+        ({"tokens": "1,5K"}, [], "tokens is 1,5K"),
     ],
 )
 def test_refused(write, yaml_values, options, message):
@@ -87,6 +91,28 @@ def test_one_length(write, values, options, length):
     """That of the command line; transformers' three epochs where none is given."""
     recipe, _ = load_recipe([write(**values), *options])
     assert (recipe.max_steps, recipe.num_train_epochs) == length
+
+
+def test_a_text_of_the_command_line_replaces_all_that_the_recipe_says_of_its_own(write):
+    theirs = {"dataset_name": "a/b", "dataset_config_name": "c", "dataset_split": "d", "license": "odc-by"}
+    names = (*theirs, "data_files")
+    _, values = load_recipe([write(**theirs, max_steps=1), "--data-files", "mine.txt", "--license", "mit"])
+    assert [values[name] for name in names] == [None, None, "train", "mit", ["mine.txt"]]
+    _, values = load_recipe([write(**theirs, max_steps=1), "--dataset-name", "e/f"])
+    assert [values[name] for name in names] == ["e/f", None, "train", None, []]
+
+
+def test_a_process_drives_one_gpu(write, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 4))
+    recipe, _ = load_recipe([write(tokens="16K", per_device_train_batch_size=4)])
+    assert (recipe.train_batch_size, recipe.max_steps) == (4, 16)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "constant_with_warmup"])
+def test_a_constant_rate_has_no_options(write, schedule):
+    recipe, _ = load_recipe([write(max_steps=1, lr_scheduler_type=schedule, lr_scheduler_kwargs={"nonsense": 3})])
+    with pytest.raises(UserError, match="lr_scheduler_kwargs has no effect on a constant rate"):
+        check_training(recipe, load_config(recipe))
 
 
 @pytest.mark.parametrize(("seeds", "order"), [({}, 42), ({"data_seed": 0}, 0), ({"data_seed": 7, "seed": 3}, 7)])
@@ -162,7 +188,7 @@ def test_saved_recipe_loads_again_and_compares(write, tmp_path):
     _, free = load_recipe(
         [write(model_overrides={"hidden_size": 64}, warmup_steps=0.1, data_files=["x y"]), "--resume"]
     )
-    compare_recipes({**free, "save_steps": 3.0, "report_to": "wandb"}, config)
+    compare_recipes({**free, "save_steps": 3.0, "report_to": "wandb", "model_overrides": '{"hidden_size":64}'}, config)
     with pytest.raises(UserError, match=r"another recipe: learning_rate \(0.003 then, 0.1 now\); resume with the"):
         compare_recipes({**values, "learning_rate": 0.1}, config)
     config.hidden_act = "gelu"

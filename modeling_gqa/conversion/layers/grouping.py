@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .heads import Heads, permute_heads
+from .heads import Heads
 from .merging import MERGES, Group, Merge, merging_error, with_norm
 from .moments import Moments
 
@@ -35,7 +35,7 @@ def regrouped(moments: Moments, groups: int, seed: int = 0) -> list[list[int]]:
     """
     heads = len(moments.mean_key)
     size = heads // groups
-    if size == 1 or groups == 1:
+    if groups == 1:
         return contiguous(heads, groups)
     known: dict[tuple[int, ...], float] = {}
 
@@ -94,8 +94,6 @@ def merge_heads(
     Returns:
         The heads, and the mean squared error of keys and values in the metric of the output.
     """
-    if len(partition[0]) == 1:
-        return permute_heads(heads, [head for (head,) in partition]), 0.0
     merge_group = MERGES[method]
     if heads.q_norm is not None and method == "lowrank":
         heads, merge_group = balanced_norms(heads, moments.key_scale), with_norm(merge_group)

@@ -254,14 +254,6 @@ def repeat_heads(heads: Heads, number: int) -> Heads:
     return replace(heads, **repeated)
 
 
-def permute_heads(heads: Heads, order: list[int]) -> Heads:
-    """Return the same function with its key/value heads, and the query heads that read them, in another order."""
-    indices = torch.tensor(order, device=heads.k.device)
-    queries = torch.arange(len(heads.q), device=heads.k.device).view(-1, heads.groups)[indices].flatten()
-    fields: dict[str, Any] = {name: getattr(heads, name)[indices] for name in ("k", "k_bias", "v", "v_bias")}
-    return replace(heads, **fields, **{name: getattr(heads, name)[queries] for name in ("q", "q_bias", "o")})
-
-
 def plane_rows(weight: torch.Tensor, planes: int) -> torch.Tensor:
     """Return the rows x_i + j x_(i + n), (heads, n, ...), of the n rotary planes of `weight` (heads, D, ...)."""
     return torch.complex(weight[:, :planes], weight[:, planes : 2 * planes])

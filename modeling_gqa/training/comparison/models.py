@@ -44,6 +44,8 @@ class CompareRecipe(CompareOptions):
             raise ValueError(f"learning_rates has {len(self.learning_rates)} of them; a sweep needs at least 3")
         if not all(0 < rate < math.inf for rate in self.learning_rates):
             raise ValueError("learning_rates must be positive numbers")
+        if len({f"{rate:.2e}" for rate in self.learning_rates}) < len(self.learning_rates):  # as runs are named
+            raise ValueError("learning_rates has two that are equal in three digits: leave one of them out")
         for name in ("seeds", "jobs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")

@@ -72,6 +72,9 @@ def plan(candidate: str, recipe: CompareRecipe, ended: Mapping[str, float]) -> P
     best = None if left(trials) else best_rate(sweep)
     if best is None:
         return Plan(candidate, sweep, None, {}, left(trials))
+    swept = lowest(sweep)
+    if not ended.get(Trial(candidate, best, recipe.seed).name, -math.inf) <= sweep[swept]:  # type: ignore[index]
+        best = swept  # since the run at the vertex was worse, or failed
     finals = [Trial(candidate, best, recipe.seed + number) for number in range(recipe.seeds)]
     seeds = {trial.seed: ended[trial.name] for trial in finals if trial.name in ended}
     return Plan(candidate, sweep, best, seeds, left(finals))
