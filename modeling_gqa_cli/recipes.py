@@ -286,8 +286,8 @@ def read_values(argv: list[str], recipe_class: Any, prog: str) -> dict[str, Any]
     if is_set(told.get("init_from")) and not is_set(told["tokenizer"]):
         values["tokenizer"] = defaults["tokenizer"]  # the model's own, and not that of the recipe's model
     for role in ("init_from", "student", "teacher"):
-        if values.get(role) and os.path.exists(path := os.path.expanduser(values[role])):
-            values[role] = os.path.abspath(path)  # so that the run can be resumed from another folder
+        if values.get(role) and os.path.exists(model := os.path.expanduser(values[role])):
+            values[role] = os.path.abspath(model)  # so that the run can be resumed from another folder
     name = values.get("preset") or values.get("init_from") or path.stem
     output = values["output_dir"] or str(Path("runs") / path.stem)
     values["output_dir"] = os.path.expanduser(output.replace("{preset}", public_name(name)))

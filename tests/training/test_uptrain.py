@@ -505,6 +505,7 @@ REFUSALS = [
     ({"teacher": None}, "no teacher given: name the model that the student was converted from, --teacher FOLDER"),
     ({"kl_weight": -1}, "kl_weight is -1.0; it must lie between 0 and 1"),
     ({"trainable": "mlp"}, "trainable"),
+    ({"teacher_top_k": 3}, "teacher_top_k has no effect without teacher_logits"),
     ({"preset": "tiny-mha"}, "preset has no effect here: the student is the model"),
     ({"label_smoothing_factor": 0.1}, "label_smoothing_factor has no effect here: the teacher's predictions"),
     ({"model_overrides": {"hidden_size": 3}}, "model_overrides has no effect here: the student is the model"),
@@ -563,6 +564,7 @@ def test_another_teacher_is_refused_on_resume(here, pair, tmp_path):
     shutil.copytree(pair[0], teacher)
     here(tmp_path / "run", teacher=str(teacher))
     shutil.rmtree(tmp_path / "run" / "checkpoint-8")
+    teacher = teacher.rename(tmp_path / "moved")  # its weights are compared, and not its place
     here(tmp_path / "run", "--resume", teacher=str(teacher))
     other = build(["mha", "mha"], 7)
     other.save_pretrained(teacher)
