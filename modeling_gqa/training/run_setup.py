@@ -24,6 +24,7 @@ from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.paths import is_in
 
 from ..common.atomic import read_object
+from ..common.batches import computing_dtype
 from ..common.console import Interrupted, failed_to_write, is_main, say, warn
 from ..common.progress import progress_bars
 from ..common.tables import with_prefix
@@ -175,7 +176,10 @@ def announce(run: OpenRun, recipe: Recipe, model: Any) -> None:
                 )
     say(f"Run     {recipe.output_dir}, on {recipe.world_size} x {recipe.device.type}")
     if recipe.world_size == 1 < (gpus := torch.cuda.device_count()):
-        say(f"This process drives one of {gpus} GPUs; torchrun --nproc_per_node {gpus} -m training.pretrain drives all")
+        command = f"torchrun --nproc_per_node {gpus} -m modeling_gqa.scripts.{recipe.script}"
+        say(f"This process drives one of {gpus} GPUs; {command} drives all")
+    if recipe.bf16 and computing_dtype(torch.bfloat16, recipe.device.type) != torch.bfloat16:
+        warn("this CPU multiplies bfloat16 many times slower than float32: --bf16 false is faster")
     if recipe.resume:
         where = f"Resuming from {run.checkpoint}" if run.checkpoint else None
         say(where or "No checkpoint had been saved yet: starting from step 0")
