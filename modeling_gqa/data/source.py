@@ -12,7 +12,6 @@ import re
 import sysconfig
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
@@ -21,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from modeling_gqa_cli.errors import UserError, one_line
+from modeling_gqa_cli.errors import UserError
 from modeling_gqa_cli.recipes import TextOptions, public_name
 
-from .reading import Document, find_files, read_documents, row_text
+from .reading import Document, find_files, one_line_errors, read_documents, row_text
 
 # Tests repeat themselves, installed packages have other licences, and lib2to3's test data is broken on purpose.
 STDLIB_SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -106,26 +105,16 @@ def hub_rows(options: TextOptions, seed: int) -> Any:
     import datasets
 
     name, split = options.dataset_name, options.dataset_split
-    with hub_errors(options):
+    with one_line_errors(lambda: f"the Hub data set {options.dataset_name}"):
         rows = datasets.load_dataset(name, options.dataset_config_name, split=split, streaming=options.streaming)
         return rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER) if options.streaming else rows
 
 
 def hub_documents(options: TextOptions, rows: Callable[[], Any]) -> Iterator[Document]:
-    with hub_errors(options):
+    with one_line_errors(lambda: f"the Hub data set {options.dataset_name}"):
         for number, row in enumerate(rows(), 1):
             where = f"{options.dataset_name}, row {number}"
             yield partial(iter, (row_text(row, options.text_column, where),))
-
-
-@contextmanager
-def hub_errors(options: TextOptions) -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # the network, the name, access rights: each has its own class
-        raise UserError(f"cannot load the Hub data set {options.dataset_name}: {one_line(error)}") from error
 
 
 # -- Training and validation

@@ -426,7 +426,7 @@ def test_tokenizer_must_fit(tmp_path, corpus, tokenizer):
 
 
 def test_hub_data_set_out_of_reach(tmp_path):
-    with pytest.raises(UserError, match="cannot load the Hub data set nobody/nothing"):
+    with pytest.raises(UserError, match="cannot read the Hub data set nobody/nothing"):
         pretrain(arguments(tmp_path, dataset_name="nobody/nothing"))
 
 
