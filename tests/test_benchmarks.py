@@ -160,7 +160,8 @@ def test_quantized_cache(small_llama):
     assert rows == read(path)["rows"] and [row["cache"] for row in first] == ["int8"] * 2
     found = {(row["cache"], row["method"]): row for row in rows}
     kl = {key: row["kl"] for key, row in found.items()}
-    assert len(kl) == 16 and 0 < kl["int8", "ours"] < kl["int4", "ours"] < kl["int3", "ours"] < kl["int2", "ours"]
+    assert len(kl) == 14  # without TurboQuant, which rounds neither of two layers
+    assert 0 < kl["int8", "ours"] < kl["int4", "ours"] < kl["int3", "ours"] < kl["int2", "ours"]
     assert all(kl[name, "ours"] < kl[name, "plain"] for name in ("int8", "int4", "int3", "int2"))
     assert kl["bits by channel, 0.4", "coded"] < kl["bits by channel, 0.3", "coded"] < kl["int3", "ours"]
     assert 0.25 < found["bits by channel, 0.3", "coded"]["share"] <= 0.3
