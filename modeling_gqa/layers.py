@@ -280,8 +280,9 @@ def select_frequencies(
     """Cosine and sine (B, T, 2 n) of the n planes `indices` of those given (B, T, P), all of them for `None`."""
     if indices is None:
         return position_embeddings
-    cos, sin = (x.index_select(-1, indices.repeat(2)) for x in position_embeddings)
-    return cos, sin
+    cos, sin = position_embeddings
+    twice = torch.cat((indices, indices))
+    return cos.index_select(-1, twice), sin.index_select(-1, twice)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool = False) -> torch.Tensor:
