@@ -30,6 +30,7 @@ from .real import (
     describe,
     digest,
     made,
+    placed,
     real_text,
     sampled,
     sections,
@@ -66,7 +67,7 @@ def mixed_text() -> Path:
             rows = [row for parts in kinds.values() for row in sampled(parts, SHARE)]
             with (whole / "calibration.jsonl").open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps({"text": row}) + "\n" for row in sorted(rows, key=digest))
-            whole.rename(folder)
+            placed(whole, folder)
     return folder
 
 

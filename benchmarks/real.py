@@ -39,6 +39,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 SMOLLM2, QWEN, GEMMA = "SmolLM2-135M-Instruct", "Qwen2.5-Coder-0.5B-Instruct", "gemma-3-270m"
@@ -85,7 +86,7 @@ def real_model(name: str = SMOLLM2) -> Path:
             whole = Path(temporary) / name
             model.save_pretrained(whole)
             AutoTokenizer.from_pretrained(**source).save_pretrained(whole)
-            whole.rename(folder)
+            placed(whole, folder)
     return folder
 
 
@@ -128,8 +129,15 @@ def real_text() -> Path:
                 rows = [row for key, book in parts.items() if key.split("/")[0] == name for row in sampled(book)]
                 with (whole / f"{name}.jsonl").open("w", encoding="utf-8") as file:
                     file.writelines(json.dumps({"text": row}) + "\n" for row in sorted(rows, key=digest))
-            whole.rename(folder)
+            placed(whole, folder)
     return folder
+
+
+def placed(whole: Path, folder: Path) -> None:
+    """Move a whole folder to its place, if another process has not filled it since."""
+    with FileLock(folder.parent / ".lock"):
+        if not folder.is_dir():
+            whole.rename(folder)
 
 
 def made(folder: Path) -> Path:

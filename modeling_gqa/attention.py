@@ -100,7 +100,9 @@ class Attention(nn.Module):
         self.tp_plan: dict[str, str] = {}
         # Heads of `k_proj` and `v_proj`, if they can be fewer than the ranks; `None` where no rank chooses among them.
         self.shared_heads: int | None = None
-        self.register_buffer("frequency_indices", frequency_indices(layer), persistent=False)
+        indices = frequency_indices(layer)
+        # accelerate offloads the buffers that are not persistent, and takes each for a tensor.
+        self.register_buffer("frequency_indices", indices, persistent=indices is None)
 
     @property
     def backend(self) -> str:
@@ -219,7 +221,18 @@ class Attention(nn.Module):
             held = replace(
                 held, position_embeddings=select_frequencies(held.position_embeddings, self.frequency_indices)
             )
-        own = zip(self.bits_fields, cached.formats, self.cached_shapes, strict=True)
+        if cached.means and self.cache_mean is None:
+            raise ValueError(
+                f"layer {self.layer_idx} of the model has no measured means: leave 'means' out of the options, or "
+                "measure them by modeling-gqa quantize-cache with --text"
+            )
+        own = list(zip(self.bits_fields, cached.formats, self.cached_shapes, strict=True))
+        for _, form, (heads, size) in own:
+            if form.channels != size * (heads if form.own_basis else 1):
+                raise ValueError(
+                    f"the cache rounds {form.channels} numbers together, and layer {self.layer_idx} caches {heads} x "
+                    f"{size}: it is of another model"
+                )
         first, second = (self._coordinates(new, name, form, heads) for name, form, (heads, _) in own)
         return CacheBasis(cached, (first, second), self.rotary_place, *self.constants(), rotation, held)
 

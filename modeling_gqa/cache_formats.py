@@ -447,6 +447,8 @@ class CacheQuantization:
     @classmethod
     def of(cls, options: dict[str, Any]) -> "CacheQuantization":
         """Check `options` and fill in what they leave out."""
+        if not isinstance(options, dict):
+            raise ValueError(f"cache_quantization={options!r} must be a dict of options, such as {{'nbits': 4}}")
         for name in options:
             if name not in cls.__dataclass_fields__:
                 raise ValueError(

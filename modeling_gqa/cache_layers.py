@@ -157,6 +157,9 @@ class HeldTokens:
         return replace(self, first=first, angles=angles, position_embeddings=embeddings)
 
 
+PADDING = -1  # the position of a token that no other attends to, where nobody gives positions
+
+
 class PositionedCache(DynamicCache):
     """The dynamic cache that grows in place and knows the position of each token, for layers with a constant key."""
 

@@ -19,7 +19,7 @@ from transformers import Cache
 
 from .attention_functions import FEW_TOKENS
 from .cache_formats import CacheQuantization, CodedFormat, Levels, RowFormat, Tile
-from .cache_layers import GrowingLayer, HeldTokens, PositionedCache
+from .cache_layers import PADDING, GrowingLayer, HeldTokens, PositionedCache
 from .layers import multiply_by_head, plane_angles, rotate
 
 # Tokens of all rows whose numbers are read at once: enough to hide what each operation costs, few enough for the
@@ -37,10 +37,18 @@ class QuantizedLayer(GrowingLayer):
     Args:
         formats: of the two tensors that the layer caches.
         exact_tokens, residual_length: numbers of first and last tokens that are kept as they are.
+        means: the attention that uses the layer must have measured means.
     """
 
-    def __init__(self, formats: Sequence[RowFormat | CodedFormat], exact_tokens: int = 0, residual_length: int = 0):
+    def __init__(
+        self,
+        formats: Sequence[RowFormat | CodedFormat],
+        exact_tokens: int = 0,
+        residual_length: int = 0,
+        means: bool = False,
+    ):
         super().__init__()
+        self.means = means
         self.formats, self.exact_tokens, self.residual_length = formats, exact_tokens, residual_length
         self.number_dtype: torch.dtype | None = None
         self.held: HeldTokens | None = None
@@ -224,13 +232,14 @@ class GQAQuantizedCache(PositionedCache):
         given = CacheQuantization.of((config.cache_quantization or {}) if options is None else options)
         for index, formats in enumerate(formats_by_layer(config, given)):
             if type(self.layers[index]) is GrowingLayer:
-                self.layers[index] = QuantizedLayer(formats, given.exact_tokens, given.residual_length)
+                self.layers[index] = QuantizedLayer(formats, given.exact_tokens, given.residual_length, given.means)
 
     def hold(self, position_ids: torch.Tensor, rows: int) -> HeldTokens:
         """Add the positions (B or 1, T) of tokens that the layers are about to hold, in a batch of `rows`."""
         super().hold(position_ids, rows)
-        if self.held is None or (position_ids == 0).any():
-            first = _first_places(self.positions.keys[:, 0, :, 0])
+        positions = self.positions.keys[:, 0, :, 0]
+        if self.held is None or (positions[:, -position_ids.shape[1] - 1 :] <= 0).any():  # the token before may pad
+            first = _first_places(positions)
             self.held = HeldTokens(first=first, least=int(first.min()), most=int(first[first < NOWHERE].max()))
         return self.held
 
@@ -266,10 +275,12 @@ def quantized_layer(cache: Cache | None, layer_idx: int) -> QuantizedLayer | Non
 def _first_places(positions: torch.Tensor) -> torch.Tensor:
     """The places (B, N) of first tokens, as in `HeldTokens`, for the positions (B, S) of all tokens.
 
-    Of neighbours at position 0 the last is a first token: those before it are padding.
+    Of neighbours at position 0 the last is a first token: those before it are padding. A row without position 0 begins
+    with its first token that is no `PADDING`.
     """
     begins = (positions == 0) & (pad(positions[:, 1:], (0, 1), value=1) != 0)
-    begins[:, 0] |= ~begins.any(1)
+    first = (positions != PADDING).int().argmax(1, keepdim=True)  # (B, 1)
+    begins = begins.scatter(1, first, begins.gather(1, first) | ~begins.any(1, keepdim=True))
     places = torch.arange(positions.shape[1], device=positions.device)
     return torch.where(begins, places, NOWHERE).sort(dim=1).values[:, : int(begins.sum(1).max())]
 

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from .attention import Attention, GroupedAttention
 from .attention_latent import LatentAttention
 from .cache_formats import CACHE_BUFFERS
-from .cache_layers import GrowingLayer, PositionedCache, grow_in_place, rows_of
+from .cache_layers import PADDING, GrowingLayer, PositionedCache, grow_in_place, rows_of
 from .cache_quantized import GQAQuantizedCache, rounds_cache
 from .compatibility import CACHE, attempt, can_return_tuple, optional
 from .configuration_checks import changing_rope
@@ -337,7 +337,7 @@ class GQAModel(GQAPreTrainedModel):
     def new_cache(self) -> DynamicCache:
         """The cache of a forward without one; where gradients are computed or a graph is exported it is not rounded."""
         if rounds_cache(self.config) and not torch.is_grad_enabled() and not torch.compiler.is_exporting():
-            return grow_in_place(GQAQuantizedCache(self.config))
+            return GQAQuantizedCache(self.config)
         return self.growing(DynamicCache(config=self.config))
 
     def growing(self, cache: DynamicCache) -> DynamicCache:
@@ -389,6 +389,9 @@ class GQAModel(GQAPreTrainedModel):
         ]
         cache = made if past_key_values is None else past_key_values
         if isinstance(cache, PositionedCache | PagedPositions):
+            if restarts is None and torch.is_tensor(attention_mask) and attention_mask.ndim == 2:
+                attended = attention_mask[:, past : past + inputs_embeds.shape[1]]  # (B, T)
+                position_ids = torch.where(attended.to(position_ids.device) > 0, position_ids, PADDING)
             self._add_held_tokens(arguments, cache, inputs_embeds, position_ids)
         return arguments
 
@@ -561,7 +564,8 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         given = model_kwargs.get(CACHE)
         asked, options = generation_config.cache_implementation, dict(generation_config.cache_config or {})
-        own = asked == "quantized" and given is None and options.pop("backend", "gqa") == "gqa"
+        rounded = asked == "quantized" or (asked is None and rounds_cache(self.config))
+        own = rounded and given is None and options.pop("backend", "gqa") == "gqa"
         if own:
             generation_config.cache_implementation = None
         elif asked == "quantized" and any(layer.qk_rope_head_dim == 0 for layer in self.config.per_layer_config):
@@ -576,7 +580,7 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
         made = model_kwargs.get(CACHE)
         if made is not given and type(made) is DynamicCache:
             configured = rounds_cache(self.config)
-            if own or configured:
+            if own or (configured and asked != "dynamic"):
                 chosen = options if own and (options or not configured) else None
                 new = GQAQuantizedCache(self.config, chosen, offloading=made.offloading)
             else:

@@ -119,7 +119,7 @@ def write_text(source: str, file: str, dtype: str, force: bool, **options: Any) 
 
     path = Path(file)
     with user_errors(path), progress_bars() as show_progress:
-        precision = None if dtype == "auto" else getattr(torch, dtype)
+        precision = getattr(torch, dtype, None)
         documents, tokens = write_own_text(
             source, path, dtype=precision, force=force, show_progress=show_progress, **options
         )

@@ -52,7 +52,7 @@ def evaluate(
             if not Path(checkpoint).is_dir():
                 raise UserError(f"--card writes into the folder of a checkpoint, and {checkpoint} is none")
             read_card(Path(checkpoint))
-        precision = None if dtype == "auto" else getattr(torch, dtype)
+        precision = getattr(torch, dtype, None)
         options: dict[str, Any] = {"limit": limit, "batch_size": batch_size, "sequence_length": sequence_length}
         found = find_tasks(tasks, data, run_code=run_code, **options)
         subjects = [open_subject(source, precision) for source in filter(None, (checkpoint, against))]

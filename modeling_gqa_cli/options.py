@@ -10,7 +10,7 @@ from .parser import option
 
 Kind = Literal["mha", "mqa", "gqa", "mla"]
 Method = Literal["lowrank", "auto", "mean"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]  # "auto" names no dtype of torch
 Bits = Literal["2", "3", "4", "6", "8", "fp8", "16"]
 IGNORE_FIELD = "Field of SOURCE's configuration that is refused as unknown, and changes nothing."
 SIZES = ("num_key_value_heads", "kv_lora_rank", "qk_rope_head_dim", "cache_size", "cache_bytes", "cache_share")

@@ -50,7 +50,7 @@ def report(
         if not all(0 < number <= LONGEST for number in (*contexts, *rows)):
             raise UserError(f"--context and --batch-size must be from 1 to {LONGEST}")
         models, named = find_models(configs, {name: value for name, value in sizes.items() if value is not None})
-        precision = getattr(torch, dtype) if dtype != "auto" else named or torch.bfloat16
+        precision = getattr(torch, dtype, named or torch.bfloat16)
         if device and not measure:
             raise UserError("--device says what --measure measures: give both, or neither")
         where = usable_device(device) if measure else ""

@@ -336,6 +336,26 @@ def test_a_padded_prompt_may_come_token_by_token():
     torch.testing.assert_close(single[mask], whole[mask], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_padding_is_no_first_token(kind):
+    """Without positions the mask alone says where a row begins: the four tokens after padding lose nothing."""
+    model = make_model(kind, cache_quantization={"nbits": 2}).double()
+    ids = torch.tensor([[0, 0, 0, 0, 5, 6, 7, 8], [0, 0, 4, 9, 6, 2, 7, 3]])
+    mask, cache = (ids != 0).long(), GQAQuantizedCache(model.config)
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask).logits[:, 4:]
+        steps = [
+            model(ids[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=cache).logits
+            for end in range(1, 9)
+        ]
+        single = torch.cat(steps, dim=1)[:, 4:]
+        for found in (whole, single):
+            torch.testing.assert_close(found[:1], model(ids[:1, 4:], use_cache=False).logits)
+        expected = model(ids[1:, 2:6], use_cache=False).logits[:, 2:]
+        torch.testing.assert_close(whole[1:, :2], expected)
+    assert cache.held.first.tolist() == [[4], [2]]
+
+
 def test_packed_documents_are_attended_to_as_alone(model_name):
     """In each document of a row the first tokens are exact."""
     model, lengths = model_with_constants(model_name, True), [[9, 6, 13, 2], [14, 16]]
@@ -642,6 +662,38 @@ def test_bases_that_the_checkpoint_has_not_are_refused():
         model(**make_batch(), past_key_values=cache)
 
 
+def test_means_that_the_model_has_not_are_refused():
+    model = make_model("gqa")
+    with pytest.raises(ValueError, match="layer 0 of the model has no measured means"):
+        model(**make_batch(), past_key_values=GQAQuantizedCache(model.config, {"means": True}))
+
+
+def test_a_cache_of_another_model_is_refused():
+    cache = GQAQuantizedCache(make_config("mha"), {"nbits": 4})
+    with pytest.raises(ValueError, match="rounds 14 numbers together, and layer 0 caches 1 x 22"):
+        make_model("mla")(**make_batch(), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("asked", "nbits"),
+    [
+        ({}, 2),
+        ({"cache_implementation": "quantized"}, 2),
+        ({"cache_config": {"nbits": 8}}, 8),
+        ({"cache_implementation": "quantized", "cache_config": {"nbits": 8}}, 8),
+        ({"cache_implementation": "dynamic"}, None),
+    ],
+)
+def test_generate_takes_the_cache_that_is_asked_for(asked, nbits):
+    model = make_model("gqa", cache_quantization={"nbits": 2})
+    options = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, **asked}
+    cache = model.generate(torch.tensor([[5, 6, 7]]), **options).past_key_values
+    assert isinstance(cache, GQAQuantizedCache) == (nbits is not None)
+    assert nbits is None or {form.bits for layer in cache.layers for form in layer.formats} == {nbits}
+
+
 def test_a_configuration_that_is_no_gqa_config_is_refused():
     with pytest.raises(ValueError, match="is for a GQAConfig, and got a LlamaConfig"):
         GQAQuantizedCache(LlamaConfig(), {})
+    with pytest.raises(ValueError, match="cache_quantization=4 must be a dict of options"):
+        GQAQuantizedCache(make_config("mha"), 4)  # type: ignore[arg-type]

@@ -335,6 +335,16 @@ def test_device_map_and_dtype(device_map, model_name, workplace):
     assert half.generate(**batch, max_new_tokens=4, min_new_tokens=4).shape == (3, 15)
 
 
+@pytest.mark.parametrize("kind", ["gqa", "mla"])
+def test_buffers_may_lie_on_the_disk(kind, tmp_path):
+    model, ids = make_model(kind, cache_quantization={"nbits": 3, "means": True}), make_batch()["input_ids"]
+    model.save_pretrained(tmp_path)
+    devices = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    devices |= {f"model.layers.{index}": "disk" if index else "cpu" for index in range(3)}
+    places = {"device_map": devices, "offload_folder": tmp_path / "disk", "offload_buffers": True}
+    assert torch.equal(GQAForCausalLM.from_pretrained(tmp_path, **places)(ids).logits, model(ids).logits)
+
+
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
 def test_presets_build(preset):
     with torch.device("meta"):

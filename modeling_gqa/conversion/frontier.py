@@ -81,7 +81,7 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
         Raises:
             UserError: the checkpoint or the text cannot be used.
         """
-        dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
+        dtype = getattr(torch, self.dtype, None)
         checkpoint = open_checkpoint(self.source, ignore_fields=self.ignore_field or (), dtype=dtype)
         check_rounded(self, checkpoint.config, CacheQuantization.exact_tokens)
         conversions = {folder: self.conversion(folder, checkpoint.config) for folder in self.converted or ()}
@@ -131,7 +131,7 @@ class FrontierJob(declared.Running, declared.Text, declared.Frontier):
 
     def loaded(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> tuple[Any, torch.dtype]:
         """Load a model, to compute in `dtype`; also returns the dtype that it is stored in."""
-        stored = checkpoint.dtype if self.dtype == "auto" else getattr(torch, self.dtype)
+        stored = getattr(torch, self.dtype, checkpoint.dtype)
         model: Any = checkpoint.load(stored, self.device).eval()
         return model.to(dtype=dtype or computing_dtype(stored, self.device)), stored
 

@@ -146,7 +146,7 @@ class Job(Options):
 
     def open(self, download: bool = True) -> Checkpoint:
         """Open the source; its `dtype` is then that of the result."""
-        dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
+        dtype = getattr(torch, self.dtype, None)
         ignored = self.ignore_field or ()
         checkpoint = open_checkpoint(self.source, download=download, ignore_fields=ignored, dtype=dtype)
         return replace(checkpoint, dtype=dtype) if dtype else checkpoint

@@ -26,7 +26,7 @@ from .streams import scratch
 
 # Learning rates, relative as in `steps.centred`. After one that does not help, the next goes on from the best weights.
 LEARNING_RATES = (8e-4, 2.5e-4, 8e-5)
-JUDGED = 6  # times at most that the text that judges is looked at in a run
+JUDGED = 6  # times that the text that judges is looked at in a run, beside once early with each rate
 JUDGING_TOKENS = 4096  # of it that are looked at, or one batch
 NOT_PREDICTED = -100  # as a label, PyTorch's mark of what no loss counts
 
@@ -94,10 +94,10 @@ def polish(
         order, every = run.order(seed), math.ceil(steps / JUDGED)
         done, kept, taken, weights = 0, 0, None, run.copy()
         for rate in LEARNING_RATES:
-            optimizer = relative_muon(run.sizes, attentions)
+            optimizer, early = relative_muon(run.sizes, attentions), done + max(every // 3, 1)
             for step in show_progress(f"polishing at a rate of {rate:g}")(range(done + 1, steps + 1)):
                 run.step(next(order), optimizer, rate * (1 - (step - 1) / steps))
-                if step % every == 0 or step == steps:
+                if step % every == 0 or step in (early, steps):  # a rate that harms costs few steps
                     done, found = step, run.divergence()
                     if not found < best:  # which nan is not
                         run.put(weights)

@@ -113,7 +113,7 @@ class CacheJob(declared.Running, declared.Text, declared.WhatToRound, declared.F
             UserError: the checkpoint, the text or the options cannot be used.
         """
         check_target(self.target.resolve(), force)
-        dtype = None if self.dtype == "auto" else getattr(torch, self.dtype)
+        dtype = getattr(torch, self.dtype, None)
         with new_checkpoint(self.target, force, ExitStack()) as aside:
             checkpoint = open_checkpoint(self.source, ignore_fields=self.ignore_field or (), dtype=dtype)
             refuse_overlap(checkpoint.folder, self.target)
