@@ -299,8 +299,7 @@ def _mask_of(
     """The mask of the layers of type `kind`; `documents` (B, T) as of `packed_documents`, the rest as above."""
     batch, queries = inputs_embeds.shape[:2]
     if past_key_values is None:
-        # Under PEFT's prefix tuning the mask has more columns than there are tokens.
-        span = Span(batch, queries, queries if padding_mask is None else padding_mask.shape[1], 0, 0)
+        span = Span(batch, queries, queries, 0, 0)
     else:
         layer = config.layer_types.index(kind)
         past: Any = past_key_values.get_seq_length(layer)  # a tensor in a static cache

@@ -49,6 +49,14 @@ def test_masks_are_those_of_transformers(backend, cache, padding, is_causal):
         start += length
 
 
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_columns_of_a_mask_beyond_the_tokens_count_nothing(backend):
+    """As in transformers' Llama."""
+    model, ids = make_model("mixed-window", attn_implementation=backend), make_batch()["input_ids"][:, :5]
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 5 + [0] * 2, [1] * 7])
+    assert torch.equal(model(ids, attention_mask=mask).logits, model(ids, attention_mask=mask[:, :5]).logits)
+
+
 def packed_arguments(mask: str, ids: torch.Tensor) -> dict:
     return {"position_ids": POSITIONS, "attention_mask": torch.ones_like(ids) if mask == "mask of ones" else None}
 
