@@ -24,8 +24,10 @@ from .losses import prediction_losses
 from .steps import centred, observed, relative_muon, step_at, training_dtype
 from .streams import scratch
 
-# Learning rates, relative as in `steps.centred`. After one that does not help, the next goes on from the best weights.
-LEARNING_RATES = (8e-4, 2.5e-4, 8e-5)
+# Learning rates, relative as in `steps.centred`, at a divergence of 1 nat per token. They grow with its root: a step of
+# Muon goes as far whatever the gradient, and a divergence grows with the square of the distance. Where one does not
+# help, the next goes on from the best weights.
+LEARNING_RATES = (1e-3, 3e-4, 1e-4)
 JUDGED = 6  # times that the text that judges is looked at in a run, beside once early with each rate
 JUDGING_TOKENS = 4096  # of it that are looked at, or one batch
 NOT_PREDICTED = -100  # as a label, PyTorch's mark of what no loss counts
@@ -93,9 +95,9 @@ def polish(
         before = best = run.divergence()
         order, every = run.order(seed), math.ceil(steps / JUDGED)
         done, kept, taken, weights = 0, 0, None, run.copy()
-        for rate in LEARNING_RATES:
+        for rate in (share * max(before, 0.0) ** 0.5 for share in LEARNING_RATES):
             optimizer, early = relative_muon(run.sizes, attentions), done + max(every // 3, 1)
-            for step in show_progress(f"polishing at a rate of {rate:g}")(range(done + 1, steps + 1)):
+            for step in show_progress(f"polishing at a rate of {rate:.1e}")(range(done + 1, steps + 1)):
                 run.step(next(order), optimizer, rate * (1 - (step - 1) / steps))
                 if step % every == 0 or step in (early, steps):  # a rate that harms costs few steps
                     done, found = step, run.divergence()
