@@ -25,9 +25,10 @@ from .steps import centred, observed, relative_muon, step_at, training_dtype
 from .streams import scratch
 
 # Learning rates, relative as in `steps.centred`, at a divergence of 1 nat per token. They grow with its root: a step of
-# Muon goes as far whatever the gradient, and a divergence grows with the square of the distance. Where one does not
-# help, the next goes on from the best weights.
+# Muon goes as far whatever the gradient, and a divergence grows with the square of the distance. Where one harms, the
+# next goes on from the best weights.
 LEARNING_RATES = (1e-3, 3e-4, 1e-4)
+TOLERANCE = 0.01  # by which a rate may leave the divergence above the best and go on, because it falls in any case
 JUDGED = 6  # times that the text that judges is looked at in a run, beside once early with each rate
 JUDGING_TOKENS = 4096  # of it that are looked at, or one batch
 NOT_PREDICTED = -100  # as a label, PyTorch's mark of what no loss counts
@@ -101,10 +102,11 @@ def polish(
                 run.step(next(order), optimizer, rate * (1 - (step - 1) / steps))
                 if step % every == 0 or step in (early, steps):  # a rate that harms costs few steps
                     done, found = step, run.divergence()
-                    if not found < best:  # which nan is not
+                    if not found <= best * (1 + TOLERANCE):  # which nan is not
                         run.put(weights)
                         break
-                    best, kept, taken, weights = found, step, rate, run.copy()
+                    if found < best:
+                        best, kept, taken, weights = found, step, rate, run.copy()
             if done == steps:
                 break
         run.put(weights)
