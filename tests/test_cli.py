@@ -651,7 +651,7 @@ def test_a_conversion_whose_cache_is_rounded_too(checkpoints, corpus, tmp_path):
     configs = [GQAConfig.from_pretrained(tmp_path / name).cache_quantization for name in ("one", "two")]
     assert configs[0]["layers"] == configs[1]["layers"]
     assert "size chosen by loss" in run("convert", source, tmp_path / "no", *arguments, "--dry-run")
-    run("convert", source, tmp_path / "trained", *arguments, "--polish", 1280)
+    run("convert", source, tmp_path / "trained", *arguments, "--polish", 5120)
     trained = json.loads((tmp_path / "trained" / "conversion.json").read_text())
     assert trained["polish"]["tokens"] > 0 and trained["kl"] < report["kl"]
     assert trained["kl_source_quantized"] == report["kl_source_quantized"]
