@@ -564,7 +564,8 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         given = model_kwargs.get(CACHE)
         asked, options = generation_config.cache_implementation, dict(generation_config.cache_config or {})
-        rounded = asked == "quantized" or (asked is None and rounds_cache(self.config))
+        configured = rounds_cache(self.config)
+        rounded = asked == "quantized" or (asked is None and configured)
         own = rounded and given is None and options.pop("backend", "gqa") == "gqa"
         if own:
             generation_config.cache_implementation = None
@@ -579,7 +580,6 @@ class GQAForCausalLM(GQAPreTrainedModel, GenerationMixin):
             generation_config.cache_implementation = asked
         made = model_kwargs.get(CACHE)
         if made is not given and type(made) is DynamicCache:
-            configured = rounds_cache(self.config)
             if own or (configured and asked != "dynamic"):
                 chosen = options if own and (options or not configured) else None
                 new = GQAQuantizedCache(self.config, chosen, offloading=made.offloading)
